@@ -39,6 +39,9 @@ from rich.table import Table
 
 from backend.api import EngineConfig, Request
 from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.errors import InvalidRequest
+from backend.api.lora import LoraConfig
+from backend.core.adapter import PreparedAdapter
 from backend.core.garbage import calm_garbage_collector
 from backend.core.messages import Command, Hello
 from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
@@ -103,6 +106,9 @@ class NullDevice:
 
     def load(self) -> ModelInfo:
         return ModelInfo("null", VOCAB, 1 << 20, kv_bytes_per_token=1)
+
+    def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
+        raise InvalidRequest(f"adapter {lora.shown} is asked for, and there is no model")
 
     def free_memory_bytes(self) -> int:
         return 1 << 40

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self, Unpack, overload
 
@@ -209,7 +210,7 @@ async def repeated(
             async with aclosing(transport.stream(request, remaining_s, request_id)) as chunks:
                 async for chunk in chunks:
                     received = True
-                    yield chunk
+                    yield chunk if request.seed is None else replace(chunk, seed=request.seed)
             return
         except ClientError as error:
             again = None if received else next_attempt(request, retry, attempt, error)

@@ -27,8 +27,11 @@ LEAVE = ("/exit", "/quit")
 HOPELESS = ("UNREACHABLE", "NOT_FOUND", "UNAUTHENTICATED", "UNKNOWN")  # at the first turn: no other would do better
 
 
-def run_chat(client: EverbatchClient, system: str | None, options: GenerateOptions) -> int:
-    """Converse until /exit or end of input. Returns the exit status: 0, or 1 where turns came from a pipe and one failed.
+def run_chat(
+    client: EverbatchClient, system: str | None, options: GenerateOptions, introduction: str | None = None
+) -> int:
+    """Converse until /exit or end of input; `introduction` says who answers. Returns the exit status: 0, or 1 where turns came
+    from a pipe and one failed.
 
     On a terminal everything is shown there. Else standard output gets the replies alone, and standard error the rest.
     Raises ClientError when no server that can be asked is there at the first turn.
@@ -37,7 +40,8 @@ def run_chat(client: EverbatchClient, system: str | None, options: GenerateOptio
     console = Console(stderr=not interactive)
     chat = Chat(console, Conversation(client, system, **options), options.get("max_tokens", 0))
     reader = line_reader(console)
-    _dim(console, f"{client.url}: /help tells the commands, /exit or Ctrl-D leaves, Ctrl-C ends a reply")
+    _dim(console, escape(introduction or client.url))
+    _dim(console, "/help tells the commands, /exit or Ctrl-D leaves, Ctrl-C ends a reply")
     try:
         with typing_kept():
             while (text := reader.read()) is not None and text.strip() not in LEAVE:

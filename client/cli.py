@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from client.located import Located, introduced
 from client.options import GenerateOptions
 
 if TYPE_CHECKING:
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from client.guide import Guide
 
 Url = Annotated[
-    str | None, typer.Option(help="Server: HOST:PORT or grpcs://HOST:PORT for gRPC, http:// or https:// for HTTP.")
+    str | None,
+    typer.Option(
+        help="Server: HOST:PORT or grpcs://HOST:PORT for gRPC, http:// or https:// for HTTP; left out: the one that "
+        "./everbatch serve has started here, else 127.0.0.1 with the default port."
+    ),
 ]
 ModelName = Annotated[str, typer.Option(help="Text model of the server.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a reply.")]
@@ -26,7 +31,12 @@ Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
 LoraName = Annotated[str | None, typer.Option(metavar="NAME", help="LoRA adapter of the server (serve --lora).")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same text (exactly so in float32).")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Same seed, same text (exactly so in float32); left out: another one each time, which is told."
+    ),
+]
 Protocol = Annotated[str | None, typer.Option(help="grpc or http; taken from the URL when left out.")]
 Namespace = Annotated[
     str, typer.Option(help="Share sessions and cached prompts with requests of this namespace only; empty: anonymous.")
@@ -48,6 +58,14 @@ CaFile = Annotated[
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
 
+NO_END = -1  # as end_id: no token ends the output
+
+
+def locate() -> Located | None:
+    """The server that a command without --url is meant for. Whoever starts servers puts a function of its own in this place."""
+    return None
+
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -67,6 +85,9 @@ def generate_command(
     min_tokens: Annotated[
         int | None, typer.Option(min=0, help="Minimum number of tokens before the reply may end.")
     ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on to --max-tokens where the model would end the text.")
+    ] = False,
     json_schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The reply is JSON that satisfies the schema in this file.")
     ] = None,
@@ -87,11 +108,13 @@ def generate_command(
     options = GenerateOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
         stop_words=list(stop or ()), lora_name=lora_name, guide=_guide(json_schema, regex),
+        end_id=NO_END if ignore_eos else None,
     )  # fmt: skip
-
+    server = Server(url, protocol, model_name)
     _run(
-        lambda: connect(url, protocol, model_name, namespace, api_key, ca_file),
-        lambda client: run_generate(client, text, options, timeout, quiet),
+        server,
+        lambda: server.connect(namespace, api_key, ca_file),
+        lambda client: run_generate(client, text, options, timeout, quiet, server.introduction()),
     )
 
 
@@ -117,26 +140,42 @@ def chat_command(
     options = GenerateOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, lora_name=lora_name
     )
+    server = Server(url, protocol, model_name)
     _run(
-        lambda: connect(url, protocol, model_name, namespace, api_key, ca_file),
-        lambda client: run_chat(client, system, options),
+        server,
+        lambda: server.connect(namespace, api_key, ca_file),
+        lambda client: run_chat(client, system, options, server.introduction()),
     )
 
 
-def connect(
-    url: str | None,
-    protocol: str | None,
-    model_name: str,
-    namespace: str,
-    api_key: str | None = None,
-    ca_file: str | None = None,
-) -> EverbatchClient:
-    """A client of the arguments of the command line. Raises ValueError."""
-    from client.address import parse_address
-    from client.client import EverbatchClient
+class Server:
+    """Whom a command asks: the address that it was given, else what `locate` finds, else the default address."""
 
-    chosen = parse_address(url, protocol).protocol  # It refuses what is neither.
-    return EverbatchClient(url, chosen, model_name, namespace, api_key, ca_file=ca_file)
+    def __init__(self, url: str | None, protocol: str | None, model_name: str) -> None:
+        self._url, self._protocol, self._model_name = url, protocol, model_name
+        self._located = locate()
+
+    def connect(self, namespace: str, api_key: str | None = None, ca_file: str | None = None) -> EverbatchClient:
+        """A client of the arguments of the command line. Raises ValueError."""
+        from client.address import parse_address
+        from client.client import EverbatchClient
+
+        chosen = parse_address(self._url, self._protocol).protocol  # It refuses what is neither.
+        url = self._url
+        if url is None and self._located is not None:
+            url = self._located.url(self._protocol)
+        return EverbatchClient(url, chosen, self._model_name, namespace, api_key, ca_file=ca_file)
+
+    def introduction(self) -> str | None:
+        """Who will answer; None where the address was given."""
+        return None if self._url is not None else introduced(self._located, self._protocol, self._model_name)
+
+    def why_not(self, url: str) -> str | None:
+        """Why the server at this address, which did not answer, takes no request now; None where that is not known."""
+        located = locate()  # again: it may have changed meanwhile
+        if located is None or url not in (located.grpc_url, located.http_url):
+            return None
+        return located.why_not()
 
 
 def _prompt(given: str | None) -> str:
@@ -180,12 +219,12 @@ def _complain(text: str) -> None:
     Console(stderr=True).print(f"[red]everbatch: {escape(text)}[/red]", highlight=False, soft_wrap=True)
 
 
-def _run(make_client: Callable[[], EverbatchClient], action: Callable[[EverbatchClient], int]) -> None:
+def _run(server: Server, make_client: Callable[[], EverbatchClient], action: Callable[[EverbatchClient], int]) -> None:
     """Exit with the status of the action, or with 1 and one sentence on standard error."""
     from client.option_names import on_the_command_line
 
     try:
-        status = _status(make_client(), action)
+        status = _status(server, make_client(), action)
     except ValueError as error:
         _complain(on_the_command_line(str(error)))
         status = 1
@@ -195,7 +234,7 @@ def _run(make_client: Callable[[], EverbatchClient], action: Callable[[Everbatch
     raise typer.Exit(status)
 
 
-def _status(client: EverbatchClient, action: Callable[[EverbatchClient], int]) -> int:
+def _status(server: Server, client: EverbatchClient, action: Callable[[EverbatchClient], int]) -> int:
     from client.errors import ClientError
     from client.option_names import on_the_command_line
     from client.served_models import explained
@@ -203,7 +242,8 @@ def _status(client: EverbatchClient, action: Callable[[EverbatchClient], int]) -
     try:
         return action(client)
     except ClientError as error:
-        _complain(on_the_command_line(explained(error, client.settings)))
+        known = server.why_not(client.url) if error.code in ("UNREACHABLE", "UNAVAILABLE") else None
+        _complain(known or on_the_command_line(explained(error, client.settings)))
         return 1
 
 

@@ -220,7 +220,7 @@ def prepared(
     if request.namespace is None:
         request = replace(request, namespace=settings.namespace)
     request.check()
-    return request, float(patience)
+    return request.with_seed(), float(patience)
 
 
 def repeated(
@@ -236,7 +236,7 @@ def repeated(
             with closing(transport.stream(request, remaining_s, request_id)) as chunks:
                 for chunk in chunks:
                     received = True
-                    yield chunk
+                    yield chunk if request.seed is None else replace(chunk, seed=request.seed)
             return
         except ClientError as error:
             again = None if received else next_attempt(request, retry, attempt, error)

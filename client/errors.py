@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+_UNKNOWN_MODEL = "Request for unknown model:"
 _SESSION_ERROR = re.compile(r"session error (\d+)")
 # What a server says of a conversation that does not fit into the model's context, the KV pool or the limits of a request.
 _TOO_LONG = re.compile(
@@ -36,12 +37,12 @@ class ClientError(Exception):
 
     @property
     def refuses_streams(self) -> bool:
-        """Whether the model answers at once only, as with `triton.decoupled=false`. Nothing of the request was done."""
+        """True if the model answers at once only, as with `triton.decoupled=false`. Nothing of the request was done."""
         return "only supported in decoupled mode" in str(self)
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the prompt, or the conversation, has more tokens than the server holds for one request."""
+        """True if the prompt, or the conversation, has more tokens than the server holds for one request."""
         return _TOO_LONG.search(str(self)) is not None
 
 
@@ -103,13 +104,15 @@ def code_in(message: str) -> str:
     """The status that a message names itself, as in `[UNAVAILABLE] queue full`.
 
     Triton has no other place for it: over HTTP most errors are status 400, on a gRPC stream each is a bare text. Its own
-    word about a model that it does not have names no status; over HTTP it comes with 404.
+    words about a model that it does not have, or has not at the moment because it is being loaded or the server ends, name none.
     """
     if message.startswith("[") and "]" in message:
         word = message[1 : message.index("]")]
         if word.isupper():
             return word
-    return "NOT_FOUND" if message.startswith("Request for unknown model:") else "UNKNOWN"
+    if not message.startswith(_UNKNOWN_MODEL):
+        return "UNKNOWN"
+    return "UNAVAILABLE" if message.endswith(("has no available versions", "is not at ready state")) else "NOT_FOUND"
 
 
 def no_server(url: str) -> ClientError:

@@ -80,7 +80,7 @@ def request_body(request: GenerateRequest, timeout_s: float, request_id: str) ->
 
 
 def comes_in_parts(request: GenerateRequest) -> bool:
-    """Whether there may be several responses: generate takes one, also where each is a whole output."""
+    """True if there may be several responses: generate takes one, also where each is a whole output."""
     return request.stream or request.num_streams > 1
 
 

@@ -6,8 +6,9 @@ Text models take rank-2 tensors [1, 1] ([1, n] for word lists). What is None is 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from client.checks import check_messages, check_namespace, check_texts, check_type, check_value
@@ -38,6 +39,7 @@ INPUTS: dict[str, tuple[str, str]] = {
     "lora_name": ("BYTES", "lora_name"),
 }
 WORD_LISTS = ("stop_words", "bad_words")
+MAX_FRESH_SEED = 1 << 32  # short enough to be typed again
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,21 @@ class GenerateRequest:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be sent twice without harm: a turn that adds to its session might be added twice."""
+        """True if it may be sent twice without harm: a turn that adds to its session might be added twice."""
         return self.session is None or self.session.full_history or self.session.start
+
+    @property
+    def samples(self) -> bool:
+        """True if tokens are drawn at random, so that the seed makes a difference."""
+        if (self.beam_width or 1) > 1 or self.temperature == 0 or self.top_k == 1:
+            return False
+        return self.temperature is not None or bool(self.top_k) or bool(self.top_p)
+
+    def with_seed(self) -> GenerateRequest:
+        """The same, with a seed of its own where it samples and names none: the server's is the same for every request."""
+        if self.seed is not None or not self.samples:
+            return self
+        return replace(self, seed=secrets.randbelow(MAX_FRESH_SEED))
 
     def check(self) -> None:
         """Raise TypeError or ValueError, naming the field, for what no server could accept."""
@@ -131,6 +146,8 @@ class GenerateRequest:
         if self.messages is not None:
             found["text_input"] = ("BYTES", [""])  # the model asks for it always
             found["messages"] = ("BYTES", [self._messages_json()])
+        if self._samples_by_temperature:
+            found["top_p"] = ("FP32", [1.0])
         for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
             found[name] = ("BOOL", [True])
         if self.guide is not None:
@@ -144,6 +161,11 @@ class GenerateRequest:
     def json_body(self) -> dict[str, Any]:
         """Body of HTTP generate: one-element tensors as scalars, word lists as lists."""
         return {name: values if name in WORD_LISTS else values[0] for name, (_, values) in self.tensors().items()}
+
+    @property
+    def _samples_by_temperature(self) -> bool:
+        """True if the temperature alone asks for sampling: on TensorRT-LLM's wire it does so only beside top_k or top_p."""
+        return bool(self.temperature) and not (self.top_k or self.top_p) and (self.beam_width or 1) == 1
 
     def _values(self, datatype: str, attribute: str) -> list[Any]:
         value = getattr(self, attribute)
@@ -186,6 +208,7 @@ class TextChunk:
     log_probs: list[float] | None = None
     sequence: int = 0
     texts: Sequence[str] = ()
+    seed: int | None = None  # of a request that samples, or that names one
 
     @classmethod
     def from_outputs(cls, outputs: Mapping[str, list[Any]], final: bool) -> TextChunk:
@@ -204,7 +227,7 @@ class TextChunk:
             num_recomputed_tokens=_first(outputs, "num_recomputed_tokens"),
             first_token_time_ns=_first(outputs, "first_token_time_ns"),
             last_token_time_ns=_first(outputs, "last_token_time_ns"),
-            log_probs=None if len(texts) > 1 else outputs.get("output_log_probs"),
+            log_probs=None if len(texts) > 1 else _newest_log_probs(outputs),
             sequence=_first(outputs, "sequence_index") or 0,
             texts=texts if len(texts) > 1 else (),
         )
@@ -228,6 +251,7 @@ class Completion:
     generation_s: float | None  # from the first to the last token, as the server saw it
     log_probs: list[float] | None
     texts: list[str]
+    seed: int | None = None  # with which a request that samples gives the same answer again
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[TextChunk]) -> Completion:
@@ -248,6 +272,7 @@ class Completion:
             generation_s=(last - first) / 1e9 if first and last and last >= first else None,
             log_probs=probs or None,
             texts=texts,
+            seed=_last(parts, "seed"),
         )
 
 
@@ -259,6 +284,12 @@ def _texts(parts: list[TextChunk]) -> list[str]:
     for part in parts:
         texts[part.sequence] += part.text
     return texts
+
+
+def _newest_log_probs(outputs: Mapping[str, list[Any]]) -> list[float] | None:
+    """Those of the chunk's own tokens: in a stream the server sends those of all tokens so far."""
+    values, count = outputs.get("output_log_probs"), _first(outputs, "num_output_tokens")
+    return values if values is None or count is None else values[max(0, len(values) - count) :]
 
 
 def _first(outputs: Mapping[str, list[Any]], name: str) -> Any:

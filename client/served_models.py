@@ -64,7 +64,7 @@ def _instead(served: dict[str, Inputs], settings: Settings) -> str:
 
 
 def _fits(inputs: Inputs, settings: Settings) -> bool:
-    """Whether a model takes a request of this client. Over HTTP the server makes the tensors, of the types it needs."""
+    """True if a model takes a request of this client. Over HTTP the server makes the tensors, of the types it needs."""
     if settings.address.protocol == "http":
         return inputs.keys() >= _sent().keys()
     return inputs.items() >= _sent().items()

@@ -33,7 +33,7 @@ class AnswerClock:
         return Completion.from_chunks(self.chunks)
 
     def summary(self) -> str:
-        """For example: 64 tokens, 81.3 tokens/s, first after 25 ms, reused 212 of 230 prompt tokens, length."""
+        """For example: 64 tokens, 81.3 tokens/s, first after 25 ms, reused 212 of 230 prompt tokens, length, seed 7."""
         whole = self.completion()
         parts = [f"{whole.num_output_tokens} token{'s' * (whole.num_output_tokens != 1)}"]
         if self._first is not None:
@@ -43,6 +43,8 @@ class AnswerClock:
                 parts.append(f"{(whole.num_output_tokens - 1) / seconds:.1f} tokens/s")
             parts.append(f"first after {(self._first - self._began) * 1000:.0f} ms")
         parts += [text for text in (reuse(whole), whole.finish_reason) if text]
+        if whole.seed is not None:
+            parts.append(f"seed {whole.seed}")
         return ", ".join(parts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 
 from client.client import EverbatchClient
 from client.errors import ClientError
@@ -30,10 +31,21 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_generate(client: EverbatchClient, prompt: str, options: GenerateOptions, timeout_s: float, quiet: bool) -> int:
-    """Stream one completion. Returns the exit status: 0, or 130 after Ctrl-C (which cancels). Raises ClientError."""
+def run_generate(
+    client: EverbatchClient,
+    prompt: str,
+    options: GenerateOptions,
+    timeout_s: float,
+    quiet: bool,
+    introduction: str | None = None,
+) -> int:
+    """Stream one completion; `introduction` says who answers. Returns the exit status: 0, or 130 after Ctrl-C (which cancels).
+    Raises ClientError.
+    """
     clock = AnswerClock()
     stream = client.stream(prompt, timeout_s=timeout_s, **options)
+    if introduction is not None and not quiet:
+        _remark(introduction)
     status = 0
     echoed = False
     try:
@@ -54,5 +66,9 @@ def run_generate(client: EverbatchClient, prompt: str, options: GenerateOptions,
     if sys.stdout.isatty() or not clock.text.endswith("\n"):
         write("\n")
     if not quiet:
-        Console(stderr=True).print(f"[dim]{clock.summary()}[/dim]", highlight=False, soft_wrap=True)
+        _remark(clock.summary())
     return status
+
+
+def _remark(text: str) -> None:
+    Console(stderr=True).print(f"[dim]{escape(text)}[/dim]", highlight=False, soft_wrap=True)

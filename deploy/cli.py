@@ -5,6 +5,7 @@ failure.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from enum import Enum
@@ -15,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from client import cli as client_cli
 from client.cli import chat_command, generate_command
-from deploy import ROOT, __version__
+from deploy import ROOT, __version__, running
 from deploy.errors import ServerFailed, UserError
 from deploy.repository import chosen_profiles, profiles
 
@@ -83,12 +85,23 @@ def serve_command(
     api_keys: Annotated[
         Path | None, typer.Option(help="File with lines of NAME KEY: that endpoint asks for one of these keys.")
     ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja template for chats, in place of the model's own.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="What clients of that endpoint may call the model; several."),
+    ] = None,
     tritonserver_flag: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FLAG", help="Flag for tritonserver itself, such as --log-verbose=1; or all of them after --."
         ),
     ] = None,
+    open_repository: Annotated[
+        bool,
+        typer.Option(help="Triton's repository index, load and unload without the admin key; on trusted hosts only."),
+    ] = False,
     log_format: Annotated[
         LogFormat, typer.Option(help="Of the lines of models and engine.", envvar="EVERBATCH_LOG_FORMAT")
     ] = LogFormat.text,
@@ -112,9 +125,12 @@ def serve_command(
             ready_timeout_s=ready_timeout,
             log_format=log_format.value,
             flags=(*(tritonserver_flag or ()), *context.args),
+            open_repository=open_repository,
             openai_port=openai_port,
             openai_host=openai_host,
             api_keys=api_keys,
+            chat_template=chat_template,
+            model_names=tuple(served_model_name or ()),
             verbose=verbose,
         )
         status = serve(options, Console())
@@ -175,17 +191,20 @@ def pytest_arguments(given: list[str], cores: int) -> list[str]:
 
 @app.command("doctor")
 def doctor_command(
+    model: Annotated[
+        str, typer.Option(help="Model to look at: its size, and how much of its KV the memory holds.")
+    ] = "",
     host: Annotated[str, typer.Option(help="Address whose ports are looked at.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
     openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible endpoint.")] = 9000,
 ) -> None:
-    """Say what this machine has and lacks, and what to do about it."""
+    """Say what this machine has and lacks, what to do about it, and how much of a model fits."""
     from deploy.doctor import examine, show
     from deploy.ports import Ports
 
-    findings = examine(host, Ports(http_port, grpc_port, metrics_port), openai_port)
+    findings = examine(host, Ports(http_port, grpc_port, metrics_port), openai_port, model)
     raise typer.Exit(show(findings, Console()))
 
 
@@ -248,11 +267,13 @@ def benchmarks() -> list[str]:
 
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
+client_cli.locate = running.locate
 
 
 def main() -> None:
-    """Entry point; a wrong option is one sentence as well."""
+    """Entry point; a wrong option is one sentence as well. A Ctrl-C that came while the program was loaded is answered here."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         status = app(prog_name="everbatch", standalone_mode=False)
     except _UsageProblem as error:
         Console(stderr=True).print(

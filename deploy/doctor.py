@@ -19,9 +19,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deploy import IS_CHECKOUT, ROOT, invocation, libpython
-from deploy.environment import is_complete, requirements_hash
+from backend.api.config import EngineConfig, ModelConfigSection
+from deploy import IS_CHECKOUT, ROOT, capacity, invocation, libpython
+from deploy.environment import hashes, is_complete
 from deploy.errors import UserError
+from deploy.model_source import resolve_model
+from deploy.packages import SERVING
 from deploy.ports import Ports, check_port
 
 State = Literal["ok", "warn", "fail"]
@@ -41,10 +44,10 @@ class Finding:
     remedy: str = ""
 
 
-def examine(host: str, ports: Ports, openai_port: int = 9000) -> list[Finding]:
-    """Look at everything. Changes nothing and raises nothing that a machine could cause."""
+def examine(host: str, ports: Ports, openai_port: int = 9000, model_name: str = "") -> list[Finding]:
+    """Look at everything. Changes nothing and raises nothing that a machine could cause. A hub id is fetched as `serve` does."""
     findings = [python(), environment(), libc(), stub_library(), server(), torch_and_cuda(), gpu(), compiler()]
-    findings += [shared_memory(), memory(), disk(), model()]
+    findings += [shared_memory(), memory(), disk(), model(model_name)]
     options = {"--http-port": ports.http, "--grpc-port": ports.grpc, "--metrics-port": ports.metrics}
     options["--openai-port"] = openai_port
     return findings + [port(host, number, option) for option, number in options.items()]
@@ -88,7 +91,7 @@ def environment() -> Finding:
             f"{sys.prefix}, not the launcher's own",
             "its packages are not checked; unset EVERBATCH_PYTHON",
         )
-    if is_complete(venv, requirements_hash(ROOT)):
+    if is_complete(venv, hashes(ROOT, SERVING)):
         return Finding("environment", "ok", str(venv))
     return Finding(
         "environment",
@@ -111,7 +114,7 @@ def installed() -> Finding:
 
 
 def _is_held(requirement: str) -> bool:
-    """Whether `NAME[EXTRAS]==VERSION` is installed in this version; a local suffix like +cpu is fine."""
+    """True if `NAME[EXTRAS]==VERSION` is installed in this version; a local suffix like +cpu is fine."""
     name, _, version = requirement.partition("==")
     try:
         return importlib.metadata.version(name.split("[")[0].strip()).split("+")[0] == version
@@ -238,11 +241,15 @@ def disk() -> Finding:
     )
 
 
-def model() -> Finding:
-    path = ROOT / "models" / "default"
-    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-        return Finding("default model", "ok", str(path))
-    return Finding("default model", "warn", f"{path} holds no checkpoint", "give one with --model PATH_OR_HUB_ID")
+def model(name: str = "") -> Finding:
+    """Findings about a model: if it is supported, its size, and how much of its KV fits into memory."""
+    title, remedy = (f"model {name}", "") if name else ("default model", "give one with --model PATH_OR_HUB_ID")
+    try:
+        path = resolve_model(name)
+        config = EngineConfig(model=ModelConfigSection(path=str(path)))
+        return Finding(title, "ok", f"{path}: {capacity.described(capacity.examined(config), config)}")
+    except UserError as error:
+        return Finding(title, "fail" if name else "warn", str(error), remedy)
 
 
 def port(host: str, number: int, option: str) -> Finding:

@@ -1,9 +1,10 @@
 """The project's own environment, made on first use. Standard library only, and any Python >= 3.9 runs it.
 
-.venv is usable when .venv/everbatch.json names the hash of the present requirements. While pip works, .venv/incomplete
-exists: an environment that was interrupted is completed by running pip again, one whose Python does not run is made
-anew. Order of side effects: lock, look for a Python, install missing system packages (root on Debian only), venv, pip,
-stamp. Where .venv is a link, checkouts share the environment that it leads to, and so they share its lock.
+.venv is usable when .venv/everbatch.json names the hashes of the requirements that the command needs: `test` and `bench` need
+more than all others, and help needs none. While pip works, .venv/incomplete exists: an environment that was interrupted is
+completed by running pip again, one whose Python does not run is made anew. Order of side effects: lock, look for a Python,
+install missing system packages (root on Debian only), venv, pip, path, stamp. Where .venv is a link, checkouts share the
+environment that it leads to, and so they share its lock.
 
 EVERBATCH_PYTHON=/path/to/python skips all of this and uses that interpreter as it is.
 """
@@ -21,17 +22,27 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from deploy import written_help
 from deploy.errors import SetupError
 from deploy.interpreter import Interpreter, find_interpreter
-from deploy.packages import NEEDED_BYTES, REQUIREMENTS, SERVER_REQUIREMENTS, missing_pins, pip
+from deploy.packages import SERVER, SERVING, TESTING, Kit, missing_pins, pip
 from deploy.progress import Progress
+
+PATH_FILE = "everbatch.pth"  # Python adds the directory that it names to its search path.
 
 
 def main(root: str, arguments: list[str]) -> None:
-    """Make the environment if need be and become `python -m deploy.cli`. Does not return."""
+    """Make the environment if need be and become `python -m deploy.cli`. Does not return.
+
+    Ctrl-C waits while a program is being loaded that cannot answer it yet: before this function and after it.
+    """
+    if os.pathsep in root:
+        sys.exit(f"everbatch: the path {root} holds a colon, at which Python ends a path; move the checkout elsewhere")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM raises too, so that pip is ended with us
     try:
-        python = os.environ.get("EVERBATCH_PYTHON") or str(ensure(Path(root)))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        python = os.environ.get("EVERBATCH_PYTHON") or str(_own_python(Path(root), arguments))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     except SetupError as error:
         sys.exit(f"everbatch: {error}")
     except KeyboardInterrupt:
@@ -47,10 +58,27 @@ def main(root: str, arguments: list[str]) -> None:
         )
 
 
-def ensure(root: Path) -> Path:
+def _own_python(root: Path, arguments: list[str]) -> Path:
+    """The Python of the environment that the command needs. Does not return where no environment is there, nor needed."""
+    kit = kit_for(arguments)
+    if not is_complete(root / ".venv", hashes(root, kit)) and (text := written_help.asked(arguments)) is not None:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # The reader has left, as `head` does. Nobody is there to be told at the end either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0 if arguments else 2)
+    return ensure(root, kit)
+
+
+def kit_for(arguments: list[str]) -> Kit:
+    """What the command of these arguments needs to be installed."""
+    return TESTING if arguments[:1] in (["test"], ["bench"]) else SERVING
+
+
+def ensure(root: Path, kit: Kit) -> Path:
     """The environment's Python, made or completed if need be. Raises SetupError."""
     venv = root / ".venv"
-    wanted = requirements_hash(root)
+    wanted = hashes(root, kit)
     if is_complete(venv, wanted):
         return venv / "bin" / "python"
     progress = Progress()
@@ -61,7 +89,7 @@ def ensure(root: Path) -> Path:
             progress.step("waiting for another everbatch that makes the environment")
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_complete(venv, wanted):
-            make(root, venv.resolve(), wanted, progress, lock.fileno())
+            make(root, venv.resolve(), kit, progress, lock.fileno())
     return venv / "bin" / "python"
 
 
@@ -78,58 +106,62 @@ def _open_lock(venv: Path) -> TextIO:
         ) from None
 
 
-def requirements_hash(root: Path) -> str:
-    """Changes when a pin does."""
-    digest = hashlib.sha256()
-    for name in (*REQUIREMENTS, SERVER_REQUIREMENTS):
-        digest.update(name.encode() + b"\0" + (root / "requirements" / name).read_bytes() + b"\0")
-    return digest.hexdigest()
+def hashes(root: Path, kit: Kit) -> dict[str, str]:
+    """Of each file of requirements; one changes when a pin in it does."""
+    return {name: hashlib.sha256((root / "requirements" / name).read_bytes()).hexdigest() for name in kit.files}
 
 
-def is_complete(venv: Path, wanted: str) -> bool:
+def is_complete(venv: Path, wanted: dict[str, str]) -> bool:
     """True if the environment carries the stamp of these requirements and its Python exists. Reads two small files."""
-    try:
-        stamp = json.loads((venv / "everbatch.json").read_text())
-    except (OSError, ValueError):  # There is no stamp, or one that was not written to its end.
-        return False
     return (
-        stamp.get("requirements") == wanted
+        wanted.items() <= _stamped(venv).items()
         and not (venv / "incomplete").exists()
         and (venv / "bin" / "python").exists()
     )
 
 
-def make(root: Path, venv: Path, wanted: str, progress: Progress, lock: int) -> None:
+def _stamped(venv: Path) -> dict[str, str]:
+    """The hashes of the requirements that the environment was made of."""
+    try:
+        found = json.loads((venv / "everbatch.json").read_text())["requirements"]
+    except (OSError, ValueError, KeyError, TypeError):  # There is no stamp, or one that was not written to its end.
+        return {}
+    return found if isinstance(found, dict) else {}  # Older stamps held one hash of all.
+
+
+def make(root: Path, venv: Path, kit: Kit, progress: Progress, lock: int) -> None:
     """Make or complete the environment. `lock`: descriptor that pip holds too, should it outlive us. Raises
     SetupError.
     """
+    wanted = hashes(root, kit)
     if not runs(venv / "bin" / "python"):
         interpreter = find_interpreter(root, progress)
-        check_disk(venv.parent)
+        check_disk(venv.parent, kit)
         progress.step(f"making {venv.name} with Python {interpreter.version} ({interpreter.path})")
         _make_venv(interpreter, venv)
-    elif not (venv / "incomplete").exists() and missing_pins(root, venv) == []:
-        _stamp(venv, wanted)  # An environment that was made by hand with the same pins is adopted.
+    elif not (venv / "incomplete").exists() and missing_pins(root, venv, kit.files) == []:
+        _finish(venv, wanted)  # An environment that was made by hand with the same pins is adopted.
         return
     (venv / "incomplete").touch()
-    check_disk(venv.parent)
-    pip(venv, _requirement_flags(root), progress, "installing packages (about 1.5 GB on disk, once)", lock)
-    server = ["--no-deps", "-r", str(root / "requirements" / SERVER_REQUIREMENTS)]
+    check_disk(venv.parent, kit)
+    files = [flag for name in kit.for_pip for flag in ("-r", str(root / "requirements" / name))]
+    pip(venv, files, progress, f"installing packages ({kit.size} on disk, once)", lock)
+    server = ["--no-deps", "-r", str(root / "requirements" / SERVER)]
     pip(venv, server, progress, "installing tritonserver (30 MB)", lock)
-    if missing := missing_pins(root, venv):
+    if missing := missing_pins(root, venv, kit.files):
         raise SetupError(f"{', '.join(missing)} is not there after pip had installed it; remove .venv and start again")
     (venv / "incomplete").unlink(missing_ok=True)
-    _stamp(venv, wanted)
+    _finish(venv, wanted)
     progress.done("environment ready")
 
 
-def _requirement_flags(root: Path) -> list[str]:
-    return [flag for name in REQUIREMENTS for flag in ("-r", str(root / "requirements" / name))]
-
-
-def _stamp(venv: Path, wanted: str) -> None:
+def _finish(venv: Path, wanted: dict[str, str]) -> None:
+    """Let the environment's Python find the packages of the checkout, then write the stamp."""
+    for packages in venv.glob("lib/python3*/site-packages"):
+        # Seen from the link .venv, by which several checkouts may share the environment, each finds itself.
+        (packages / PATH_FILE).write_text("../../../..\n")
     temporary = venv / "everbatch.json.new"
-    temporary.write_text(json.dumps({"requirements": wanted}) + "\n")
+    temporary.write_text(json.dumps({"requirements": _stamped(venv) | wanted}) + "\n")
     temporary.replace(venv / "everbatch.json")
 
 
@@ -149,11 +181,11 @@ def runs(python: Path) -> bool:
         return False
 
 
-def check_disk(place: Path) -> None:
+def check_disk(place: Path, kit: Kit) -> None:
     """Raise SetupError when the environment would not fit on the file system of `place`."""
     free = shutil.disk_usage(place).free
-    if free < NEEDED_BYTES:
+    if free < kit.needed_bytes:
         raise SetupError(
-            f"{free / 1e9:.1f} GB are free under {place}, the environment needs {NEEDED_BYTES / 1e9:.1f} GB; "
+            f"{free / 1e9:.1f} GB are free under {place}, the environment needs {kit.needed_bytes / 1e9:.1f} GB; "
             "free some space"
         )

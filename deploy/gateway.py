@@ -1,12 +1,14 @@
 """The OpenAI-compatible endpoint beside a TritonServer: `python -m gateway` as a child of the launcher.
 
-It is started with the server, started again by itself when it ends, and told to end when the server is. It carries
-the server's run id, so whatever ends the processes of that run (the sweep of stop(), the janitor) ends it too. Its end is no
+It is started with the server, started again by itself when it ends, and told to end when the server is. While a server that has
+failed is started again it stays: it tells its clients why their replies ended, and refuses new ones with 503. It carries the
+server's run id, so whatever ends the processes of that run (the sweep of stop(), the janitor) ends it too. Its end is no
 failure of the server: models and their clients go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -25,6 +27,8 @@ from deploy.supervisor import BackOff
 from deploy.triton_server import TritonServer
 
 START_S = 60.0  # it imports a web server and opens a port
+LAST_WORDS_S = 1.0
+LONGEST_NAME = 256  # characters of `model` in a request
 _POLL_S = 0.1
 PROGRAM = (sys.executable, "-P", "-m", "gateway")
 
@@ -49,6 +53,9 @@ class GatewayOptions:
             raise UserError(f"--openai-port is {self.port}, allowed is 1 to 65535, or 0 for no OpenAI endpoint")
         if self.port in taken:
             raise UserError(f"port {self.port} is given twice; choose another one with --openai-port PORT")
+        for name in self.names:
+            if not name or len(name) > LONGEST_NAME:
+                raise UserError(f"--served-model-name {name[:40]!r}: a name has 1 to {LONGEST_NAME} characters")
         for name in self.adapters:
             if name in self.names:
                 raise UserError(f"--lora {name}=...: clients know the model by this name; choose another one")
@@ -59,6 +66,18 @@ class GatewayOptions:
             raise UserError(
                 "the package of the OpenAI endpoint is not installed; give --openai-port 0 to serve without"
             )
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        """Raise UserError for a file of keys that the endpoint would not start with."""
+        if self.api_keys is None:
+            return
+        from gateway.keys import KeysError, read_keys  # here, because the server can do without the package
+
+        try:
+            read_keys(self.api_keys, (*self.names, *self.adapters))
+        except KeysError as error:
+            raise UserError(f"--api-keys {self.api_keys}: {error}") from None
 
 
 class ServerWithGateway:
@@ -72,6 +91,7 @@ class ServerWithGateway:
         self._process: subprocess.Popen[bytes] | None = None
         self._back_off = BackOff()
         self._start_again_at: float | None = None
+        self._log_trouble: str | None = None
 
     @property
     def url(self) -> str:
@@ -80,9 +100,12 @@ class ServerWithGateway:
     # ---- what the supervisor asks for ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        check_port(self.options.host, self.options.port, "--openai-port")
+        runs = self._process is not None and self._status() is None  # It has outlived the server's last life.
+        if not runs:
+            check_port(self.options.host, self.options.port, "--openai-port")
         self.server.start()
-        self._spawn()  # It says that it is not ready until the models are, which take longer than it does.
+        if not runs:
+            self._spawn()  # It says that it is not ready until the models are, which take longer than it does.
 
     def wait_ready(
         self, timeout_s: float, *, on_phase: Callable[[str], None], cancelled: Callable[[], bool] = lambda: False
@@ -114,7 +137,16 @@ class ServerWithGateway:
         self.server.stop(cancelled=cancelled)
         self._reap()
 
+    def abandon(self) -> None:
+        """End a server that has failed, but not the endpoint: its replies end with an error that their clients get."""
+        self.server.kill(spare=() if self._process is None else (self._process.pid,))
+
     def kill(self) -> None:
+        """End everything at once; an endpoint that has outlived its server gets a moment for the last words to its clients."""
+        if self._process is not None and not self.server.running():
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAST_WORDS_S)
         self.server.kill()
         self._reap()
 
@@ -154,7 +186,7 @@ class ServerWithGateway:
 
     def _look_after(self) -> None:
         """Start it again some time after it has ended; the delay grows while it ends again and again."""
-        log_files.cut_if_long(self.log_path)
+        self._look_after_log()
         status, now = self._status(), time.monotonic()
         if status is None:
             return
@@ -167,6 +199,12 @@ class ServerWithGateway:
             )
         elif now >= self._start_again_at:
             self._spawn()
+
+    def _look_after_log(self) -> None:
+        trouble = log_files.look_after(self.log_path)
+        if trouble is not None and self._log_trouble is None:
+            self.server.on_event(trouble)
+        self._log_trouble = trouble
 
     def _status(self) -> int | None:
         """Its exit status; None while it runs or before it was started."""

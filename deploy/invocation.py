@@ -21,7 +21,8 @@ from deploy.processes import RUN_ID_VARIABLE
 from deploy.repository import BACKENDS, own_backends
 
 MODEL_LOAD_THREADS = 16  # all models load together, else those that wait for the engine keep its owner from loading
-RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
+REPOSITORY_API = "model-repository"
+RESTRICTED_APIS = f"{REPOSITORY_API},shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt
 SECRET_FLAGS = {  # name of the variable that holds the flag -> the flag without the key; see deploy/secret_flags.py
@@ -131,14 +132,17 @@ def environment(
     *,
     config_file: Path,
     socket_directory: Path,
+    code: Path,
     run_id: str,
     admin_key: str,
+    open_repository: bool = False,
     exit_timeout_s: int,
     log_format: str = "text",
     base: dict[str, str] | None = None,
 ) -> dict[str, str]:
-    """The server's environment, inherited by its stubs and by the engine process. `base` is this process's when
-    unset.
+    """The server's environment, inherited by its stubs and by the engine process. `code`: where the stubs find this project.
+    `open_repository`: the model repository API (index, load, unload) asks for no key.
+    `base` is this process's when unset.
     """
     variables = dict(os.environ if base is None else base)
     python = Path(sys.executable)
@@ -151,10 +155,13 @@ def environment(
         for directory in (str(libraries), *libpython.search_path()):
             variables["LD_LIBRARY_PATH"] = _prepend(directory, variables.get("LD_LIBRARY_PATH", ""))
     variables[RUN_ID_VARIABLE] = run_id
-    variables |= {name: flag + admin_key for name, flag in SECRET_FLAGS.items()}
+    variables |= {
+        name: (flag.replace(f"{REPOSITORY_API},", "") if open_repository else flag) + admin_key
+        for name, flag in SECRET_FLAGS.items()
+    }
     variables["EVERBATCH_CONFIG"] = str(config_file)
     variables["EVERBATCH_RUN_DIR"] = str(socket_directory)
-    variables["EVERBATCH_BACKEND_PATH"] = str(ROOT)
+    variables["EVERBATCH_BACKEND_PATH"] = str(code)
     variables["EVERBATCH_PYTHON"] = str(python)
     variables["EVERBATCH_EXIT_TIMEOUT_S"] = str(exit_timeout_s)
     variables["EVERBATCH_LOG_FORMAT"] = log_format

@@ -2,10 +2,13 @@
 
 A start begins a new file, so what a crash has said stays. A file that grows too long while the server runs is copied aside
 and emptied: the server keeps it open in append mode, and so goes on at its new end. What it writes during the copy is lost.
+Where there is no room for the copy, the content is dropped. No log is worth an end of the server: what goes wrong is returned
+as a sentence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +16,8 @@ from typing import BinaryIO
 
 KEPT = 10  # files, of which one is being written
 MAX_BYTES = 64 << 20
-DISK_SHARE = 32  # A file takes at most a 32nd of its file system, so all of them take less than a third.
+DISK_SHARE = 64  # A file takes at most a 64th of its file system, so those of two logs take about a third.
+MIN_FREE_BYTES = 4096  # With less, no line fits any more.
 
 
 def begin(path: Path) -> BinaryIO:
@@ -26,9 +30,9 @@ def begin(path: Path) -> BinaryIO:
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line of the launcher's own to the log that a server is writing. Does nothing where there is no log."""
+    """Add a line of the launcher's own to the log that a server is writing. Does nothing where there is no log, or no room."""
     if path.is_file():
-        with path.open("ab", buffering=0) as file:
+        with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
             file.write(f"everbatch: {line}\n".encode())
 
 
@@ -37,12 +41,28 @@ def where(path: Path) -> str:
     return f"the log is {path}, and {_numbered(path, 1).name} beside it once the server is started again"
 
 
-def cut_if_long(path: Path) -> None:
-    """Put the content aside and empty the file once it is longer than limit_bytes()."""
-    if path.is_file() and path.stat().st_size > limit_bytes(path):
-        _make_room(path)
-        shutil.copyfile(path, _numbered(path, 1))
-        os.truncate(path, 0)
+def look_after(path: Path) -> str | None:
+    """Put the content aside and empty the file once it is longer than limit_bytes(). Returns why the log cannot be written,
+    None when it can. Never raises OSError.
+    """
+    try:
+        if path.is_file() and path.stat().st_size > limit_bytes(path):
+            _put_aside(path)
+        if shutil.disk_usage(path.parent).free < MIN_FREE_BYTES:
+            return f"no space is left for the log {path}; the server goes on without it"
+    except OSError as error:
+        return f"the log {path} cannot be kept ({error.strerror}); the server goes on without it"
+    return None
+
+
+def _put_aside(path: Path) -> None:
+    _make_room(path)
+    aside = _numbered(path, 1)
+    try:
+        shutil.copyfile(path, aside)
+    except OSError:  # There is no room for both. The newer lines are worth more than the older ones.
+        aside.unlink(missing_ok=True)
+    os.truncate(path, 0)
 
 
 def limit_bytes(path: Path) -> int:

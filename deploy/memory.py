@@ -77,11 +77,14 @@ def limit_bytes(server_pid: int) -> int:
 
     Call it once everything is loaded. Raises FileNotFoundError when there is no such process.
     """
+    return resident_bytes(server_pid) + available_bytes() // 2
+
+
+def available_bytes() -> int:
+    """Memory that is available now, on this machine and within this container's limit."""
     info = _meminfo()
-    free = info["MemAvailable"]
     limit = _cgroup_number("memory.max", info["MemTotal"])
-    free = min(free, max(0, limit - _cgroup_number("memory.current", 0)))
-    return resident_bytes(server_pid) + free // 2
+    return min(info["MemAvailable"], max(0, limit - _cgroup_number("memory.current", 0)))
 
 
 def resident_bytes(pid: int) -> int:

@@ -3,7 +3,7 @@
 A thread looks four times a second. As soon as somebody is not well it lets Triton say "not ready" (deploy/readiness.py), and
 "ready" again when everybody is. failure() says when the server should end: an engine that was given up, a stub or a
 tritonserver that has been silent for as long as the watchdog allows. Ends of the engine process, which its owner starts
-again by itself, are only told.
+again by itself, are only told. Nothing ends the thread but stop(): what fails in a look is told, and the next look tries again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from deploy.engine_events import EngineEvents
 from deploy.errors import Failure
 from deploy.processes import Process
 from deploy.readiness import EXPLANATION, Readiness
+from deploy.signs import LOOK_S, Signs
 
-POLL_S = 0.25
+POLL_S = LOOK_S
 LIVE_EVERY_S = 1.0
 LIVE_TIMEOUT_S = 1.0
 PAUSE_S = 2.0  # After a wait that took so much longer than asked, this process or the whole machine had been stopped.
@@ -31,23 +32,22 @@ class Monitor:
     def __init__(
         self,
         url: str,
-        directory: Path,
+        signs: Signs,
         log_path: Path,
         readiness: Readiness,
         dead_stubs: Callable[[], list[Process]],
         watchdog_s: float,
         on_event: Callable[[str], None],
     ) -> None:
-        """`directory`: where the stubs leave their signs of life. `on_event` is called with a sentence for the user, in the
-        monitor's thread.
-        """
-        self._url, self._directory, self._log_path = url, directory, log_path
+        """`on_event` is called with a sentence for the user, in the monitor's thread."""
+        self._url, self._signs, self._log_path = url, signs, log_path
         self._readiness, self._dead_stubs, self._watchdog_s = readiness, dead_stubs, watchdog_s
-        self._on_event, self._engine_events = on_event, EngineEvents(log_path)
+        self._tell_user, self._engine_events = on_event, EngineEvents(log_path)
         self._verdict = health.Verdict()
         self._answered_at = time.monotonic()
-        self._trust_after = self._next_live = 0.0
+        self._next_live = 0.0
         self._refused = False
+        self._troubles: dict[str, str] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everbatch-monitor", daemon=True)
 
@@ -61,6 +61,8 @@ class Monitor:
 
     def failure(self) -> Failure | None:
         """Why the server must end now, if it must. Any thread; does not block."""
+        if not self._thread.is_alive() and not self._end.is_set():
+            return Failure("the launcher's own thread that watches the server has ended")
         verdict, silent_s = self._verdict, time.monotonic() - self._answered_at
         if verdict.given_up is not None:
             return Failure(
@@ -70,35 +72,55 @@ class Monitor:
         allowed = f"allowed are {self._watchdog_s:g} s (triton.watchdog_timeout_s)"
         if silent_s > self._watchdog_s:  # told before a silent stub, which may wait for this server
             return Failure(f"tritonserver has not answered for {silent_s:.1f} s, {allowed}")
-        if verdict.silent is not None and verdict.silent.age_s > self._watchdog_s:
+        if verdict.silent is not None and verdict.silent.silent_s > self._watchdog_s:
             return Failure(f"{verdict.unready}, {allowed}")
         return None
 
     def _run(self) -> None:
         while not self._wait():
-            self._look()
+            for part in (self._judge, self._follow_engine, self._look_after_server):
+                try:
+                    part()
+                except Exception as error:  # Whatever it is, the other parts and the next look are worth more.
+                    self._tell_once(part.__name__, f"watching the server failed: {type(error).__name__}: {error}")
+                else:
+                    self._troubles.pop(part.__name__, None)
 
-    def _look(self) -> None:
-        now = time.monotonic()
+    def _judge(self) -> None:
+        self._verdict = health.judge(self._signs.look())
+        self._tell(self._verdict.unready is None and not self._dead_stubs())
+
+    def _follow_engine(self) -> None:
         for event in self._engine_events.fresh():
             self._on_event(f"{event}; the log is {self._log_path}")
-        if now >= self._trust_after:
-            self._verdict = health.judge(health.read(self._directory, time.monotonic_ns()))
-        self._tell(self._verdict.unready is None and not self._dead_stubs())
+
+    def _look_after_server(self) -> None:
+        now = time.monotonic()
         if now >= self._next_live:
             self._next_live = now + LIVE_EVERY_S
             self._ask_whether_live()
-            log_files.cut_if_long(self._log_path)
+            self._tell_once("log", log_files.look_after(self._log_path))
+
+    def _on_event(self, text: str) -> None:
+        try:
+            self._tell_user(text)
+        except Exception as error:  # A console that is gone must not end the watch over the server.
+            log_files.append(self._log_path, f"{text} (not shown to the user: {type(error).__name__})")
+
+    def _tell_once(self, kind: str, trouble: str | None) -> None:
+        """Tell of a trouble unless it was told at the look before; None: there is none."""
+        if trouble is None:
+            self._troubles.pop(kind, None)
+        elif kind not in self._troubles:
+            self._troubles[kind] = trouble
+            self._on_event(trouble)
 
     def _wait(self) -> bool:
-        """Until the next look; returns whether it is the end. After a stop of this process itself nobody is judged
-        before everybody had the time to give a sign.
-        """
+        """Until the next look; returns whether it is the end. A stop of this process itself is no silence of the server."""
         began = time.monotonic()
         end = self._end.wait(POLL_S)
         now = time.monotonic()
         if now - began > POLL_S + PAUSE_S:
-            self._trust_after = now + PAUSE_S
             self._answered_at = now
         return end
 

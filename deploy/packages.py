@@ -7,22 +7,41 @@ import os
 import re
 import select
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import SetupError
 from deploy.progress import Progress
 
-REQUIREMENTS = ("run.txt", "test.txt", "bench.txt")
-SERVER_REQUIREMENTS = "server.txt"  # pip installs it with --no-deps
-NEEDED_BYTES = 2_500_000_000  # disk space that the environment takes while pip works, with pip's temporary files
+RUN, TEST, BENCH, SERVER = "run.txt", "test.txt", "bench.txt", "server.txt"  # pip installs the last one with --no-deps
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What an environment holds: `files` of requirements/, their size in words, and the disk space that it takes while pip
+    works, with pip's temporary files.
+    """
+
+    files: tuple[str, ...]
+    size: str
+    needed_bytes: int
+
+    @property
+    def for_pip(self) -> tuple[str, ...]:
+        """The files that pip installs with what they depend on."""
+        return tuple(name for name in self.files if name != SERVER)
+
+
+SERVING = Kit((RUN, SERVER), "1.4 GB", 2_000_000_000)
+TESTING = Kit((RUN, TEST, BENCH, SERVER), "2.3 GB", 3_000_000_000)
 _SIZE = re.compile(r"\([\d.]+ ?[kMG]?B\)")
 
 
-def pins(root: Path) -> list[tuple[str, str]]:
-    """(name, version) of every direct requirement, extras dropped."""
+def pins(root: Path, files: Sequence[str] = TESTING.files) -> list[tuple[str, str]]:
+    """(name, version) of every direct requirement in these files of requirements/, extras dropped."""
     found = []
-    for name in (*REQUIREMENTS, SERVER_REQUIREMENTS):
+    for name in files:
         for line in (root / "requirements" / name).read_text().splitlines():
             line = line.split("#", 1)[0].strip()
             if line:
@@ -31,7 +50,7 @@ def pins(root: Path) -> list[tuple[str, str]]:
     return found
 
 
-def missing_pins(root: Path, venv: Path) -> list[str]:
+def missing_pins(root: Path, venv: Path, files: Sequence[str]) -> list[str]:
     """Requirements that the environment does not hold in exactly the pinned version (a local suffix like +cpu is
     fine).
     """
@@ -42,7 +61,7 @@ def missing_pins(root: Path, venv: Path) -> list[str]:
         "    except m.PackageNotFoundError: return None\n"
         "print(json.dumps([n+'=='+v for n,v in json.loads(sys.argv[1]) if version(n)!=v]))"
     )
-    command = [str(venv / "bin" / "python"), "-I", "-c", code, json.dumps(pins(root))]
+    command = [str(venv / "bin" / "python"), "-I", "-c", code, json.dumps(pins(root, files))]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return list(json.loads(result.stdout))
 
@@ -52,16 +71,17 @@ def pip(venv: Path, arguments: list[str], progress: Progress, title: str, lock: 
     progress.step(title)
     command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", "--no-input", *arguments]
     output: list[str] = []
+    counter = Counter(venv)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)) as process:
         assert process.stdout is not None
         try:
             for line in lines_or_ticks(process.stdout.fileno()):
-                if line is None:
-                    progress.tick()
-                    continue
-                output.append(line)
-                if action := describe(line):
+                if line is not None:
+                    output.append(line)
+                if action := counter.action(line):
                     progress.note(action)
+                elif line is None:
+                    progress.tick()
         except BaseException:  # pip must not go on alone, whatever ends us: Ctrl-C or SIGTERM, for example.
             process.terminate()
             raise
@@ -84,6 +104,34 @@ def lines_or_ticks(descriptor: int) -> Iterator[str | None]:
             return
 
 
+class Counter:
+    """What pip is busy with, and with which package of how many. pip tells their number once it has fetched them all, and says
+    nothing while it unpacks them: then the packages that have arrived are counted.
+    """
+
+    def __init__(self, venv: Path) -> None:
+        self._venv = venv
+        self._before = self._installed()
+        self._found = self._total = 0
+
+    def action(self, line: str | None) -> str | None:
+        """What a line of pip's output says to a person, or a second without one (None). None: nothing new."""
+        if line is None:
+            return self._unpacked() if self._total else None
+        if line.startswith("Installing collected packages:"):
+            self._total = line.count(",") + 1
+            return self._unpacked()
+        self._found += line.startswith("Collecting ")
+        text = describe(line)
+        return text and f"package {max(1, self._found)}: {text}"
+
+    def _unpacked(self) -> str:
+        return f"unpacking: {min(len(self._installed() - self._before), self._total)} of {self._total} packages"
+
+    def _installed(self) -> set[str]:
+        return {path.name for path in self._venv.glob("lib/python3*/site-packages/*.dist-info")}
+
+
 def describe(line: str) -> str | None:
     """What a line of pip's output says to a person, or None."""
     words = line.split()
@@ -94,8 +142,6 @@ def describe(line: str) -> str | None:
         size = match.group(0) if (match := _SIZE.search(line)) else ""
         verb = {"Downloading": "downloading", "Processing": "using", "Using": "using"}[words[0]]
         return f"{verb} {os.path.basename(name)} {size}".rstrip()
-    if line.startswith("Installing collected packages:"):
-        return f"unpacking {line.count(',') + 1} packages"
     return None
 
 
@@ -103,7 +149,7 @@ def explain(output: list[str]) -> str:
     """One sentence about why pip failed."""
     text = "\n".join(output)
     if "No space left on device" in text:
-        return f"the disk is full; {NEEDED_BYTES / 1e9:.1f} GB are needed for the environment"
+        return f"the disk is full; {TESTING.needed_bytes / 1e9:.1f} GB are enough for every environment"
     unreachable = (
         "NewConnectionError",
         "Temporary failure in name resolution",

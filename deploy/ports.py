@@ -94,7 +94,7 @@ def seen_from_elsewhere(host: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`. Asks the resolver; unknown names are not."""
+    """True if only this machine reaches a server that listens on `host`. Asks the resolver; unknown names are not."""
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except socket.gaierror:

@@ -1,7 +1,7 @@
 """Does a server really answer? At its start one token is generated; after that its readiness is asked, which the launcher
-keeps true (deploy/readiness.py), and the signs of life of its stubs (deploy/health.py).
+keeps true (deploy/readiness.py).
 
-Also the container's health check:  python -m deploy.probe [http://127.0.0.1:8000] [RUN_DIRECTORY/health]
+Also the container's health check:  python -m deploy.probe [http://127.0.0.1:8000]
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import http.client
 import json
 import sys
-import time
 import urllib.parse
 from collections.abc import Mapping
-from pathlib import Path
 
-from deploy import health
 from deploy.questions import Asked
 
 
@@ -56,7 +53,7 @@ def is_ready(url: str, timeout_s: float = 5.0) -> bool:
 
 
 def is_live(url: str, timeout_s: float) -> bool:
-    """Whether the server answers at all within `timeout_s`."""
+    """True if the server answers at all within `timeout_s`."""
     try:
         return request(url, "GET", "/v2/health/live", timeout_s=timeout_s)[0] == 200
     except ProbeFailed:
@@ -85,11 +82,6 @@ def main(arguments: list[str]) -> int:
     if not is_ready(url, timeout_s=10.0):
         print(f"{url} is not ready", file=sys.stderr)
         return 1
-    if len(arguments) > 1:
-        verdict = health.judge(health.read(Path(arguments[1]), time.monotonic_ns()))
-        if verdict.unready is not None:
-            print(verdict.unready, file=sys.stderr)
-            return 1
     return 0
 
 

@@ -40,7 +40,7 @@ class Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """The fields of /proc/PID/stat that are used here, or None when there is no such process."""
+    """The fields of /proc/PID/stat that are used here; None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):  # There is no such process, which None says.

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.config import EngineConfig
-from deploy import COMMAND, ROOT
+from deploy import COMMAND, ROOT, server_log
 from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
 from deploy.questions import TOKENS, shown_model
 from deploy.triton_server import TritonServer
@@ -21,6 +21,7 @@ COMMAND_LINE_MODEL = "ensemble"  # what `generate` and `chat` ask without --mode
 COMMAND_LINE_ROLES = {"ensemble": "grpc", "tensorrt_llm_bls": "grpc", "ensemble_uint32": "http"}
 DEFAULT_GRPC_URL = "127.0.0.1:8001"  # what they ask without --url
 DEFAULT_MODEL = ROOT / "models" / "default"
+NO_CHAT = "this model has no chat template, so it continues texts and does not chat; --chat-template FILE gives it one"
 
 
 def differences(config: EngineConfig) -> list[str]:
@@ -64,21 +65,26 @@ def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:
     return found
 
 
-def examples(server: TritonServer, openai_url: str | None, *, keys: bool = False) -> list[str]:
-    """Commands that ask this server for text, by models that it has. `keys`: the OpenAI endpoint asks for one."""
+def examples(server: TritonServer, openai_url: str | None, *, keys: bool = False, chats: bool = True) -> list[str]:
+    """Commands that ask this server for text, by models that it has. `keys`: the OpenAI endpoint asks for one; `chats`: the
+    model has a chat template.
+    """
     found = []
     if shown := shown_model(server.models):
         form, model = shown
-        streams = model.streams(server.config.triton.decoupled)
+        streams = model.streams(bool(server.config.triton.decoupled))
         body = json.dumps(form.body("def main(", 16 if form is TOKENS else 64, streams))
         start, verb = ("curl -N", "generate_stream") if streams else ("curl", "generate")
         found.append(f"{start} {server.http_url}/v2/models/{model.name}/{verb} -d '{body}'")
     if openai_url is not None:
-        body = json.dumps({"model": "everbatch", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
+        way = "chat/completions" if chats else "completions"
+        asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "def main("}
+        body = json.dumps({"model": "everbatch", **asked, "max_tokens": 64})
         headers = "-H 'Content-Type: application/json'" + ' -H "Authorization: Bearer $KEY"' * keys
-        found.append(f"curl {openai_url}/v1/chat/completions {headers} -d '{body}'")
+        found.append(f"curl {openai_url}/v1/{way} {headers} -d '{body}'")
     if (options := _command_line_options(server)) is not None:
-        found += [f'{COMMAND} generate "import os" --max-tokens 64{options}', f"{COMMAND} chat{options}"]
+        found.append(f'{COMMAND} generate "import os" --max-tokens 64{options}')
+        found += [f"{COMMAND} chat{options}"] * chats
     return found
 
 
@@ -99,13 +105,22 @@ class ConsoleReporter:
     """Progress of a server on a console: a line per phase with its duration, then how to talk to it."""
 
     def __init__(
-        self, console: Console, server: TritonServer, openai_url: str | None = None, *, keys: bool = False
+        self,
+        console: Console,
+        server: TritonServer,
+        openai_url: str | None = None,
+        *,
+        keys: bool = False,
+        chats: bool = True,
     ) -> None:
-        """`openai_url`: of the OpenAI endpoint, if there is one. `keys`: whether it asks for one."""
+        """`openai_url`: of the OpenAI endpoint, if there is one; `keys`: whether it asks for one. `chats`: whether the model has
+        a chat template.
+        """
         self._console = console
         self._server = server
         self._openai_url = openai_url
         self._keys = keys
+        self._chats = chats
         self._phase: str | None = None
         self._phase_began = self._began = time.monotonic()
 
@@ -116,7 +131,7 @@ class ConsoleReporter:
         self._finish_phase(now)
         self._phase, self._phase_began = text, now
         if self._console.is_terminal:
-            self._console.print(f"[dim]  ...  {escape(text)}[/dim]", end="\r")
+            self._print(f"[dim]  ...  {escape(text)}[/dim]", end="\r")
 
     def ready(self) -> None:
         now = time.monotonic()
@@ -125,13 +140,17 @@ class ConsoleReporter:
         with_token = ", with one token generated" if server.text_model else ""
         self._line(f"[green]ready[/green] after {now - self._began:.1f} s{with_token}\n")
         for name, value in addresses(server.host, server.ports):
-            self._console.print(f"  {name:<8} {value}", highlight=False)
+            self._print(f"  {name:<8} {value}")
         if self._openai_url is not None:
-            self._console.print(f"  {'OpenAI':<8} {self._openai_url}/v1", highlight=False)
-        self._console.print(f"  {'log':<8} {escape(str(server.log_path))}\n", highlight=False, soft_wrap=True)
-        for command in examples(server, self._openai_url, keys=self._keys):
-            self._console.print(f"  [cyan]{escape(command)}[/cyan]", highlight=False, soft_wrap=True)
-        self._console.print("\n[dim]Ctrl-C stops it.[/dim]")
+            self._print(f"  {'OpenAI':<8} {self._openai_url}/v1")
+        self._print(f"  {'log':<8} {escape(str(server.log_path))}\n")
+        for remark in server_log.remarks(server_log.tail(server.log_path)):
+            self._print(f"  [yellow]{escape(remark)}[/yellow]\n")
+        if not self._chats:
+            self._print(f"  [yellow]{NO_CHAT}[/yellow]\n")
+        for command in examples(server, self._openai_url, keys=self._keys, chats=self._chats):
+            self._print(f"  [cyan]{escape(command)}[/cyan]")
+        self._print("\n[dim]Ctrl-C stops it.[/dim]")
 
     def problem(self, text: str) -> None:
         self._phase = None
@@ -154,4 +173,13 @@ class ConsoleReporter:
 
     def _line(self, markup: str) -> None:
         """One event, with the time of day in front."""
-        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {markup}", highlight=False, soft_wrap=True)
+        self._print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {markup}")
+
+    def _print(self, markup: str, end: str = "\n") -> None:
+        try:
+            self._console.print(markup, highlight=False, soft_wrap=True, end=end)
+        except (
+            OSError,
+            SystemExit,
+        ):  # No room where it goes, or nobody reads it any more (then rich asks for the end).
+            pass

@@ -8,7 +8,7 @@ this project's own clients speak to.
 
 from __future__ import annotations
 
-import py_compile
+import compileall
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deploy import ROOT
 from deploy.errors import UserError
+from deploy.rundir import is_plain
 
 DEFAULT_PROFILE = "trtllm"
 DEFAULT_REPOSITORY = ROOT / "model_repository"
@@ -27,6 +28,7 @@ ALL = "all"
 OWNER = "tensorrt_llm"  # the role of the model that starts the engine
 OWNER_ELSEWHERE = "everbatch_engine"  # its name where a profile has another model of its usual name
 OWN_WIRE = "everbatch"
+UNARY = "_unary"  # behind the name of a model that is served for unary clients besides
 
 _COMMENT = re.compile(r"#.*")
 _ROLE = re.compile(r'key\s*:\s*"role"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"([^"]*)"')
@@ -45,6 +47,7 @@ class Model:
     name: str
     directory: Path
     origin: str
+    is_unary: bool = False  # whatever `triton.decoupled` says
 
     @cached_property
     def configuration(self) -> str:
@@ -69,12 +72,12 @@ class Model:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a client of the engine, or its owner."""
+        """True if it uses the engine, as a client or as its owner."""
         text, usual = self.configuration, DEFAULT_REPOSITORY / self.directory.name
         return bool(_ROLE.search(text)) or self.backend in own_backends() or usual.is_dir()
 
     def streams(self, decoupled: bool) -> bool:
-        """Whether it may send several responses to a request when it is served with `triton.decoupled` as given. A backend
+        """True if it may send several responses to a request when it is served with `triton.decoupled` as given. A backend
         of ours that completes configurations makes it so.
         """
         served = _COMMENT.sub("", self.served_configuration(decoupled) or self.configuration)
@@ -84,7 +87,7 @@ class Model:
     def served_configuration(self, decoupled: bool) -> str | None:
         """Its configuration as it is served; None where that is the file itself."""
         text = (self.directory / "config.pbtxt").read_text()
-        served = text if decoupled else set_decoupled(text, decoupled)
+        served = text if decoupled and not self.is_unary else set_decoupled(text, False)
         served = _NAME.sub(f'name: "{self.name}"', served, count=1)
         return None if served == text else served
 
@@ -143,6 +146,20 @@ def compose(chosen: Sequence[str], repositories: Sequence[Path] = ()) -> list[Mo
     return list(models.values())
 
 
+def with_unary_twins(models: Sequence[Model]) -> list[Model]:
+    """The models, and each of ours that streams by default once more as NAME_unary, for clients without streams. Raises UserError
+    for a name that is taken.
+    """
+    found = {model.name: model for model in models}
+    for model in models:
+        if model.is_ours and model.streams(True) and not model.streams(False):
+            _add(
+                found,
+                Model(model.name + UNARY, model.directory, f"triton.decoupled=both for {model.name}", is_unary=True),
+            )
+    return list(found.values())
+
+
 def _models_in(directory: Path, origin: str) -> Iterable[Model]:
     return [Model(path.parent.name, path.parent, origin) for path in sorted(directory.glob("*/config.pbtxt"))]
 
@@ -168,12 +185,13 @@ def _complete(models: dict[str, Model]) -> None:
 
 
 def render(models: Sequence[Model], directory: Path, *, decoupled: bool) -> Path:
-    """The repository for tritonserver: the models' own directory where it holds just them, and as they are to be; else one
-    under `directory` that is made anew.
+    """The repository for tritonserver: the models' own directory where it holds just them, as they are to be, and has a path
+    that Triton takes; else one under `directory` that is made anew.
 
     In it only a config.pbtxt that has to be another one is written; everything else is a link to where it comes from.
     """
-    if (whole := _as_they_lie(models)) and not any(model.served_configuration(decoupled) for model in models):
+    whole = _as_they_lie(models)
+    if whole and is_plain(whole) and not any(model.served_configuration(decoupled) for model in models):
         return whole
     if directory.exists():
         shutil.rmtree(directory)
@@ -198,14 +216,14 @@ def _as_they_lie(models: Sequence[Model]) -> Path | None:
 
 
 def compile_models(models: Sequence[Model]) -> None:
-    """Write the bytecode of every model.py beside it. Else the first import of a stub does, Triton takes the changed directory
-    for a changed model as soon as it is asked to load anything, and unloads a model that is serving.
+    """Write the bytecode of each model.py beside it, where it is missing or stale. Else the first import of a stub does, Triton
+    takes the changed directory for a changed model as soon as it is asked to load anything, and unloads a model that is
+    serving. For the same reason what is fresh stays as it is: another server may serve from the same directory.
+
+    Where the directory is not ours to write nothing happens, for then no stub writes to it either.
     """
     for path in sorted(path for model in models for path in model.directory.glob("*/model.py")):
-        try:
-            py_compile.compile(str(path), quiet=2)
-        except OSError:  # The directory is not ours to write, so no stub writes to it either.
-            continue
+        compileall.compile_file(path, quiet=2)
 
 
 def set_decoupled(pbtxt: str, decoupled: bool) -> str:

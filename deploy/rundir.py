@@ -6,15 +6,20 @@
     models/           the model repository, where it is put together or a setting changes it (deploy/repository.py)
     server.log        what the server, its stubs and the engine write; server.log.1 to .9 are older ones
     gateway.log       what the OpenAI endpoint writes; gateway.log.1 to .9 are older ones
-    health/           signs of life of the stubs; beside the socket, wherever that is
+    health.pipe       takes the signs of life of the stubs (deploy/signs.py)
     admin.key         secret of the restricted APIs, 0600
-    engine.sock       the engine's socket, unless this path is too long for one
+    server.json       where the server is and whether it starts, serves or stops (deploy/running.py)
+    engine.sock       the engine's socket
+
+Where this path is too long for a socket, or holds a blank or another character that Triton does not take, backends, models,
+health.pipe and engine.sock lie in a temporary directory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -24,6 +29,7 @@ from backend.api.config import EngineConfig
 from deploy import IS_CHECKOUT, ROOT
 from deploy.errors import UserError
 
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=,./-]+")
 MAX_SOCKET_PATH = 100  # bytes: sun_path holds 108 with the closing zero, and ranks append a suffix
 
 
@@ -64,10 +70,31 @@ def write_config(directory: Path, config: EngineConfig) -> Path:
     return write_private(directory / "config.json", text + "\n")
 
 
-def socket_directory(directory: Path) -> tuple[Path, bool]:
-    """Where engine.sock may lie, and whether that is a temporary directory made for it (the caller removes it)."""
-    if len(os.fsencode(directory / "engine.sock")) <= MAX_SOCKET_PATH:
+def plain_directory(directory: Path) -> tuple[Path, bool]:
+    """Where the socket, the pipe of the signs of life and what Triton reads may lie: the run directory itself, or a temporary one
+    made for it (the caller removes it). Returns it, and whether it is temporary.
+
+    A socket's path must be short. Triton starts its stubs by a line for a shell, in which a blank ends a path, and it finds no
+    model below a name that is not ASCII.
+    """
+    if len(os.fsencode(directory / "engine.sock")) <= MAX_SOCKET_PATH and is_plain(directory):
         for stale in (directory / "engine.sock", directory / "owner.pid"):  # An engine that was killed has left them.
             stale.unlink(missing_ok=True)
         return directory, False
-    return Path(tempfile.mkdtemp(prefix="everbatch-")), True
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="everbatch-", dir=parent if is_plain(Path(parent)) else "/tmp")), True
+
+
+def plain_way(directory: Path, place: Path) -> Path:
+    """A path to a directory that Triton takes: its own, or that of a link in `place`, which is made anew."""
+    if is_plain(directory):
+        return directory
+    link = place / "code"
+    link.unlink(missing_ok=True)
+    link.symlink_to(directory)
+    return link
+
+
+def is_plain(path: Path) -> bool:
+    """True if a shell and Triton take the path as it is."""
+    return _PLAIN.fullmatch(str(path)) is not None

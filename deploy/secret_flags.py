@@ -97,7 +97,7 @@ def _wait_for_the_stop(pid: int) -> None:
 
 
 def _runs_with_visible_flags(pid: int) -> bool:
-    """Whether it has been executed, and without marks. In the middle of an exec there is no command line at all."""
+    """True if it has been executed, and without marks. In the middle of an exec there is no command line at all."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return (
         words[0] != b"" and b"deploy.spawn" not in words and not any(word.startswith(MARK.encode()) for word in words)

@@ -11,11 +11,13 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from backend.api.config import EngineConfig, check_config, load_config
+from backend.api.adapter_files import check_adapter_files
+from backend.api.checkpoint import Checkpoint
+from backend.api.config import EngineConfig, check_config
+from backend.api.config_file import load_config
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.gguf import SUFFIX
-from backend.api.lora import check_adapter_files
-from deploy import passed_flags, rundir
+from deploy import capacity, chat_template, limits, passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.model_source import resolve_model
@@ -24,6 +26,11 @@ from deploy.report import ConsoleReporter, differences, effective
 from deploy.repository import compose
 from deploy.supervisor import StopSignals, supervise
 from deploy.triton_server import TritonServer
+
+OPEN_REPOSITORY = (
+    "warning: the model repository API asks for no key (--open-repository): whoever reaches this server can unload its models, "
+    "and run code as its user by loading one"
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,12 @@ class ServeOptions:
     ready_timeout_s: float = 600.0
     log_format: str = "text"
     flags: tuple[str, ...] = ()  # of tritonserver
+    open_repository: bool = False
     openai_port: int = 0  # 0: no OpenAI endpoint
     openai_host: str = ""  # "": the same as `host`
     api_keys: Path | None = None
+    chat_template: Path | None = None
+    model_names: tuple[str, ...] = ()  # of the OpenAI endpoint, instead of the model's own
     verbose: bool = False
 
     @property
@@ -55,14 +65,18 @@ class ServeOptions:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What clients may call the model: this project's name, and the hub id or the name of the directory or file, no path."""
+        """What clients may call the model: what is asked for; else the hub id or the name of the directory or file, no path.
+        This project's name is always one.
+        """
+        if self.model_names:
+            return tuple(dict.fromkeys((*self.model_names, "everbatch")))
         path = Path(self.model)
         own = path.resolve().name if path.is_dir() else path.name.removesuffix(SUFFIX) if path.is_file() else self.model
         return ("everbatch", own) if own and self.model else ("everbatch",)
 
 
 def effective_config(options: ServeOptions) -> EngineConfig:
-    """File, then `--set`, then `--model`, with the model as an absolute directory. Raises UserError in one sentence."""
+    """File, then `--set`, then `--model` and `--chat-template`, both with absolute paths. Raises UserError in one sentence."""
     try:
         config = load_config(options.engine_config, options.overrides)
         config = with_adapters(config, options.adapters)
@@ -70,15 +84,22 @@ def effective_config(options: ServeOptions) -> EngineConfig:
         raise UserError(str(error)) from None
     name = options.model or config.model.path
     if not name and not any(model.is_ours for model in compose(options.profiles, options.model_repositories)):
+        if options.chat_template is not None:
+            raise UserError(
+                f"--chat-template {options.chat_template}: no model of this server would use it; leave it out"
+            )
         return config  # A repository of the user's own may need no checkpoint of ours.
-    path = str(resolve_model(name))
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+    model = msgspec.structs.replace(config.model, path=str(resolve_model(name)))
+    template = options.chat_template or model.chat_template
+    if template:
+        model = msgspec.structs.replace(model, chat_template=str(Path(template).expanduser().absolute()))
+    return msgspec.structs.replace(config, model=model)
 
 
 def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
     """The configuration with these LoRA adapters (NAME=DIRECTORY) besides its own. All directories become absolute.
 
-    Raises ConfigError, and UserError for a directory without an adapter, or one of a kind that is not served.
+    Raises ConfigError, and UserError for a directory without an adapter, or with one that is not served.
     """
     adapters = (*config.lora.adapters, *given)
     if not adapters:
@@ -88,7 +109,7 @@ def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
     check_config(config)
     for name, directory in lora.directories.items():
         try:
-            check_adapter_files(Path(directory))
+            check_adapter_files(Path(directory), lora.max_rank)
         except EverbatchError as error:
             raise UserError(f"--lora {name}={directory}: {error}") from None
     absolute = tuple(f"{name}={Path(directory).resolve()}" for name, directory in lora.directories.items())
@@ -97,8 +118,11 @@ def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
 
 def serve(options: ServeOptions, console: Console) -> int:
     """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
+    too_low = limits.raise_open_files()
     options.ports.check_free(options.host)
     config = effective_config(options)
+    checkpoint = capacity.examined(config) if config.model.path else None
+    chat_template.check_own(config)
     server = _server(options, config)
     gateway = options.gateway
     if gateway is not None:
@@ -106,9 +130,12 @@ def serve(options: ServeOptions, console: Console) -> int:
         gateway.check((options.ports.http, options.ports.grpc, options.ports.metrics))
     served = server if gateway is None else ServerWithGateway(server, gateway)
     openai_url = served.url if isinstance(served, ServerWithGateway) else None
-    reporter = ConsoleReporter(console, server, openai_url, keys=options.api_keys is not None)
+    chats = chat_template.exists(config)
+    reporter = ConsoleReporter(console, server, openai_url, keys=options.api_keys is not None, chats=chats)
     server.on_event = reporter.event
-    _introduce(options, config, console)
+    _introduce(options, config, checkpoint, console)
+    if too_low is not None:
+        console.print(f"[yellow]{escape(too_low)}[/yellow]", highlight=False, soft_wrap=True)
     with StopSignals() as signals:
         if options.verbose:
             threading.Thread(target=_follow, args=(server.log_path, console), daemon=True).start()
@@ -127,18 +154,25 @@ def _server(options: ServeOptions, config: EngineConfig) -> TritonServer:
         host=options.host,
         exit_timeout_s=options.exit_timeout_s,
         log_format=options.log_format,
+        open_repository=options.open_repository,
         extra_flags=passed_flags.check(options.flags),
     )
 
 
-def _introduce(options: ServeOptions, config: EngineConfig, console: Console) -> None:
-    """Print the settings in force, and what to know before others can reach the server."""
-    for line in effective(config):
-        console.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
-    changed = " ".join(f"--set {setting}" for setting in differences(config))
-    console.print(f"changed: {escape(changed) or 'nothing'}", highlight=False, soft_wrap=True)
+def _introduce(options: ServeOptions, config: EngineConfig, checkpoint: Checkpoint | None, console: Console) -> None:
+    """Print the model and the settings that are not the default, and what to know before others can reach the server."""
+    if checkpoint is not None:
+        console.print(f"model     {escape(config.model.path)}", highlight=False, soft_wrap=True)
+        console.print(f"          {escape(capacity.described(checkpoint, config))}", highlight=False, soft_wrap=True)
+    for number, setting in enumerate(differences(config)):
+        console.print(f"{'' if number else 'changed':<9} --set {escape(setting)}", highlight=False, soft_wrap=True)
+    if options.verbose:
+        for line in effective(config):
+            console.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
     if not is_loopback(options.host):
         console.print(f"[yellow]{escape(exposed(options))}[/yellow]", highlight=False, soft_wrap=True)
+    if options.open_repository:
+        console.print(f"[yellow]{OPEN_REPOSITORY}[/yellow]", highlight=False, soft_wrap=True)
     gateway = options.gateway
     if gateway is not None and gateway.api_keys is None and not is_loopback(gateway.host):
         console.print(f"[yellow]{escape(open_endpoint(gateway))}[/yellow]", highlight=False, soft_wrap=True)
@@ -165,12 +199,23 @@ def _follow(path: Path, console: Console) -> None:
     """Copy the growing log to the console; starts over when it is replaced by a shorter one."""
     position = path.stat().st_size if path.is_file() else 0
     while True:
-        size = path.stat().st_size if path.is_file() else 0
-        position = 0 if size < position else position
-        if size > position:
-            with path.open("rb") as file:
-                file.seek(position)
-                console.out(file.read().decode(errors="replace"), end="", highlight=False)
-                position = file.tell()
+        try:
+            position = _copy_rest(path, position, console)
+        except OSError:  # The log was put aside just now, or the console takes nothing: the next turn looks again.
+            pass
+        except SystemExit:  # Nobody reads the console any more, for which rich asks for the end of the program.
+            return
         # The log may be emptied or replaced at any time, so it is looked at again rather than waited for.
         time.sleep(0.2)
+
+
+def _copy_rest(path: Path, position: int, console: Console) -> int:
+    """Print what the log holds from `position` on, or all of it where it has become shorter. Returns where it ends."""
+    size = path.stat().st_size if path.is_file() else 0
+    position = 0 if size < position else position
+    if size == position:
+        return position
+    with path.open("rb") as file:
+        file.seek(position)
+        console.out(file.read().decode(errors="replace"), end="", highlight=False)
+        return file.tell()

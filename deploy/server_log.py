@@ -23,6 +23,8 @@ _UNLOADING = "All models are stopped, unloading models"
 # It was seen once, between a stub and Triton at their first message.
 _BY_CHANCE = "boost::interprocess::lock_exception"
 _ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")
+_ENGINE_READY = re.compile(r"everbatch\.engine: ready in ")
+_REMARK = re.compile(r"everbatch\.supervisor: remark: (.+)$")
 
 
 def tail(path: Path) -> list[str]:
@@ -52,7 +54,7 @@ def telling_lines(lines: list[str], limit: int = 30) -> list[str]:
 
 
 def is_unloading(lines: list[str]) -> bool:
-    """Whether the server has said that all its requests are over and it only unloads its models now."""
+    """True if the server has said that all its requests are over and it only unloads its models now."""
     return any(_UNLOADING in line for line in lines)
 
 
@@ -63,11 +65,21 @@ def reason(lines: list[str]) -> str | None:
 
 
 def died_by_chance(lines: list[str]) -> bool:
-    """Whether the server died of something that does not come again when it is started again."""
+    """True if the server died of something that does not come again when it is started again."""
     return any(_BY_CHANCE in line for line in lines)
+
+
+def engine_is_ready(lines: list[str]) -> bool:
+    """True if the engine process has said that it serves."""
+    return any(_ENGINE_READY.search(plain(line)) for line in lines)
 
 
 def engine_phase(lines: list[str]) -> str | None:
     """What the engine process last said about its start, for example `loading torch`."""
     found = (match.group(1).strip() for line in reversed(lines) if (match := _ENGINE_PHASE.search(line)))
     return next(found, None)
+
+
+def remarks(lines: list[str]) -> list[str]:
+    """What the engine process says of how the model runs, besides what its configuration says."""
+    return list(dict.fromkeys(match.group(1).strip() for line in lines if (match := _REMARK.search(line))))

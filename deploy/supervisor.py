@@ -39,6 +39,7 @@ class Server(Protocol):
         self, timeout_s: float, *, on_phase: Callable[[str], None], cancelled: Callable[[], bool]
     ) -> None: ...
     def stop(self, *, cancelled: Callable[[], bool]) -> None: ...
+    def abandon(self) -> None: ...
     def kill(self) -> None: ...
     def failure(self) -> Failure | None: ...
 
@@ -124,6 +125,10 @@ class _Supervision:
         """
         try:
             self._start()
+        except OSError as error:  # No room on the disk, too many processes, and the like.
+            if not self.was_ready:
+                raise ServerFailed(f"the server cannot be started: {error}") from None
+            return Failure(f"the server cannot be started: {error}")
         except ServerFailed as error:
             if not self.was_ready and not (error.by_chance and self.starts < MAX_FIRST_STARTS):
                 raise
@@ -175,7 +180,7 @@ def supervise(server: Server, reporter: Reporter, signals: StopSignals, ready_ti
                 reporter.stopping()
                 server.stop(cancelled=signals.now_asked)
                 return 0
-            server.kill()
+            server.abandon()
             if not supervision.go_on_after(failure):
                 return 1
             if signals.stop_asked():

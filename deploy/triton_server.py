@@ -5,8 +5,8 @@
         ... server.http_url, server.grpc_url, server.metrics_url, server.stub_pids()
 
 Order of side effects in start(): ports are checked, then files are written, then the janitor is started, then the
-server. In stop(): SIGUSR1 to the stubs (drain), SIGTERM to the server, wait, SIGKILL to whatever carries the run id,
-shared memory unlinked, janitor released. stop() is idempotent and start() may be called again after it.
+server. In stop(): the drain (deploy/drain.py), SIGKILL to whatever still carries the run id, shared memory unlinked,
+janitor released. stop() is idempotent and start() may be called again after it.
 
 The server is killed by the kernel when the *thread* that called start() ends: call it from a thread that lives long
 enough.
@@ -18,40 +18,36 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 from backend.api.config import EngineConfig
-from deploy import ROOT, health, invocation, log_files, memory, probe, rundir, secret_flags, server_log
+from backend.api.silence import cpu_demand
+from deploy import ROOT, invocation, launch, log_files, memory, probe, rundir, running, server_log
+from deploy.drain import SERVER_MARGIN_S, Drain
 from deploy.errors import Failure, ServerFailed, StartCancelled
 from deploy.monitor import Monitor
 from deploy.ports import Ports, reachable, url_host
 from deploy.processes import (
     Process,
-    catches,
     describe_end,
     kill_run,
     processes_of_run,
     remove_shared_memory,
-    send_signal,
     stubs_of,
 )
 from deploy.questions import Asked, text_model
 from deploy.readiness import Readiness
-from deploy.repository import compile_models, compose, render
+from deploy.repository import compile_models, compose, render, with_unary_twins
+from deploy.running import State
+from deploy.signs import PIPE, Signs
+from deploy.stuck_start import StuckStart
 
 SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own prefix, to which each server appends its run id
-KILL_MARGIN_S = 2.0  # time past the exit timeout, for a server that an open gRPC stream still holds
-FOLLOWERS_S = 2.0
-# Once all requests are over. Triton's gRPC front may keep a finished request, and with it a model that then never unloads
-# (seen with 24.10, about every third time), so it is of no use to wait until the exit timeout is over.
-UNLOAD_S = 4.0
 _POLL_S = 0.1
 
 log = logging.getLogger("everbatch.server")
@@ -73,6 +69,7 @@ class TritonServer:
         exit_timeout_s: int = 30,
         probe_model: str | None = "",
         log_format: str = "text",
+        open_repository: bool = False,
         extra_flags: Sequence[str] = (),
         extra_environment: dict[str, str] | None = None,
         on_event: Callable[[str], None] = log.warning,
@@ -82,8 +79,8 @@ class TritonServer:
         `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `profiles` and
         `model_repository`: what is served (deploy/repository.py). `probe_model`: the text model that must generate one token
         before the server counts as ready, one of those served when it is ""; None asks the readiness endpoint only.
-        `on_event`: called with a sentence when something happens that the server lives through (an engine that ended, not
-        ready, ready again), in a thread of its own.
+        `open_repository`: Triton's model repository API asks for no key. `on_event`: called with a sentence when something
+        happens that the server lives through (an engine that ended, not ready, ready again), in a thread of its own.
         """
         self.config = config
         self.host = host
@@ -97,17 +94,21 @@ class TritonServer:
         self.log_format = log_format
         repositories = (model_repository,) if isinstance(model_repository, Path) else model_repository
         self.models = compose(profiles, repositories)
+        if config.triton.decoupled == "both":
+            self.models = with_unary_twins(self.models)
         self.text_model = None if probe_model is None else text_model(self.models, probe_model)
+        self._open_repository = open_repository
         self._extra_flags = tuple(extra_flags)
         self._extra_environment = extra_environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._janitor: subprocess.Popen[bytes] | None = None
-        self._temporary_socket_directory: Path | None = None
+        self._temporary_directory: Path | None = None
         self._stubs: list[Process] = []
         self._known: list[Process] = []  # all processes of this server at the beginning of stop()
-        self._health_directory: Path | None = None
+        self._signs: Signs | None = None
         self._monitor: Monitor | None = None
         self._memory_limit: int | None = None
+        self._stuck_start = StuckStart(self.log_path, self._stubs_work)
 
     # ---- addresses ---------------------------------------------------------------------------------------------------
 
@@ -142,14 +143,13 @@ class TritonServer:
         installation = invocation.find_installation()
         compile_models(self.models)
         rundir.prepare_run_directory(self.run_dir)
-        backends = invocation.prepare_backend_directory(installation, self.run_dir / "backends")
-        repository = render(self.models, self.run_dir / "models", decoupled=self.config.triton.decoupled)
         config_file = rundir.write_config(self.run_dir, self.config)
         rundir.write_private(self.run_dir / "admin.key", self.admin_key + "\n")
-        sockets, temporary = rundir.socket_directory(self.run_dir)
-        self._temporary_socket_directory = sockets if temporary else None
-        self._health_directory = sockets / "health"
-        health.clear(self._health_directory)
+        place, temporary = rundir.plain_directory(self.run_dir)
+        self._temporary_directory = place if temporary else None
+        backends = invocation.prepare_backend_directory(installation, place / "backends")
+        repository = render(self.models, place / "models", decoupled=bool(self.config.triton.decoupled))
+        self._signs = Signs(place / PIPE)
         command = invocation.command_line(
             installation,
             repository=repository,
@@ -157,20 +157,24 @@ class TritonServer:
             host=self.host,
             ports=self.ports,
             shm_prefix=self._shm_prefix,
-            exit_timeout_s=self.exit_timeout_s,
+            exit_timeout_s=self.exit_timeout_s + SERVER_MARGIN_S,
             complete=all(model.tensors for model in self.models),
             extra=self._extra_flags,
         )
         variables = invocation.environment(
             installation,
             config_file=config_file,
-            socket_directory=sockets,
+            socket_directory=place,
+            code=rundir.plain_way(ROOT, place),
             run_id=self.run_id,
             admin_key=self.admin_key,
+            open_repository=self._open_repository,
             exit_timeout_s=self.exit_timeout_s,
             log_format=self.log_format,
         )
         self._start_janitor()
+        self._tell("starting")
+        self._stuck_start = StuckStart(self.log_path, self._stubs_work)
         self._start_process(command, variables | self._extra_environment)
 
     def wait_ready(
@@ -189,6 +193,9 @@ class TritonServer:
         on_phase("loading the models")
         while not probe.is_ready(self.http_url):
             self._check_start(deadline, timeout_s, cancelled)
+            if self._stuck_start.look():
+                text = f"tritonserver hangs while it loads the models, by chance; the whole log is {self.log_path}"
+                raise ServerFailed(text, self.log_tail(), by_chance=True)
             time.sleep(_POLL_S)  # Triton tells nobody that its models are loaded, so it is asked again.
             said = server_log.engine_phase(server_log.tail(self.log_path))
             if said is not None and said != phase:
@@ -201,9 +208,10 @@ class TritonServer:
         if dead := self.dead_stubs():
             raise ServerFailed(f"stub process {dead[0].pid} died while the server started", self.log_tail())
         self._watch()
+        self._tell("serving")
 
-    def stop(self, *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """End the server and everything it started; drain for at most `timeout_s` (the exit timeout when unset).
+    def stop(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """End the server and everything it started, after a drain: running requests have the exit timeout to finish.
 
         With `cancelled()` true the rest of the wait is skipped. Afterwards no process and no shared memory of it is
         left.
@@ -211,11 +219,25 @@ class TritonServer:
         self._stop_watching()
         if self._process is not None:
             self._known = processes_of_run(self.run_id)
-            self._drain(self.exit_timeout_s + KILL_MARGIN_S if timeout_s is None else timeout_s, cancelled)
+        if self._process is not None and self._signs is not None and self.running():
+            self._tell("stopping")
+            Drain(
+                self._process,
+                self.run_id,
+                self.ports.grpc,
+                self._signs,
+                len(self.models),
+                self.log_path,
+                cancelled,
+            ).run(self.exit_timeout_s)
         self._sweep()
 
-    def kill(self) -> None:
-        """End everything at once, without draining."""
+    def kill(self, spare: Sequence[int] = ()) -> None:
+        """End everything at once, without draining; but for the processes `spare` that were started beside the server."""
+        self._sweep(spare)
+
+    def abandon(self) -> None:
+        """End a server that has failed."""
         self._sweep()
 
     # ---- supervision -------------------------------------------------------------------------------------------------
@@ -250,9 +272,14 @@ class TritonServer:
         return self._too_large()
 
     def dead_stubs(self) -> list[Process]:
-        """Stubs that were there when the server became ready and have died since, which Triton itself never tells."""
+        """Stubs that were there when the server became ready, or came when a model was loaded anew, and have died since, which
+        Triton itself never tells.
+        """
+        known = {stub.pid for stub in self._stubs}
+        if self._signs and {report.pid for report in self._signs.latest} - known - self._signs.unloaded():
+            self._stubs = self._stubs + [stub for stub in stubs_of(self.pid) if stub.pid not in known]
         dead = [stub for stub in self._stubs if not stub.alive()]
-        unloaded = health.unloaded(self._health_directory) if dead and self._health_directory else set()
+        unloaded = self._signs.unloaded() if self._signs else set()
         self._stubs = [stub for stub in self._stubs if stub.pid not in unloaded]
         return [stub for stub in dead if stub.pid not in unloaded]
 
@@ -268,50 +295,28 @@ class TritonServer:
     def _shm_prefix(self) -> str:
         return f"{SHM_PREFIX}{self.run_id}_"
 
+    def _tell(self, state: State) -> None:
+        """Tell this checkout's other commands of the server (deploy/running.py)."""
+        try:
+            running.write(self.run_dir, state, self.http_url, self.grpc_url, self.config)
+        except OSError as error:  # No room on the disk. They then ask for the default address.
+            log.warning("%s cannot be written: %s", running.FILE, error.strerror)
+
     def _start_janitor(self) -> None:
-        command = [sys.executable, "-P", "-m", "deploy.janitor", self.run_id, self._shm_prefix]
-        if self._temporary_socket_directory is not None:
-            command.append(str(self._temporary_socket_directory))
-        self._janitor = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone.
-            env={"PYTHONPATH": str(ROOT)},
-        )
+        self._janitor = launch.start_janitor(self.run_id, self._shm_prefix, self._temporary_directory)
 
     def _start_process(self, command: list[str], variables: dict[str, str]) -> None:
-        with log_files.begin(self.log_path) as log:
-            self._process = self._spawn(command, variables, log)
-            try:
-                secret_flags.reveal(self.pid)
-            except secret_flags.NotTraced:
-                pass  # It runs with its flags in sight and has said so in the log, or it has ended, which is seen later.
-            except OSError as error:
-                self._process.kill()
-                self._process.wait()
-                log.write(f"everbatch: every user of this machine sees the admin key ({error.strerror})\n".encode())
-                self._process = self._spawn(secret_flags.visible(command, variables), variables, log)
+        self._process = launch.start_server(command, variables, self.log_path)
         memory.spare_children_the_stack(self.pid)
-
-    def _spawn(self, command: list[str], variables: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-        spawn = [sys.executable, "-P", "-m", "deploy.spawn", str(os.getpid()), str(memory.stack_bytes())]
-        return subprocess.Popen(
-            spawn + command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=variables,
-        )
 
     def _watch(self) -> None:
         """Look after the server from now on, until it is stopped."""
+        assert self._signs is not None, "start() has made them"
         self._memory_limit = memory.limit_bytes(self.pid)
         model = self.text_model.name if self.text_model else self.models[0].name
         self._monitor = Monitor(
             self.http_url,
-            self._health_directory or self.run_dir / "health",
+            self._signs,
             self.log_path,
             Readiness(self.http_url, self.admin_key, model),
             self.dead_stubs,
@@ -337,7 +342,12 @@ class TritonServer:
             f"tritonserver occupies {resident / 1e9:.1f} GB, allowed are {limit}; limit the size of requests"
         )
 
+    def _stubs_work(self) -> bool:
+        return any(cpu_demand(stub.pid).waiting for stub in stubs_of(self.pid))
+
     def _check_start(self, deadline: float, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        assert self._signs is not None, "start() has made them"
+        self._signs.look()  # Signs of the start are old when it is over.
         if cancelled():
             raise StartCancelled
         if not self.running():
@@ -360,39 +370,25 @@ class TritonServer:
         except probe.ProbeFailed as failure:
             raise ServerFailed(f"the server is up but does not generate: {failure}", self.log_tail()) from None
 
-    def _drain(self, timeout_s: float, cancelled: Callable[[], bool]) -> None:
-        """Ask politely: SIGUSR1 to stubs that have a handler for it (its default would kill them), SIGTERM to the
-        server.
-        """
-        process = self._process
-        if process is not None and process.poll() is None:
-            for stub in stubs_of(process.pid):
-                if catches(stub.pid, signal.SIGUSR1):
-                    send_signal(stub, signal.SIGUSR1)
-            process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + timeout_s
-        unloading = False
-        while self.running() and time.monotonic() < deadline and not cancelled():
-            time.sleep(_POLL_S / 2)  # Its end, a line of its log and `cancelled` are waited for, all three.
-            if not unloading and server_log.is_unloading(server_log.tail(self.log_path)):
-                unloading, deadline = True, min(deadline, time.monotonic() + UNLOAD_S)
-        followers = min(deadline, time.monotonic() + FOLLOWERS_S)
-        while processes_of_run(self.run_id) and time.monotonic() < followers and not cancelled():
-            time.sleep(_POLL_S / 2)  # Stubs and engine end by themselves, and may start others until then.
-
-    def _sweep(self) -> None:
+    def _sweep(self, spare: Sequence[int] = ()) -> None:
         """Kill and remove whatever is left, then let the janitor go (it finds nothing to do)."""
         self._stop_watching()
-        left = kill_run(self.run_id, known=self._known)
+        left = kill_run(self.run_id, spare=spare, known=self._known)
         self._known = []
         if self._process is not None:
             self._process.wait()
             self._process = None
+            running.forget(self.run_dir)
         remove_shared_memory(self._shm_prefix)
-        if self._temporary_socket_directory is not None:
-            shutil.rmtree(self._temporary_socket_directory, ignore_errors=True)
-            self._temporary_socket_directory = None
+        if self._temporary_directory is not None:
+            shutil.rmtree(self._temporary_directory, ignore_errors=True)
+            self._temporary_directory = None
+        if self._signs is not None:
+            self._signs.close()
+            self._signs = None
         if self._janitor is not None:
+            if spare:
+                self._janitor.kill()  # It would end what is spared.
             self._janitor.communicate()  # This closes its input, which is what it waits for.
             self._janitor = None
         self._stubs = []

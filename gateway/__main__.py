@@ -7,11 +7,12 @@ import signal
 import sys
 from pathlib import Path
 
-from gateway.keys import KeysError
+from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
 from gateway.server import GatewayServer
 from gateway.settings import Settings
 
+SWITCH_INTERVAL_S = 0.001  # so long the event loop waits for the thread that reads large bodies; Python's own is 0.005
 _DEFAULTS = Settings()
 
 
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
-    add("--api-keys", type=Path, metavar="FILE", help="lines of NAME KEY; mode 0600")
+    add("--api-keys", type=Path, metavar="FILE", help=f"lines of {FORM}; mode 0600")
     add("--metrics-url", metavar="URL", help="Triton's metrics page, passed on at /metrics")
     for name, kind, help_text in (
         ("max-body-bytes", int, "of one request"),
@@ -69,10 +70,12 @@ def settings_of(arguments: list[str]) -> Settings:
 
 def main(arguments: list[str]) -> int:
     set_up_logging()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        server = GatewayServer(settings_of(arguments))
+        settings = settings_of(arguments)
+        server = GatewayServer(settings)
     except KeysError as error:
-        print(f"gateway: {error}", file=sys.stderr)
+        print(f"gateway: --api-keys {settings.api_keys}: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # raised once more when the server has ended
     try:

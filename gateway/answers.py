@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import GatewayError, failed, overloaded, unavailable
+from gateway.places import Places
 from gateway.visit import Visit, visit_of
 
 LAST_WORD_TIMEOUT_S = 1.0
+BLOCK = 1 << 16  # bytes of a response that are written at once
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 _JSON_HEADER = (b"content-type", b"application/json")
 
@@ -21,22 +22,27 @@ _JSON_HEADER = (b"content-type", b"application/json")
 class Running:
     """The replies that are being generated: how many at most, and how they are ended at a shutdown."""
 
-    def __init__(self, max_choices: int) -> None:
-        self._max_choices = max_choices
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._workers: set[asyncio.Task[None]] = set()
-        self.choices = 0
         self.stopping = False
 
-    def enter(self, choices: int) -> None:
+    @property
+    def choices(self) -> int:
+        return self._places.taken
+
+    def enter(self, namespace: str, choices: int) -> None:
         """Take the places of so many replies. Raises GatewayError when there are not as many free."""
         if self.stopping:
             raise unavailable("the server is being stopped; try again later")
-        if self.choices + choices > self._max_choices:
-            raise overloaded(f"{self.choices} replies are being generated, the limit is {self._max_choices}; try later")
-        self.choices += choices
+        if not self._places.take(namespace, choices):
+            held, taken, total = self._places.held(namespace), self.choices, self._places.total
+            if taken + choices > total:
+                raise overloaded(f"{taken} replies are being generated, the limit is {total}; try later")
+            raise overloaded(f"{held} replies with this key are being generated, its share of {total}; try later")
 
-    def leave(self, choices: int) -> None:
-        self.choices -= choices
+    def leave(self, namespace: str, choices: int) -> None:
+        self._places.give_back(namespace, choices)
 
     def start(self, work: Awaitable[None]) -> asyncio.Task[None]:
         worker = asyncio.ensure_future(work)
@@ -67,15 +73,36 @@ class Outlet:
 
     async def end_of_events(self, data: bytes = b"") -> None:
         """Send the last events; there may be none."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._last([data])
 
-    async def json(self, body: Any) -> None:
-        """Send the whole response: JSON data, or bytes that are JSON already."""
-        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        headers = [_JSON_HEADER, (b"content-length", str(len(data)).encode())]
+    async def json(self, parts: list[bytes]) -> None:
+        """Send the whole response: the parts of its JSON text."""
+        headers = [_JSON_HEADER, (b"content-length", str(sum(map(len, parts))).encode())]
         self.started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data})
+        await self._last(parts)
+
+    async def _last(self, parts: list[bytes]) -> None:
+        """Send all that is left of the body, block by block: others use the event loop in between."""
+        left = sum(map(len, parts))
+        for block in _blocks(parts):
+            left -= len(block)
+            await self._send({"type": "http.response.body", "body": block, "more_body": left > 0})
+            if left:
+                await asyncio.sleep(0)
+
+
+def _blocks(parts: list[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of BLOCK at most; one that is empty when there are none."""
+    held = b""
+    for part in parts:
+        for start in range(0, len(part), BLOCK):
+            block = part[start : start + BLOCK]
+            if len(held) + len(block) > BLOCK:
+                yield held
+                held = b""
+            held += block
+    yield held
 
 
 Work = Callable[[Outlet], Awaitable[None]]
@@ -101,8 +128,8 @@ class Answer(Response):
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._running.enter(self._choices)
         outlet, visit = Outlet(send), visit_of(scope)
+        self._running.enter(visit.namespace, self._choices)
         try:
             visit.left = await self._run(outlet, receive)
         except GatewayError as error:
@@ -114,7 +141,7 @@ class Answer(Response):
                 await self._last_word(outlet, visit, failed(visit.request_id))
             raise  # the front logs where it was
         finally:
-            self._running.leave(self._choices)
+            self._running.leave(visit.namespace, self._choices)
 
     async def _run(self, outlet: Outlet, receive: Receive) -> bool:
         """Work until it is done or not wanted any more. Returns whether the client left."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -14,19 +13,32 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import translate
+from gateway.adapters import add_adapter_routes
 from gateway.answers import Outlet
 from gateway.choices import whole
 from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, completion_body
-from gateway.core import Gateway
+from gateway.conversations import add_conversation_routes
+from gateway.core import Gateway, Responding
 from gateway.counters import triton_page
 from gateway.errors import GatewayError, unavailable
 from gateway.front import Front
+from gateway.items import LISTED, items_of, listed
 from gateway.messages import ChatRequest, Completing, CompletionRequest
-from gateway.openapi import answer_of, body_of, page
-from gateway.outputs import ChatCompletion, Completion, DeletedResponse, Health, ModelCard, ModelList, ResponseBody
+from gateway.openapi import answer_of, as_json, body_of, page
+from gateway.outputs import (
+    ChatCompletion,
+    Completion,
+    DeletedResponse,
+    Health,
+    InputTokens,
+    ItemList,
+    ModelCard,
+    ModelList,
+    ResponseBody,
+)
 from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
-from gateway.response_messages import ResponseRequest
+from gateway.response_messages import InputTokensRequest, ResponseRequest
 from gateway.tools import wants_calls
 from gateway.visit import visit_of
 
@@ -46,10 +58,12 @@ def create_app(gateway: Gateway) -> ASGIApp:
     api.add_exception_handler(GatewayError, _gateway_error)
     add_generating_routes(api, gateway)
     add_response_routes(api, gateway)
+    add_conversation_routes(api, gateway)
+    add_adapter_routes(api, gateway)
     add_other_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
-    return Front(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters)
+    return Front(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters, gateway.requests)
 
 
 def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
@@ -57,79 +71,99 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         "/v1/chat/completions", openapi_extra=body_of(ChatRequest), responses=answer_of(ChatCompletion, streamed=True)
     )
     async def chat_completions(request: Request) -> Response:
-        message, visit = gateway.read(ChatRequest, request), visit_of(request.scope)
-        jobs = gateway.jobs([translate.chat(message)], visit, message.model)
+        message, visit = await gateway.read(ChatRequest, request), visit_of(request.scope)
+        places = gateway.places(message)
+        jobs = gateway.jobs([await gateway.aside(visit, translate.chat, message)], visit, message.model)
         name, count = f"chatcmpl-{visit.request_id}", message.n or 1
+        kind = "chat.completion.chunk" if message.stream else "chat.completion"
+        head = Head(name, kind, message.model, message.service_tier is not None)
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                head = Head(name, "chat.completion.chunk", message.model)
                 chunks = ChatChunks(head, count, wants_usage(message), wants_calls(message))
                 await gateway.send_chunks(out, jobs, visit, chunks)
             else:
                 replies = await whole(gateway.link, jobs, visit)
-                head = Head(name, "chat.completion", message.model)
-                await out.json(chat_body(head, replies, wants_calls(message)))
+                await out.json(await chat_body(head, replies, gateway.turns, wants_calls(message)))
 
-        return gateway.answer(work, jobs)
+        return gateway.answer(work, places)
 
     @api.post(
         "/v1/completions", openapi_extra=body_of(CompletionRequest), responses=answer_of(Completion, streamed=True)
     )
     async def completions(request: Request) -> Response:
-        message, visit = gateway.read(CompletionRequest, request), visit_of(request.scope)
-        count = message.n or 1
-        jobs = gateway.jobs(translate.completions(message), visit, message.model)
-        head = Head(f"cmpl-{visit.request_id}", "text_completion", message.model)
+        message, visit = await gateway.read(CompletionRequest, request), visit_of(request.scope)
+        places, count = gateway.places(message), message.n or 1
+        jobs = gateway.jobs(await gateway.aside(visit, translate.completions, message), visit, message.model)
+        head = Head(f"cmpl-{visit.request_id}", "text_completion", message.model, message.service_tier is not None)
 
         async def work(out: Outlet) -> None:
             if message.stream:
                 chunks = CompletionChunks(head, len(jobs) * count, count, wants_usage(message))
                 await gateway.send_chunks(out, jobs, visit, chunks)
             else:
-                await out.json(completion_body(head, await whole(gateway.link, jobs, visit), count))
+                replies = await whole(gateway.link, jobs, visit)
+                await out.json(await completion_body(head, replies, gateway.turns, count))
 
-        return gateway.answer(work, jobs)
+        return gateway.answer(work, places)
 
 
 def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.post("/v1/responses", openapi_extra=body_of(ResponseRequest), responses=answer_of(ResponseBody, streamed=True))
     async def create_response(request: Request) -> Response:
-        message, visit = gateway.read(ResponseRequest, request), visit_of(request.scope)
-        earlier = gateway.earlier(message, visit.namespace)
-        turns = [] if earlier is None else earlier.conversation()
-        (job,) = gateway.jobs([translate.response(message, turns)], visit, message.model)
-        writer = ResponseWriter(message)
+        message, visit = await gateway.read(ResponseRequest, request), visit_of(request.scope)
+        before, items = gateway.before(message, visit.namespace), items_of(message.input)
+        asked = await gateway.aside(visit, translate.response, message, before.items, items)
+        (job,) = gateway.jobs([asked], visit, message.model)
+        writer = ResponseWriter(message, gateway.turns)
 
         async def work(out: Outlet) -> None:
-            await gateway.respond(out, message, job, earlier, visit, writer)
+            await gateway.respond(out, Responding(message, items, before), job, visit, writer)
 
-        return gateway.answer(work, [job], writer.failure)
+        return gateway.answer(work, 1, writer.failure)
+
+    @api.post("/v1/responses/input_tokens", openapi_extra=body_of(InputTokensRequest), responses=answer_of(InputTokens))
+    async def input_tokens(request: Request) -> Response:
+        message, visit = await gateway.read(InputTokensRequest, request), visit_of(request.scope)
+        before, items = gateway.before(message, visit.namespace), items_of(message.input)
+        asked = await gateway.aside(visit, translate.counting, message, before.items, items)
+        (job,) = gateway.jobs([asked], visit, message.model)
+
+        async def work(out: Outlet) -> None:
+            count = await gateway.count_tokens(job, visit)
+            await out.json([msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count})])
+
+        return gateway.answer(work, 1)
+
+    @api.get("/v1/responses/{response_id}/input_items", responses=answer_of(ItemList))
+    async def input_items(
+        request: Request, response_id: str, limit: str = str(LISTED), order: str = "desc", after: str = ""
+    ) -> Response:
+        found = gateway.response(response_id, visit_of(request.scope).namespace)
+        return as_json(listed(found.input, limit, order, after))
 
     @api.get("/v1/responses/{response_id}", responses=answer_of(ResponseBody))
     async def get_response(request: Request, response_id: str) -> Response:
-        found = gateway.store.get(visit_of(request.scope).namespace, response_id)
-        if found is None:
-            raise no_response()
+        found = gateway.response(response_id, visit_of(request.scope).namespace)
         return Response(found.answer, media_type="application/json")
 
     @api.delete("/v1/responses/{response_id}", responses=answer_of(DeletedResponse))
     async def delete_response(request: Request, response_id: str) -> Response:
-        if not gateway.store.delete(visit_of(request.scope).namespace, response_id):
-            raise no_response()
+        namespace = visit_of(request.scope).namespace
+        gateway.store.delete(namespace, gateway.response(response_id, namespace).id)
         return as_json({"id": response_id, "object": "response", "deleted": True})
 
 
 def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/v1/models", responses=answer_of(ModelList))
-    async def models() -> Response:
-        names = (*gateway.settings.model_names, *gateway.settings.adapters)
-        return as_json({"object": "list", "data": [gateway.card(name) for name in names]})
+    async def models(request: Request) -> Response:
+        names = gateway.models(visit_of(request.scope).client)
+        return as_json({"object": "list", "data": [await gateway.card(name) for name in names]})
 
     @api.get("/v1/models/{name:path}", responses=answer_of(ModelCard))
-    async def model(name: str) -> Response:
-        gateway.check_model(name)
-        return as_json(gateway.card(name))
+    async def model(request: Request, name: str) -> Response:
+        gateway.check_model(name, visit_of(request.scope).client)
+        return as_json(await gateway.card(name))
 
     @api.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
@@ -143,10 +177,13 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
         return as_json({"status": "ready"})
 
     @api.get("/metrics", include_in_schema=False)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        if not visit_of(request.scope).client.metrics:
+            text = "this key may not read /metrics; one whose line in the file of API keys has the word metrics may"
+            raise GatewayError(403, text, code="permission_denied")
         url = gateway.settings.metrics_url
         found = "" if url is None else await triton_page(url)
-        own = gateway.counters.page(gateway.running.choices, gateway.store.held())
+        own = gateway.counters.page(gateway.requests.taken, gateway.running.choices, gateway.store.held())
         if found is None:
             own += "# Triton's metrics page does not answer\n"
         return Response((found or "") + own, media_type="text/plain; version=0.0.4")
@@ -154,16 +191,6 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
 
 def wants_usage(message: Completing) -> bool:
     return message.stream_options is not None and bool(message.stream_options.include_usage)
-
-
-def no_response() -> GatewayError:
-    return GatewayError(
-        404, "there is no such response; it was not stored, or is forgotten", "response_id", "not_found"
-    )
-
-
-def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 async def _gateway_error(request: Request, error: Exception) -> Response:

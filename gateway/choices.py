@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
+
 from gateway.errors import GatewayError
 from gateway.triton_client import Job, Piece, TritonLink, Usage
 from gateway.visit import Visit
@@ -64,32 +66,37 @@ async def _feed(
         await waiting.put((index, error))
 
 
-async def whole(link: TritonLink, jobs: list[Job], visit: Visit) -> list[Piece]:
+class Reply:
+    """What has come of one reply so far."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.logprobs: list[msgspec.Raw] | None = None
+        self.finish_reason: str | None = None
+        self.usage = Usage()
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def add(self, piece: Piece) -> None:
+        self._texts.append(piece.text)
+        if (logprobs := piece.shown_logprobs) is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(logprobs)
+        self.finish_reason = piece.finish_reason
+        self.usage = piece.usage or self.usage
+
+
+async def whole(link: TritonLink, jobs: list[Job], visit: Visit) -> list[Reply]:
     """The complete replies, in the order of the choices. Raises GatewayError."""
-    found: list[Piece | None] = [None] * sum(job.choices for job in jobs)
+    replies = [Reply() for job in jobs for _ in range(job.choices)]
     async with aclosing(pieces(link, jobs, visit)) as source:
         async for index, piece in source:
-            found[index] = joined(found[index], piece)
-    replies = [piece for piece in found if piece is not None]
-    if len(replies) != len(found):
+            replies[index].add(piece)
+    if any(reply.finish_reason is None for reply in replies):
         raise GatewayError(500, "a reply is missing", code="internal_error")
     return replies
-
-
-def joined(before: Piece | None, piece: Piece) -> Piece:
-    """Two pieces of one choice as one."""
-    if before is None:
-        return piece
-    logprobs = None if piece.logprobs is None else [*(before.logprobs or []), *piece.logprobs]
-    return Piece(
-        piece.index,
-        before.text + piece.text,
-        before.token_ids + piece.token_ids,
-        logprobs,
-        piece.finish_reason,
-        piece.stop_reason,
-        piece.usage,
-    )
 
 
 def total_usage(usages: list[Usage], choices_per_prompt: int) -> dict[str, object]:

@@ -5,16 +5,18 @@ What is the same in every chunk of a choice is encoded once; of a token only its
 
 from __future__ import annotations
 
-import codecs
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from gateway.choices import total_usage
+from gateway.choices import Reply, total_usage
+from gateway.logprobs import SLICE, TextColumns, chat_columns, columns_of, encoded
 from gateway.tools import CallReader, read_calls
-from gateway.triton_client import Piece, TokenLogProb, Usage
+from gateway.triton_client import Piece, Usage
+from gateway.turns import Turns
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.encode
@@ -27,54 +29,20 @@ class Head:
     id: str
     object: str
     model: str
+    tells_tier: bool = False  # a client that asks for a tier is told which one it got
     created: int = field(default_factory=lambda: int(time.time()))
 
     def values(self) -> dict[str, Any]:
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        tier = {"service_tier": "default"} if self.tells_tier else {}
+        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, **tier}
 
 
-def chat_logprobs(tokens: list[TokenLogProb] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    return {"content": [token_logprob(token) for token in tokens], "refusal": None}
+async def chat_logprobs(tokens: list[msgspec.Raw] | None, turns: Turns) -> dict[str, Any] | None:
+    return None if tokens is None else {**await encoded(tokens, chat_columns, turns), "refusal": None}
 
 
-def token_logprob(token: TokenLogProb) -> dict[str, Any]:
-    """A token as chat completions and responses show it."""
-    top = [{"token": other.token, "logprob": other.logprob, "bytes": other.bytes} for other in token.top]
-    return {"token": token.token, "logprob": token.logprob, "bytes": token.bytes, "top_logprobs": top}
-
-
-class TextLogProbs:
-    """The log-probabilities of one completion: four lists; offsets count characters from the text's beginning."""
-
-    def __init__(self) -> None:
-        self._offset = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def of(self, tokens: list[TokenLogProb] | None) -> dict[str, Any] | None:
-        """Of the tokens that follow those of the call before."""
-        if tokens is None:
-            return None
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(bytes(token.bytes)))
-        return {
-            "tokens": [token.token for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [_top(token) for token in tokens],
-            "text_offset": offsets,
-        }
-
-
-def _top(token: TokenLogProb) -> dict[str, float]:
-    """The most likely tokens, and the chosen one where it is not among them."""
-    return {**{other.token: other.logprob for other in token.top}, token.token: token.logprob}
-
-
-def chat_body(head: Head, replies: list[Piece], with_calls: bool = False) -> dict[str, Any]:
-    """`with_calls`: the model may call tools."""
+async def chat_body(head: Head, replies: list[Reply], turns: Turns, with_calls: bool = False) -> list[bytes]:
+    """The parts of the JSON. `with_calls`: the model may call tools."""
     choices = []
     for index, reply in enumerate(replies):
         content, calls = read_calls(reply.text) if with_calls else (reply.text, [])
@@ -82,30 +50,32 @@ def chat_body(head: Head, replies: list[Piece], with_calls: bool = False) -> dic
         if calls:
             message |= {"content": content or None, "tool_calls": [call.body() for call in calls]}
         reason = _reason(reply.finish_reason, len(calls))
-        logprobs = chat_logprobs(reply.logprobs)
-        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-    return {**head.values(), "choices": choices, "usage": total_usage(usages_of(replies), len(replies))}
+        logprobs = await chat_logprobs(reply.logprobs, turns)
+        choices.append(encode({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}))
+    return _body(head, choices, total_usage(usages_of(replies), len(replies)))
 
 
-def completion_body(head: Head, replies: list[Piece], choices_per_prompt: int) -> dict[str, Any]:
-    choices = [
-        {
-            "index": index,
-            "text": reply.text,
-            "logprobs": TextLogProbs().of(reply.logprobs),
-            "finish_reason": reply.finish_reason,
-        }
-        for index, reply in enumerate(replies)
-    ]
-    return {**head.values(), "choices": choices, "usage": total_usage(usages_of(replies), choices_per_prompt)}
+async def completion_body(head: Head, replies: list[Reply], turns: Turns, choices_per_prompt: int) -> list[bytes]:
+    """The parts of the JSON."""
+    choices = []
+    for index, reply in enumerate(replies):
+        logprobs = None if reply.logprobs is None else await encoded(reply.logprobs, TextColumns(), turns)
+        choice = {"index": index, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+        choices.append(encode(choice))
+    return _body(head, choices, total_usage(usages_of(replies), choices_per_prompt))
+
+
+def _body(head: Head, choices: list[bytes], usage: dict[str, object]) -> list[bytes]:
+    separated = [part for choice in choices for part in (b",", choice)][1:]
+    return [encode(head.values())[:-1] + b',"choices":[', *separated, b'],"usage":' + encode(usage) + b"}"]
 
 
 def _reason(reason: str | None, num_calls: int) -> str | None:
     return "tool_calls" if reason == "stop" and num_calls else reason
 
 
-def usages_of(replies: list[Piece]) -> list[Usage]:
-    return [reply.usage or Usage() for reply in replies]
+def usages_of(replies: list[Reply]) -> list[Usage]:
+    return [reply.usage for reply in replies]
 
 
 class Chunks:
@@ -118,13 +88,14 @@ class Chunks:
         self._openings = [opening + str(index).encode() + b"," for index in range(choices)]
         self._closing = (b'}],"usage":null}' if include_usage else b"}]}") + b"\n\n"
 
-    def of(self, index: int, piece: Piece) -> list[bytes]:
-        """The events for one piece; none when it has nothing that a client sees."""
+    def of(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """The events for one piece, each made when it is asked for; none when it has nothing that a client sees."""
         if piece.usage is not None:
             self._usages[index] = piece.usage
-        body = self._body(index, piece)
-        ends = b"" if piece.finish_reason is None else self._end(index, piece.finish_reason)
-        return [self._openings[index] + part + self._closing for part in (*body, ends) if part]
+        for part in self._body(index, piece):
+            yield self._openings[index] + part + self._closing
+        if piece.finish_reason is not None:
+            yield self._openings[index] + self._end(index, piece.finish_reason) + self._closing
 
     def last(self) -> list[bytes]:
         """The events behind those of all choices, but for DONE."""
@@ -133,7 +104,7 @@ class Chunks:
         usage = total_usage(self._usages, self._per_prompt)
         return [b"data: " + encode({**self._head.values(), "choices": [], "usage": usage}) + b"\n\n"]
 
-    def _body(self, index: int, piece: Piece) -> list[bytes]:
+    def _body(self, index: int, piece: Piece) -> Iterable[bytes]:
         raise NotImplementedError
 
     def _end(self, index: int, reason: str) -> bytes:
@@ -179,21 +150,28 @@ def _with_calls(reader: CallReader, piece: Piece) -> list[bytes]:
     return [_delta(delta, None if i else piece.logprobs) for i, delta in enumerate(deltas)]
 
 
-def _delta(delta: dict[str, Any], tokens: list[TokenLogProb] | None) -> bytes:
-    logprobs = b"null" if tokens is None else encode(chat_logprobs(tokens))
+def _delta(delta: dict[str, Any], tokens: list[msgspec.Raw] | None) -> bytes:
+    logprobs = b"null" if tokens is None else encode({**columns_of(tokens, chat_columns), "refusal": None})
     return b'"delta":' + encode(delta) + b',"logprobs":' + logprobs + b',"finish_reason":null'
 
 
 class CompletionChunks(Chunks):
     def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
         super().__init__(head, choices, choices_per_prompt, include_usage)
-        self._logprobs = [TextLogProbs() for _ in range(choices)]
+        self._logprobs = [TextColumns() for _ in range(choices)]
 
-    def _body(self, index: int, piece: Piece) -> list[bytes]:
-        if not (piece.text or piece.logprobs):
-            return []
-        logprobs = b"null" if piece.logprobs is None else encode(self._logprobs[index].of(piece.logprobs))
-        return [b'"text":' + encode(piece.text) + b',"logprobs":' + logprobs + b',"finish_reason":null']
+    def _body(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """The tokens of a long prompt come in slices, of which the first one has the text."""
+        tokens = piece.shown_logprobs
+        if not (piece.text or tokens):
+            return
+        yield self._part(index, piece.text, None if tokens is None else tokens[:SLICE])
+        for start in range(SLICE, len(tokens or []), SLICE):
+            yield self._part(index, "", (tokens or [])[start : start + SLICE])
+
+    def _part(self, index: int, text: str, tokens: list[msgspec.Raw] | None) -> bytes:
+        logprobs = b"null" if tokens is None else encode(columns_of(tokens, self._logprobs[index]))
+        return b'"text":' + encode(text) + b',"logprobs":' + logprobs + b',"finish_reason":null'
 
     def _end(self, index: int, reason: str) -> bytes:
         return b'"text":"","logprobs":null,"finish_reason":' + encode(reason)

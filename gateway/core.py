@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
 
 from gateway import translate
 from gateway.answers import Answer, ErrorEvent, Outlet, Running, Work, error_event
-from gateway.choices import joined, pieces
+from gateway.bodies import LARGE_BODY
+from gateway.choices import pieces, whole
 from gateway.chunks import DONE, Chunks
 from gateway.counters import Counters
-from gateway.errors import GatewayError, unavailable
+from gateway.errors import GatewayError
 from gateway.invalid import parse
-from gateway.keys import Keys
-from gateway.messages import Sampling
+from gateway.items import Item
+from gateway.keys import THIS_MACHINE, Client, Keys
+from gateway.messages import Completing, ModelRequest, Wire
+from gateway.places import Places
 from gateway.response_events import ResponseWriter
-from gateway.response_messages import ResponseRequest
-from gateway.settings import Settings
-from gateway.store import ResponseStore, Stored, Turn
-from gateway.triton_client import Job, Piece, TritonLink
+from gateway.response_messages import Asking, ResponseRequest
+from gateway.settings import Settings, is_loopback
+from gateway.store import Conversation, ResponseStore, Stored
+from gateway.triton_client import Job, TritonLink
+from gateway.turns import Turns
 from gateway.visit import Visit, visit_of
 
+MODEL_LEN_TIMEOUT_S = 2.0
+MOST_NAMED = 20  # models that an error lists
 MARGIN_S = 10.0  # the link and the model give up first: they know the reason
-_Message = TypeVar("_Message", bound=Sampling)
+_Body = TypeVar("_Body", bound=Wire)
+_Message = TypeVar("_Message", bound=ModelRequest)
+_Result = TypeVar("_Result")
+
+
+class Before(NamedTuple):
+    """What a response goes on from: the items, the response that holds them, and the conversation that it adds to."""
+
+    items: list[Item]
+    earlier: Stored | None
+    conversation: str | None
+
+
+class Responding(NamedTuple):
+    """A request of /v1/responses, the items of its input, and what it goes on from."""
+
+    message: ResponseRequest
+    items: list[Item]
+    before: Before
 
 
 class Gateway:
@@ -35,57 +62,106 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.keys = None if settings.api_keys is None else Keys(settings.api_keys)
+        self.adapters = settings.adapters  # changes while the server runs (gateway/adapters.py)
+        self.changing_adapters = asyncio.Lock()  # held from a change until its list of names has come
+        self.keys = None if settings.api_keys is None else Keys(settings.api_keys, self.names)
         self.counters = Counters()
-        self.running = Running(settings.max_choices)
+        self.requests = Places(settings.max_requests, with_shares=self.keys is not None)
+        self.running = Running(Places(settings.max_choices, with_shares=self.keys is not None))
         self.store = ResponseStore(settings.store_count, settings.store_bytes, settings.store_ttl_s)
         self.created = int(time.time())
+        self._is_private = is_loopback(settings.host)
+        self.turns = Turns()
+        self._model_len: asyncio.Task[int | None] | None = None
+        self._thread = ThreadPoolExecutor(1, "large-bodies")
         self.link: TritonLink
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models and LoRA adapters that requests may name."""
+        return (*self.settings.model_names, *self.adapters)
 
     @asynccontextmanager
     async def linked(self) -> AsyncIterator[None]:
         """While the application runs: the link, which belongs to its event loop."""
         settings = self.settings
-        self.link = TritonLink(settings.triton, settings.triton_model, settings.request_timeout_s)
+        self.link = TritonLink(settings.triton, settings.triton_model, settings.request_timeout_s, self.turns)
         yield
+        self._thread.shutdown(wait=False, cancel_futures=True)
         await self.link.close()
 
-    def read(self, kind: type[_Message], request: Request) -> _Message:
+    async def read(self, kind: type[_Message], request: Request) -> _Message:
         """The body of a request, for a model that is served here. Raises GatewayError."""
+        message = await self.read_body(kind, request)
+        self.check_model(message.model, visit_of(request.scope).client)
+        return message
+
+    async def read_body(self, kind: type[_Body], request: Request) -> _Body:
+        """Raises GatewayError."""
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise GatewayError(415, "the body's type is not JSON; send the header Content-Type: application/json")
         if request.headers.get("content-encoding", "identity") != "identity":
             raise GatewayError(415, "a compressed body is not read; send it without Content-Encoding")
-        message = parse(kind, visit_of(request.scope).take_body())
-        self.check_model(message.model)
-        return message
+        visit = visit_of(request.scope)
+        return await self.aside(visit, parse, kind, visit.take_body())
 
-    def check_model(self, name: str) -> None:
-        if name not in (*self.settings.model_names, *self.settings.adapters):
-            text = f"there is no model {name[:80]!r}; /v1/models lists those that are served"
+    async def aside(self, visit: Visit, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """The function's result. For a request with a large body it runs in the one thread that is there for this: the event
+        loop serves the others meanwhile.
+        """
+        if visit.body_bytes <= LARGE_BODY:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def models(self, client: Client) -> list[str]:
+        """The names that a client may give as `model`."""
+        return [name for name in self.names if client.may_use(name)]
+
+    def check_model(self, name: str, client: Client) -> None:
+        served = self.models(client)
+        if name not in served:
+            shown = (
+                ", ".join(served[:MOST_NAMED]) + (", ..." if len(served) > MOST_NAMED else "") or "none for this key"
+            )
+            text = f"there is no model {name[:80]!r}; served are: {shown}"
             raise GatewayError(404, text, "model", "model_not_found")
 
-    def jobs(self, asked: list[translate.Asked], visit: Visit, model: str) -> list[Job]:
-        """The replies to generate, by prompts, with the adapter that `model` names. Raises GatewayError for too many."""
+    def places(self, message: Completing) -> int:
+        """How many replies are generated for a request. Raises GatewayError for too many."""
         limit = min(self.settings.max_choices_per_request, self.settings.max_choices)
-        generated = replies_generated([each.request for each in asked])
+        generated = translate.replies_generated(message)
         if generated > limit:
             text = f"prompts times n, or best_of, is {generated}, the limit is {limit}; ask for fewer"
             raise GatewayError(400, text, "n", "invalid_value")
-        adapter = {"lora_name": model} if model in self.settings.adapters else {}
+        return generated
+
+    def jobs(self, asked: list[translate.Asked], visit: Visit, model: str) -> list[Job]:
+        """The replies to generate, by prompts, with the adapter that `model` names."""
+        adapter = {"lora_name": model} if model in self.adapters else {}
         return [
-            Job(request | adapter, f"{visit.request_id}-{i}", visit.namespace, request.get("n", 1), origin)
+            Job(request | adapter, f"{visit.request_id}-{i}", self._party(visit), request.get("n", 1), origin)
             for i, (request, origin) in enumerate(asked)
         ]
 
-    def answer(self, work: Work, jobs: list[Job], on_error: ErrorEvent = error_event) -> Answer:
-        places = replies_generated([job.request for job in jobs])
+    def _party(self, visit: Visit) -> str:
+        """With whom a request shares KV, and is told of it: its key's name has a party of its own; without keys all are one where
+        only this machine's programs can ask; otherwise each is a stranger to the others.
+        """
+        return THIS_MACHINE if self.keys is None and self.is_of_this_machine(visit) else visit.namespace
+
+    def is_of_this_machine(self, visit: Visit) -> bool:
+        """True if only a program of this machine can have sent the request."""
+        return self._is_private and not visit.is_forwarded
+
+    def answer(self, work: Work, places: int, on_error: ErrorEvent = error_event) -> Answer:
         return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error)
 
-    def card(self, name: str) -> dict[str, Any]:
+    async def card(self, name: str) -> dict[str, Any]:
         """What /v1/models says. An adapter has the model that it belongs to as `parent`, as with vLLM."""
         card = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
+        if (length := await self.max_model_len()) is not None:
+            card["max_model_len"] = length
         return card if name in self.settings.model_names else card | {"parent": self.settings.model_names[0]}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], visit: Visit, chunks: Chunks) -> None:
@@ -95,54 +171,96 @@ class Gateway:
             async for index, piece in source:
                 for event in chunks.of(index, piece):
                     await out.event(event)
+                    if piece.prompt_logprobs is not None:  # a long prompt makes many events
+                        await self.turns.next()
         for event in chunks.last():
             await out.event(event)
         await out.end_of_events(DONE)
 
-    async def respond(
-        self,
-        out: Outlet,
-        message: ResponseRequest,
-        job: Job,
-        earlier: Stored | None,
-        visit: Visit,
-        writer: ResponseWriter,
-    ) -> None:
+    async def respond(self, out: Outlet, asked: Responding, job: Job, visit: Visit, writer: ResponseWriter) -> None:
         """A reply of /v1/responses, kept for later turns unless `store` is false."""
-        reply: Piece | None = None
+        message = asked.message
         async with aclosing(pieces(self.link, [job], visit)) as source:
             async for _, piece in source:
-                opening = writer.opening() if reply is None and message.stream else b""
-                reply = joined(reply, piece)
-                if message.stream and (data := opening + writer.delta(piece)):
+                if not message.stream:
+                    writer.take(piece)
+                elif data := await writer.events(piece):
                     await out.event(data)
-        if reply is None:
-            raise unavailable("the server ended this reply early; try again")
-        body = writer.finished(reply)
+        body = await writer.finished()
+        answer = msgspec.json.encode(body)
         if message.store is not False:
-            self._keep(message, body, reply.text, earlier, visit.namespace)
+            stored = Stored(writer.id, tuple(asked.items), writer.items(), asked.before.earlier, answer)
+            self.store.put(visit.namespace, stored)
+        self.add_to_conversation(asked, writer, visit.namespace)
         if message.stream:
-            await out.end_of_events(writer.closing(body))
+            await out.end_of_events(await writer.closing(body))
         else:
-            await out.json(body)
+            await out.json([answer])
 
-    def earlier(self, message: ResponseRequest, namespace: str) -> Stored | None:
+    def add_to_conversation(self, asked: Responding, writer: ResponseWriter, namespace: str) -> None:
+        """Where the response is one of a conversation that has not been deleted meanwhile."""
+        if (conversation_id := asked.before.conversation) is not None:
+            found = self.store.get(namespace, conversation_id)
+            if isinstance(found, Conversation):
+                self.store.put(namespace, found.with_items((*asked.items, *writer.items())))
+
+    async def max_model_len(self) -> int | None:
+        """Tokens of prompt and answer together; None while the model cannot be asked. Whoever asks meanwhile waits for the same
+        answer.
+        """
+        if self._model_len is None or (self._model_len.done() and self._model_len.result() is None):
+            self._model_len = asyncio.ensure_future(self._ask_model_len())
+        return await asyncio.shield(self._model_len)
+
+    async def _ask_model_len(self) -> int | None:
+        job = Job({"prompt_token_ids": [0], "tokenize": True}, f"{secrets.token_hex(12)}-0", "")
+        try:
+            async with asyncio.timeout(MODEL_LEN_TIMEOUT_S), aclosing(self.link.stream(job)) as source:
+                async for piece in source:
+                    return piece.max_model_len
+        except (GatewayError, TimeoutError):
+            pass
+        return None
+
+    async def count_tokens(self, job: Job, visit: Visit) -> int:
+        """Of the prompt of a request that only tokenises."""
+        (reply,) = await whole(self.link, [job], visit)
+        return reply.usage.prompt_tokens
+
+    def before(self, message: Asking, namespace: str) -> Before:
+        """What a request goes on from. Raises GatewayError."""
+        given = message.conversation
+        if given is None:
+            earlier = self._earlier(message, namespace)
+            return Before([] if earlier is None else earlier.conversation(), earlier, None)
+        if message.previous_response_id is not None:
+            text = "conversation and previous_response_id both say what is gone on from; leave one out"
+            raise GatewayError(400, text, "conversation", "invalid_value")
+        found = self.conversation(given if isinstance(given, str) else given.id, namespace)
+        return Before(list(found.items), Stored("", found.items, (), None, b""), found.id)
+
+    def conversation(self, conversation_id: str, namespace: str) -> Conversation:
+        """Raises GatewayError(404)."""
+        found = self.store.get(namespace, conversation_id)
+        if not isinstance(found, Conversation):
+            text = "there is no such conversation; it was deleted, or is forgotten"
+            raise GatewayError(404, text, "conversation", "not_found")
+        return found
+
+    def response(self, response_id: str, namespace: str) -> Stored:
+        """Raises GatewayError(404)."""
+        found = self.store.get(namespace, response_id)
+        if not isinstance(found, Stored):
+            text = "there is no such response; it was not stored, or is forgotten"
+            raise GatewayError(404, text, "response_id", "not_found")
+        return found
+
+    def _earlier(self, message: Asking, namespace: str) -> Stored | None:
         """What previous_response_id stands for. Raises GatewayError."""
         if message.previous_response_id is None:
             return None
         found = self.store.get(namespace, message.previous_response_id)
-        if found is None:
+        if not isinstance(found, Stored):
             text = "previous_response_id names no response that is kept here; send the earlier turns as input"
             raise GatewayError(400, text, "previous_response_id", "previous_response_not_found")
         return found
-
-    def _keep(
-        self, message: ResponseRequest, body: dict[str, Any], text: str, earlier: Stored | None, namespace: str
-    ) -> None:
-        turns: tuple[Turn, ...] = (*translate.input_turns(message), {"role": "assistant", "content": text})
-        self.store.put(namespace, Stored(body["id"], turns, earlier, msgspec.json.encode(body)))
-
-
-def replies_generated(requests: list[dict[str, Any]]) -> int:
-    """How many sequences the model generates, those that best_of leaves out included."""
-    return sum(max(request.get("n", 1), request.get("best_of", 1)) for request in requests)

@@ -16,20 +16,19 @@ class Counters:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by (route, status)
-        self.in_flight = 0
         self.disconnects = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
 
-    def page(self, choices: int, stored: tuple[int, int]) -> str:
-        """`choices` that are being generated, `stored` responses and their bytes."""
+    def page(self, in_flight: int, choices: int, stored: tuple[int, int]) -> str:
+        """Requests that are `in_flight`, `choices` that are being generated, `stored` responses and their bytes."""
         requests = [
             (f'{{route="{route}",status="{status}"}}', count)
             for (route, status), count in sorted(self.requests.items())
         ]
         families: list[tuple[str, str, str, Iterable[tuple[str, int]]]] = [
             ("requests_total", "counter", "HTTP requests that have ended", requests),
-            ("requests_in_flight", "gauge", "POST requests that are being answered", [("", self.in_flight)]),
+            ("requests_in_flight", "gauge", "POST requests that are being answered", [("", in_flight)]),
             ("choices_in_flight", "gauge", "Replies that are being generated", [("", choices)]),
             (
                 "disconnects_total",

@@ -13,6 +13,7 @@ RETRY_UNAVAILABLE_S = 2
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -45,6 +46,10 @@ _SAME_NAME = (
         "logprobs",
         "echo",
         "stream",
+        "skip_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
         "n",
         "best_of",
         "use_beam_search",
@@ -59,6 +64,8 @@ _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "num_return_sequences": "n",
     "beam_width": "n",
     "include_stop_in_output": "include_stop_str_in_output",
+    "prompt_logprobs": "logprobs",
+    "prompt_log_probs": "logprobs",
 }
 
 

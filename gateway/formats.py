@@ -12,20 +12,44 @@ import msgspec
 from gateway.errors import GatewayError
 from gateway.messages import Completing, JsonObjectFormat, JsonSchema, JsonSchemaFormat, StructuredOutputs, TextFormat
 from gateway.origin import OF_SCHEMAS, Form, GuideOrigin
-from gateway.response_messages import SchemaFormat
+from gateway.response_messages import Asking, SchemaFormat
 
 Format = TextFormat | JsonObjectFormat | JsonSchemaFormat | SchemaFormat
 
 
+OLDER_FORMS = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)  # vLLM's older names, which LMDeploy has too
+
+
 def asked_form(message: Completing) -> Form | None:
-    """What a request asks for by either name. Raises GatewayError for both."""
-    by_format = form_of(message.response_format, "response_format")
-    if message.structured_outputs is None:
-        return by_format
-    if by_format:
-        text = "response_format and structured_outputs both say what the answer looks like; leave one out"
-        raise GatewayError(400, text, "structured_outputs", "invalid_value")
-    return _structured(message.structured_outputs)
+    """What a request asks for, by whatever name. Raises GatewayError for two of them."""
+    named = forms_asked(message)
+    if len(named) > 1:
+        text = f"{' and '.join(named[:2])} both say what the answer looks like; leave one out"
+        raise GatewayError(400, text, named[1], "invalid_value")
+    if not named:
+        return None
+    (name,) = named
+    if name == "response_format":
+        return form_of(message.response_format, name)
+    if message.structured_outputs is not None:
+        return _structured(message.structured_outputs)
+    return _of_kind(name.removeprefix("guided_"), getattr(message, name), name)
+
+
+def forms_asked(message: Completing | Asking) -> list[str]:
+    """The fields that say what the answer looks like."""
+    if isinstance(message, Asking):
+        format = None if message.text is None else message.text.format
+        return [] if format is None or isinstance(format, TextFormat) else ["text.format"]
+    given = [
+        name for name in ("response_format", "structured_outputs", *OLDER_FORMS) if getattr(message, name) is not None
+    ]
+    return [name for name in given if not isinstance(getattr(message, name), TextFormat)]
 
 
 def _structured(asked: StructuredOutputs) -> Form:
@@ -36,15 +60,19 @@ def _structured(asked: StructuredOutputs) -> Form:
         )
         raise GatewayError(400, text + "grammar, structural_tag", "structured_outputs", "invalid_value")
     ((key, value),) = given.items()
-    origin = GuideOrigin(f"structured_outputs.{key}", OF_SCHEMAS if key == "json" else "invalid_value")
-    match key:
+    return _of_kind(key, value, f"structured_outputs.{key}")
+
+
+def _of_kind(kind: str, value: Any, field: str) -> Form:
+    origin = GuideOrigin(field, OF_SCHEMAS if kind == "json" else "invalid_value")
+    match kind:
         case "json_object":
             return Form({"type": "json"}, origin)
         case "choice":
             return Form({"type": "regex", "text": "|".join(map(re.escape, value))}, origin)
-    kind = {"json": "json_schema", "grammar": "ebnf_grammar"}.get(key, key)
+    guide = {"json": "json_schema", "grammar": "ebnf_grammar"}.get(kind, kind)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return Form({"type": kind, "text": text}, origin)
+    return Form({"type": guide, "text": text}, origin)
 
 
 def form_of(format: Format | None, field: str) -> Form | None:

@@ -16,12 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.counters import Counters
 from gateway.errors import GatewayError, failed, overloaded
-from gateway.keys import Keys, namespace_of
+from gateway.keys import Client, Keys
+from gateway.places import Places
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
 from gateway.visit import SCOPE_KEY, Visit
 
-OPEN_TO_ALL = ("/health", "/openapi.json")
+OPEN_TO_ALL = ("/health", "/openapi.json")  # they need no key, and have no body that would be read
+OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
 _log = logging.getLogger("everbatch.gateway")
 
 
@@ -29,9 +31,16 @@ class Front:
     """The ASGI application in front of the routes."""
 
     def __init__(
-        self, app: ASGIApp, names: RouteNames, settings: Settings, keys: Keys | None, counters: Counters
+        self,
+        app: ASGIApp,
+        names: RouteNames,
+        settings: Settings,
+        keys: Keys | None,
+        counters: Counters,
+        places: Places,
     ) -> None:
-        self._app, self._names, self._settings, self._keys, self._counters = app, names, settings, keys, counters
+        self._app, self._names, self._settings, self._keys = app, names, settings, keys
+        self._counters, self._places = counters, places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,14 +52,18 @@ class Front:
         try:
             await self._answer(scope, receive, _noting(send, visit), visit)
         finally:
-            self._counters.in_flight -= visit.admitted
+            if visit.admitted:
+                self._places.give_back(visit.namespace)
             self._note(scope, visit, time.perf_counter() - began)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
         try:
             headers = Headers(scope=scope)
-            visit.namespace = self._namespace(scope, headers)
-            if scope["method"] == "POST":
+            is_open = scope["path"] in OPEN_TO_ALL
+            visit.is_forwarded = any(name in headers for name in OF_PROXIES)
+            if self._keys is not None and not is_open:
+                visit.client = _client(headers, self._keys)
+            if scope["method"] == "POST" and not is_open:
                 self._admit(visit)
                 visit.body = await self._body(headers, receive)
                 receive = _after_body(receive)
@@ -66,21 +79,12 @@ class Front:
 
     def _admit(self, visit: Visit) -> None:
         """Count a request that may take long; the others are always answered. Raises GatewayError(429)."""
-        if self._counters.in_flight >= self._settings.max_requests:
-            raise overloaded(f"{self._settings.max_requests} requests are being answered, the limit; try again later")
+        if not self._places.take(visit.namespace):
+            held, total = self._places.held(visit.namespace), self._places.total
+            if self._places.taken >= total:
+                raise overloaded(f"{total} requests are being answered, the limit; try again later")
+            raise overloaded(f"{held} requests with this key are being answered, its share of {total}; try again later")
         visit.admitted = True
-        self._counters.in_flight += 1
-
-    def _namespace(self, scope: Scope, headers: Headers) -> str:
-        """The client's namespace. Raises GatewayError(401)."""
-        if self._keys is None or scope["path"] in OPEN_TO_ALL:
-            return ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        name = self._keys.name_of(key.strip()) if scheme.lower() == "bearer" else None
-        if name is None:
-            text = "no valid API key; send the header Authorization: Bearer KEY"
-            raise GatewayError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        return namespace_of(name)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body. Raises GatewayError 408 or 413; ConnectionResetError when the client leaves."""
@@ -118,6 +122,16 @@ class Front:
         counters.prompt_tokens += visit.prompt_tokens
         counters.completion_tokens += visit.completion_tokens
         log_request(scope, route or self._names.masked(scope["path"]), visit, seconds)
+
+
+def _client(headers: Headers, keys: Keys) -> Client:
+    """Whose key a request has. Raises GatewayError(401)."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    client = keys.client_of(key.strip()) if scheme.lower() == "bearer" else None
+    if client is None:
+        text = "no valid API key; send the header Authorization: Bearer KEY"
+        raise GatewayError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+    return client
 
 
 def _noting(send: Send, visit: Visit) -> Send:

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import pydantic
 
+from gateway.bodies import decoded
 from gateway.errors import GatewayError
+from gateway.formats import OLDER_FORMS
 from gateway.messages import Wire
 
 LONGEST_VALUE = 80
@@ -23,26 +25,28 @@ REFUSED = {
     "function_call": f'other than "none" or "auto" {_OLDER}',
     "modalities": f'other than ["text"] {_TEXT_ONLY}',
     "audio": _TEXT_ONLY,
-    "suffix": _NOT_HERE,
+    "suffix": "is not served: nothing is filled in between two texts; send prompt alone",
     "prediction": _NOT_HERE,
     "web_search_options": _NOT_HERE,
-    "reasoning": _NOT_HERE,
-    "reasoning_effort": f'other than "none" {_NOT_HERE}',
+    "return_hidden_states": "true is not served here; leave it out",
+    "no_stop_trim": "true is not served by this name; use include_stop_str_in_output",
     "background": "true is not served here; leave it out",
-    "conversation": "is not served here; use previous_response_id",
     "truncation": 'other than "disabled" is not served here; send less input',
     "prompt_logprobs": _NOT_HERE,
 }
 _IN_CHATS = "is not served by this endpoint; use chat completions"
 _TOOLS = {"tools": _IN_CHATS, "tool_choice": f'other than "none" or "auto" {_IN_CHATS}'}
+_FORMAT = "belongs to the other endpoints; use text.format"
 _TEXT = {"text": "belongs to /v1/responses; use response_format"}
+_KWARGS = {"kwargs": "is taken when it is empty only; send its keys beside the others"}
+_NO_TEMPLATE = "is told to a chat template, which this endpoint does not use; use chat completions, or leave it out"
 # A field that only one endpoint has -> what is refused there besides.
 _REFUSED_OF = {
-    "messages": _TEXT,
-    "suffix": {**_TEXT, **_TOOLS},
+    "messages": {**_TEXT, **_KWARGS, "reasoning": "belongs to /v1/responses; use reasoning_effort"},
+    "suffix": {**_TEXT, **_KWARGS, **_TOOLS, **dict.fromkeys(("reasoning", "reasoning_effort"), _NO_TEMPLATE)},
     "previous_response_id": {
-        **dict.fromkeys(("response_format", "structured_outputs"), "belongs to the other endpoints; use text.format"),
-        **_TOOLS,
+        "reasoning_effort": "belongs to chat completions; use reasoning.effort",
+        **dict.fromkeys(("response_format", "structured_outputs", *OLDER_FORMS), _FORMAT),
     },
 }
 _REFUSED_IN_MESSAGES = ("function_call", "audio")
@@ -52,18 +56,34 @@ _SAME = (
     ("messages", "input", "prompt"),
     ("stop", "stop_sequences", "stop_words"),
     ("model", "lora_name", "lora", "lora_request", "adapter_id"),
-    ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _TOLD_BY_TYPE = ("response_format", "format")  # objects whose `type` says their form; pydantic names that behind them
-_FORM = re.compile(r"str|int|float|bool|none|literal|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+")
+_FORM = re.compile(
+    r"str|int|float|bool|none|literal|message|function_call(?:_output)?|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+"
+)
+_OBJECT = re.compile(r"a valid dictionary(?: or instance of \w+)?")
+_IT = "it should be "
+_PLAIN = {
+    "a valid string": "a text",
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid list": "a list",
+    "a valid array": "a list",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "less than": "below",
+}
+_BOUND = re.compile("^(?:at least|at most|below) ")
 _BOOLEAN = re.compile(r"(?<=should be )(True|False)$")  # as pydantic writes JSON's true and false
 _Message = TypeVar("_Message", bound=Wire)
 
 
 def parse(kind: type[_Message], body: bytes) -> _Message:
     """The message in a JSON body. Raises GatewayError(400) that names the first thing that is wrong."""
+    value = decoded(body)
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate(value)
     except pydantic.ValidationError as error:
         found = error.errors(include_url=False)
     raise _refusal(found, _fields_of(kind))
@@ -82,9 +102,6 @@ class Fields:
 
 
 def _refusal(found: list[Any], fields: Fields) -> GatewayError:
-    if found[0]["type"] == "json_invalid":
-        detail = found[0]["msg"].removeprefix("Invalid JSON: ")
-        return GatewayError(400, f"the body is not valid JSON: {detail}", code="invalid_json")
     worst = max(found, key=lambda error: _rank(error, fields))
     path = _path(worst, fields)
     name = _dotted(path)
@@ -106,7 +123,8 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
     if worst["type"] == "missing":
         return GatewayError(400, f"{name} is missing", name, "missing_required_parameter", logged=logged)
     if not name:
-        return GatewayError(400, "the body is no JSON object", code="invalid_json")
+        text = f"the body is {_shown(worst['input'])}; {_allowed(found, worst, fields)}"
+        return GatewayError(400, text, code="invalid_json")
     if worst["input"] == [] and any(error["type"] == "too_short" and _path(error, fields) == path for error in found):
         return GatewayError(400, f"{name} is empty; give at least one entry", name, "invalid_value", logged=logged)
     text = f"{name} is {_shown(worst['input'])}; {_allowed(found, worst, fields)}"
@@ -116,6 +134,7 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
 def _other_form(name: str, context: dict[str, Any]) -> GatewayError:
     """The key that says the form of an object is missing, or says one that there is not."""
     key = context["discriminator"].strip("'")
+    key = "type" if key.endswith("()") else key  # a function that reads it, where a form may leave it out
     place = f"{name}.{key}"
     if "tag" not in context:
         return GatewayError(400, f"{place} is missing", place, "missing_required_parameter")
@@ -168,13 +187,19 @@ def _rank(error: Any, fields: Fields) -> tuple[bool, bool, int, list[int]]:
 def _allowed(found: list[Any], worst: Any, fields: Fields) -> str:
     """Everything that could stand in this place, of all the forms that were tried."""
     path = _path(worst, fields)
-    sentences = [_detail(error["msg"]) for error in found if _path(error, fields) == path]
-    return ", or ".join(dict.fromkeys(sentences))
+    sentences = dict.fromkeys(_detail(error["msg"]) for error in found if _path(error, fields) == path)
+    if len(sentences) == 1:
+        return next(iter(sentences))
+    alternatives = [_BOUND.sub("a number of \\g<0>", one.removeprefix(_IT)) for one in sentences]
+    return f"{_IT}{', '.join(alternatives[:-1])} or {alternatives[-1]}"
 
 
 def _detail(sentence: str) -> str:
+    """A sentence of pydantic in plain words."""
     sentence = _BOOLEAN.sub(lambda found: found[0].lower(), sentence[:300])
-    sentence = sentence.replace("Input should", "it should").replace("valid array", "valid list")
+    sentence = _OBJECT.sub("an object", sentence).replace("Input should be ", _IT).replace("Input should", "it should")
+    for theirs, plain in _PLAIN.items():
+        sentence = sentence.replace(theirs, plain)
     return sentence[:1].lower() + sentence[1:]
 
 

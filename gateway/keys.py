@@ -1,4 +1,8 @@
-"""API keys: a file of `NAME KEY` lines, and the namespace of each name."""
+"""API keys: a file of lines `NAME KEY [metrics] [adapters] [models=NAME,...]`, and the namespace of each name.
+
+`metrics`: the key may read the page /metrics, which shows all clients. `adapters`: the key may load and unload LoRA adapters.
+`models=`: the only models and LoRA adapters that the key may use.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,15 @@ import hmac
 import logging
 import os
 import stat
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 SHORTEST_KEY = 16
 LARGEST_FILE = 1 << 20
+FORM = "NAME KEY [metrics] [adapters] [models=NAME,...]"
+_RIGHTS = ("metrics", "adapters")
+_MODELS = "models="
 _log = logging.getLogger("everbatch.gateway")
 
 
@@ -23,8 +32,35 @@ def namespace_of(name: str) -> str:
     return hashlib.sha256(b"everbatch gateway\0" + name.encode()).hexdigest()[:32]
 
 
-def read_keys(path: Path) -> dict[bytes, str]:
-    """SHA-256 of each key -> the name it belongs to. A name may have several keys. Raises KeysError."""
+@dataclass(frozen=True)
+class Client:
+    """Who a key belongs to, and what it may do."""
+
+    name: str
+    models: frozenset[str] | None = None  # None: all that are served
+    metrics: bool = False
+    adapters: bool = False  # may load and unload LoRA adapters
+
+    @property
+    def namespace(self) -> str:
+        """ "" for everybody, where no keys are asked for."""
+        return namespace_of(self.name) if self.name else ""
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+EVERYBODY = Client("", metrics=True)
+THIS_MACHINE = namespace_of(
+    ""
+)  # of all that ask without a key where only this machine's programs can; no key has this name
+
+
+def read_keys(path: Path, served: Collection[str] | None = None) -> dict[bytes, Client]:
+    """SHA-256 of each key -> the client it belongs to. A name may have several keys.
+
+    `served`: the names of models and adapters that there are; None: not known. Raises KeysError.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -34,7 +70,7 @@ def read_keys(path: Path) -> dict[bytes, str]:
         raise KeysError(f"the file of API keys cannot be read: {error.strerror}") from None
     if len(content) > LARGEST_FILE:
         raise KeysError(f"the file of API keys has more than {LARGEST_FILE} bytes")
-    return _parsed(content)
+    return _parsed(content, served)
 
 
 def _check(status: os.stat_result) -> None:
@@ -47,27 +83,42 @@ def _check(status: os.stat_result) -> None:
         raise KeysError("the file of API keys belongs to another user; chown mends that")
 
 
-def _parsed(content: bytes) -> dict[bytes, str]:
+def _parsed(content: bytes, served: Collection[str] | None) -> dict[bytes, Client]:
     try:
         lines = content.decode().splitlines()
     except UnicodeDecodeError:
         raise KeysError("the file of API keys is not UTF-8 text") from None
-    keys: dict[bytes, str] = {}
+    keys: dict[bytes, Client] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        parts = line.split()
-        if len(parts) != 2:
-            raise KeysError(f"line {number} of the file of API keys is not NAME KEY")
-        name, key = parts
-        if len(key) < SHORTEST_KEY or not key.isascii():
-            raise KeysError(f"the key in line {number} is not {SHORTEST_KEY} or more ASCII characters")
-        digest = hashlib.sha256(key.encode()).digest()
-        if keys.setdefault(digest, name) != name:
+        key, client = _of_line(line.split(), number)
+        if served is not None and (unknown := sorted((client.models or set()) - set(served))):
+            there_are = ", ".join(served)
+            raise KeysError(f"line {number} of the file of API keys names model {unknown[0]!r}, there are {there_are}")
+        before = keys.setdefault(hashlib.sha256(key.encode()).digest(), client)
+        if before.name != client.name:
             raise KeysError(f"the key in line {number} belongs to another name already")
+        if before != client:
+            raise KeysError(f"the key in line {number} stands in an earlier line with other options; leave one out")
     if not keys:
         raise KeysError("the file of API keys holds no key; a line is NAME KEY")
     return keys
+
+
+def _of_line(words: list[str], number: int) -> tuple[str, Client]:
+    """A key, and whose it is."""
+    if len(words) < 2:
+        raise KeysError(f"line {number} of the file of API keys is not {FORM}")
+    name, key, *options = words
+    if len(key) < SHORTEST_KEY or not key.isascii():
+        raise KeysError(f"the key in line {number} is not {SHORTEST_KEY} or more ASCII characters")
+    lists = [option.removeprefix(_MODELS) for option in options if option.startswith(_MODELS)]
+    rights = [option for option in options if option in _RIGHTS]
+    if len(lists) > 1 or len(lists) + len(set(rights)) != len(options):
+        raise KeysError(f"line {number} of the file of API keys is not {FORM}")
+    models = frozenset(filter(None, lists[0].split(","))) if lists else None
+    return key, Client(name, models, "metrics" in rights, "adapters" in rights)
 
 
 class Keys:
@@ -76,19 +127,19 @@ class Keys:
     A changed file that cannot be used is told once in the log, and the keys before the change stay.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, served: Collection[str] | None = None) -> None:
+        self._path, self._served = path, served
         self._seen = _signature(path)
-        self._keys = read_keys(path)
+        self._keys = read_keys(path, served)
 
-    def name_of(self, key: str) -> str | None:
-        """The name a key belongs to. Compares with every key, in the same time whether or not one fits."""
+    def client_of(self, key: str) -> Client | None:
+        """Whom a key belongs to. Compares with every key, in the same time whether or not one fits."""
         self._refresh()
         digest = hashlib.sha256(key.encode()).digest()
-        found: str | None = None
-        for known, name in self._keys.items():
+        found: Client | None = None
+        for known, client in self._keys.items():
             if hmac.compare_digest(known, digest):
-                found = name
+                found = client
         return found
 
     def _refresh(self) -> None:
@@ -97,7 +148,7 @@ class Keys:
             return
         self._seen = signature
         try:
-            self._keys = read_keys(self._path)
+            self._keys = read_keys(self._path, self._served)
         except KeysError as error:
             _log.error("%s; the keys read before stay in force", error)
         else:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MOST_KEYS = 100  # of an object; twice as many as the largest message has
 
 Text = Annotated[str, Field(max_length=1 << 24)]
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(fail_fast=True)]
@@ -16,17 +19,27 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
-    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Bias], Field(json_schema_extra={"additionalProperties": False})
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Bias],
+    Field(fail_fast=True, json_schema_extra={"additionalProperties": False}),
 ]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
-Metadata = Annotated[dict[str, str], Field(max_length=16)]
+Nothing = Annotated[list[Any], Field(max_length=0, fail_fast=True)]
+Empty = Annotated[dict[str, Any], Field(max_length=0)]
+Metadata = Annotated[dict[str, str], Field(max_length=16, fail_fast=True)]
 
 
 class Wire(BaseModel):
-    """A JSON object that is read strictly: right types, no unknown key."""
+    """A JSON object that is read strictly: right types, no unknown key. The first wrong entry of a list or map ends its check."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_keys(cls, value: Any) -> Any:
+        """Of an object with many keys none is looked at: pydantic makes an error of each unknown one."""
+        if isinstance(value, dict) and len(value) > MOST_KEYS:
+            raise PydanticCustomError("too_many_keys", "Input should have at most {limit} keys", {"limit": MOST_KEYS})
+        return value
 
 
 class TextFormat(Wire):
@@ -56,13 +69,18 @@ class JsonSchemaFormat(Wire):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Verbosity = Literal["low", "medium", "high"]
+
+
 class StructuredOutputs(Wire):
     """vLLM's: the form of the output. One of the keys is expected."""
 
     json_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None  # a schema, or its text
     json_object: Literal[True] | None = None
     regex: Text | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None = None
+    choice: Choices | None = None
     grammar: Text | None = None
     structural_tag: dict[str, Any] | Text | None = None
 
@@ -72,10 +90,15 @@ class StreamOptions(Wire):
     include_obfuscation: bool | None = None  # accepted, nothing is added
 
 
-class Sampling(Wire):
-    """How tokens are chosen: what all endpoints share."""
+class ModelRequest(Wire):
+    """A request to one of the models."""
 
     model: Annotated[str, Field(max_length=256)]
+
+
+class Sampling(ModelRequest):
+    """How tokens are chosen: what all that generate share."""
+
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
@@ -96,6 +119,16 @@ class Sampling(Wire):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases | None = None
 
+    # What other servers' clients and routers send with every request. Any other value of these is refused by name.
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # no spaces are ever put between them
+    no_stop_trim: Literal[False] | None = None  # include_stop_str_in_output is the same
+    return_hidden_states: Literal[False] | None = None
+    separate_reasoning: bool | None = None  # an answer is told as the model writes it: nothing is held for reasoning,
+    stream_reasoning: bool | None = None  # so that nothing can be told apart or left out
+    include_reasoning: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # there is one: default
+
 
 class Completing(Sampling):
     """What chat completions and completions share."""
@@ -105,10 +138,17 @@ class Completing(Sampling):
     length_penalty: Annotated[float, Field(ge=-50, le=50)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    min_new_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # LMDeploy's name of min_tokens
+    kwargs: Empty | None = None  # LMDeploy's client sends it with every request
     stream_options: StreamOptions | None = None
     store: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's
+    guided_json: dict[str, Any] | Text | None = None  # the same by their older names
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
 
 
 class TextPart(Wire):
@@ -174,26 +214,28 @@ class ChatRequest(Completing):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    # What the chat template is told besides the messages.
+    add_generation_prompt: bool | None = None  # vLLM's, as the two below
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     # Known and refused, but for their neutral values.
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
     audio: None = None
     prediction: None = None
     web_search_options: None = None
-    reasoning_effort: Literal["none"] | None = None
     parallel_tool_calls: bool | None = None
     # Accepted; they change nothing here.
-    service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 Prompt = (
@@ -210,7 +252,20 @@ class CompletionRequest(Completing):
     """POST /v1/completions"""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0 with echo: only the prompt is scored
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: None = None
+
+
+class LoadAdapter(Wire):
+    """`lora_path`: a directory below `lora.allowed_dir`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapter(Wire):
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
+import msgspec
+from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gateway.messages import ChatRequest, CompletionRequest
+from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 from gateway.outputs import ErrorBody
-from gateway.response_messages import ResponseRequest
+from gateway.response_messages import (
+    ConversationItems,
+    ConversationMetadata,
+    InputTokensRequest,
+    NewConversation,
+    ResponseRequest,
+)
 
 REFERENCE = "#/components/schemas/{model}"
-_REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    InputTokensRequest,
+    NewConversation,
+    ConversationMetadata,
+    ConversationItems,
+    LoadAdapter,
+    UnloadAdapter,
+)
 _EVENT = {
     "type": "object",
     "description": "A server-sent event; its data is a JSON object, or [DONE]",
@@ -37,6 +54,10 @@ def answer_of(kind: type[BaseModel], streamed: bool = False) -> dict[int | str, 
     """For `responses` of a route that answers with `kind`, or with events that tell how it grows."""
     content: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}} if streamed else {}
     return {200: {"model": kind, "content": content, "description": "The reply"}, **ERRORS}
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 def page(app: FastAPI, keys_are_asked_for: bool) -> dict[str, Any]:

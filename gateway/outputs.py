@@ -26,6 +26,7 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int | None = None  # tokens of prompt and answer together; absent while the model cannot be asked
     parent: str | None = None  # of a LoRA adapter: the model that it belongs to
 
 
@@ -96,14 +97,15 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    service_tier: Literal["default"] = "default"  # told where one was asked for
     choices: list[ChatChoice]
     usage: UsageBody
 
 
 class CompletionLogProbs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null for the first token of a prompt, which follows nothing
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -119,6 +121,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    service_tier: Literal["default"] = "default"  # told where one was asked for
     choices: list[CompletionChoice]
     usage: UsageBody
 
@@ -136,6 +139,47 @@ class OutputMessage(BaseModel):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"]
     content: list[OutputText]
+
+
+class FunctionCallOutput(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ItemList(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ItemBody(BaseModel):
+    id: str
+    type: Literal["message", "function_call", "function_call_output"]
+    status: str
+
+
+class ConversationBody(BaseModel):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(BaseModel):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
 
 
 class TextSettings(BaseModel):
@@ -162,13 +206,14 @@ class ResponseBody(BaseModel):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | FunctionCallOutput]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    service_tier: Literal["default"] | None
     store: bool
     temperature: float
     text: TextSettings
-    tool_choice: str
+    tool_choice: str | dict[str, Any]
     tools: list[Any]
     top_p: float
     truncation: str

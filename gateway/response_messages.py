@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.messages import (
+    MOST_KEYS,
+    Effort,
+    Function,
+    FunctionChoice,
     JsonObjectFormat,
     JsonSchema,
-    Nothing,
+    Metadata,
+    ModelRequest,
     Sampling,
     StreamOptions,
     Text,
     TextFormat,
+    Verbosity,
     Wire,
 )
 
 ResponseId = Annotated[str, Field(max_length=64)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+MOST_ITEMS = 100  # that one request adds to a conversation
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # of reasoning there is none apart
 
 
 class SchemaFormat(JsonSchema):
@@ -28,10 +38,29 @@ class SchemaFormat(JsonSchema):
 
 class TextConfig(Wire):
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
-class InputText(Wire):
+class Reasoning(Wire):
+    """`effort` is told to the chat template. Reasoning is part of the answer's text, so that no summary of it is told."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class Item(Wire):
+    """What a client may have got from an earlier answer. Its package adds keys of newer versions of the API, which are null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or len(value) > MOST_KEYS:
+            return value
+        return {key: held for key, held in value.items() if held is not None or key in cls.model_fields}
+
+
+class InputText(Item):
     """Text of a message; an answer's own parts are taken back with what they carried."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -40,7 +69,7 @@ class InputText(Wire):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Wire):
+class InputMessage(Item):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[InputText], Field(fail_fast=True)]
     type: Literal["message"] = "message"
@@ -49,30 +78,106 @@ class InputMessage(Wire):
     phase: str | None = None
 
 
-class ResponseRequest(Sampling):
-    """POST /v1/responses"""
+class FunctionCallItem(Item):
+    """A call of an earlier answer."""
 
-    input: Text | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Annotated[str, Field(max_length=64)]
+    arguments: Text
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionOutputItem(Item):
+    """What a function has returned to a call."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Text | Annotated[list[InputText], Field(fail_fast=True)]
+    id: str | None = None
+    status: str | None = None
+
+
+def _kind_of_item(item: Any) -> str:
+    """A message needs no type."""
+    found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return found if isinstance(found, str) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")],
+    Discriminator(_kind_of_item),
+]
+
+
+class ResponseFunction(Function):
+    """A tool as this API writes it. `strict` changes nothing: arguments satisfy the schema in any case."""
+
+    type: Literal["function"]
+
+
+class ResponseToolChoice(FunctionChoice):
+    type: Literal["function"]
+
+
+class ConversationRef(Wire):
+    id: ResponseId
+
+
+class NewConversation(Wire):
+    """POST /v1/conversations"""
+
+    items: Annotated[list[InputItem], Field(max_length=MOST_ITEMS, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationMetadata(Wire):
+    """POST /v1/conversations/{id}"""
+
+    metadata: Metadata
+
+
+class ConversationItems(Wire):
+    """POST /v1/conversations/{id}/items"""
+
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
+
+
+class Asking(ModelRequest):
+    """What is the input of a response."""
+
+    input: Text | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: Text | None = None
     previous_response_id: ResponseId | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[ResponseFunction], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None  # any other value is known, and refused
+    conversation: ResponseId | ConversationRef | None = None
+
+
+class InputTokensRequest(Asking):
+    """POST /v1/responses/input_tokens"""
+
+
+class ResponseRequest(Asking, Sampling):
+    """POST /v1/responses"""
+
     store: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     stream_options: StreamOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
-    text: TextConfig | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     # Known and refused, but for their neutral values.
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    conversation: None = None
-    reasoning: None = None
     prompt: None = None
     # Accepted; they change nothing here.
-    parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
-    service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 1 << 20
+
+
+def is_loopback(host: str) -> bool:
+    """True if only programs of this machine reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,76 @@
-"""The turns behind previous_response_id, within bounds: the least recently used response is forgotten first."""
+"""Responses for previous_response_id, and conversations, within bounds: the least recently used is forgotten first."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 OVERHEAD_BYTES = 1024  # of a response besides its texts
-Turn = dict[str, Any]
+Item = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A response: the turns it added, what it was a reply to, and its JSON as GET returns it."""
+    """A response: the items of its input and of its output, what it was a reply to, and its JSON as GET returns it."""
 
     id: str
-    turns: tuple[Turn, ...]
+    input: tuple[Item, ...]
+    output: tuple[Item, ...]
     parent: Stored | None
     answer: bytes
 
-    def conversation(self) -> list[Turn]:
-        """All turns from the first on, without instructions: these belong to one request only."""
+    def conversation(self) -> list[Item]:
+        """All items from the first on, without instructions: these belong to one request only."""
         newest_first: list[Stored] = []
         node: Stored | None = self
         while node is not None:
             newest_first.append(node)
             node = node.parent
-        return [turn for stored in reversed(newest_first) for turn in stored.turns]
+        return [item for stored in reversed(newest_first) for item in (*stored.input, *stored.output)]
 
     def size(self) -> int:
-        texts = sum(len(str(value).encode()) for turn in self.turns for value in turn.values())
-        return OVERHEAD_BYTES + len(self.answer) + texts
+        return OVERHEAD_BYTES + len(self.answer) + _size_of((*self.input, *self.output))
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """Items under one id. A change is another Conversation of that id, put in its place."""
+
+    id: str
+    created: int
+    metadata: dict[str, str]
+    items: tuple[Item, ...]
+
+    def with_items(self, added: Iterable[Item]) -> Conversation:
+        return replace(self, items=(*self.items, *added))
+
+    def size(self) -> int:
+        return OVERHEAD_BYTES + len(str(self.metadata)) + _size_of(self.items)
+
+
+def _size_of(items: Iterable[Item]) -> int:
+    return sum(len(str(value).encode()) for item in items for value in item.values())
+
+
+Kept = Stored | Conversation
 
 
 class _Shelf:
     """The responses of one namespace. A response counts as long as another one continues it, asked for or not."""
 
     def __init__(self) -> None:
-        self.responses: OrderedDict[str, tuple[float, Stored]] = OrderedDict()  # least recently used first
+        self.responses: OrderedDict[str, tuple[float, Kept]] = OrderedDict()  # least recently used first
         self.bytes = 0
 
-    def add(self, stored: Stored, now: float) -> None:
+    def add(self, stored: Kept, now: float) -> None:
         size = stored.size()
         self.bytes += size
         weakref.finalize(stored, self._gone, size).atexit = False
+        self.responses.pop(stored.id, None)
         self.responses[stored.id] = (now, stored)
 
     def _gone(self, size: int) -> None:
@@ -60,15 +84,15 @@ class ResponseStore:
         self._count, self._size, self._ttl_s, self._clock = count, size, ttl_s, clock
         self._shelves: dict[str, _Shelf] = {}
 
-    def put(self, namespace: str, stored: Stored) -> None:
+    def put(self, namespace: str, stored: Kept) -> None:
         shelf = self._shelves.setdefault(namespace, _Shelf())
         shelf.add(stored, self._clock())
         self._forget_old()
         while len(shelf.responses) > self._count or (shelf.bytes > self._size and shelf.responses):
             shelf.responses.popitem(last=False)
 
-    def get(self, namespace: str, response_id: str) -> Stored | None:
-        """The response, which is now the last one used; None when it is not there, or another namespace's."""
+    def get(self, namespace: str, response_id: str) -> Kept | None:
+        """What has this id, which is now the last one used; None when it is not there, or another namespace's."""
         self._forget_old()
         shelf = self._shelves.get(namespace)
         if shelf is None or response_id not in shelf.responses:
@@ -78,7 +102,7 @@ class ResponseStore:
         return stored
 
     def delete(self, namespace: str, response_id: str) -> bool:
-        """Whether it was there. Responses that continue it keep its turns."""
+        """True if it was there. Responses that continue it keep its turns."""
         self._forget_old()
         shelf = self._shelves.get(namespace)
         return shelf is not None and shelf.responses.pop(response_id, None) is not None

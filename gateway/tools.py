@@ -19,70 +19,97 @@ from typing import Any
 import msgspec
 
 from gateway.errors import GatewayError
-from gateway.messages import ChatMessage, ChatRequest, FunctionChoice, TextFormat, Tool, ToolChoice
+from gateway.formats import forms_asked
+from gateway.messages import ChatMessage, ChatRequest, Function, Tool, ToolChoice
 from gateway.origin import OF_FUNCTIONS, Form, GuideOrigin
+from gateway.response_messages import Asking, ResponseToolChoice
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-def wants_calls(message: ChatRequest) -> bool:
-    """Whether the answer may hold calls."""
-    return bool(message.tools) and message.tool_choice != "none"
+@dataclass(frozen=True)
+class Toolset:
+    """The tools of a request. `place`: of a function in an entry of the field `tools`."""
+
+    functions: tuple[Function, ...]
+    choice: str  # none, auto or required
+    named: str | None  # the only function that may be called
+    place: str
+    are_parallel: bool
+
+    @property
+    def may_be_called(self) -> bool:
+        return bool(self.functions) and self.choice != "none"
 
 
-def form_of_tools(message: ChatRequest) -> Form | None:
+def toolset(message: ChatRequest | Asking) -> Toolset:
+    """What a request says of tools, in the form of either API."""
+    wanted = message.tool_choice or "auto"
+    named = None
+    if isinstance(wanted, ToolChoice):
+        named = wanted.function.name
+    elif isinstance(wanted, ResponseToolChoice):
+        named = wanted.name
+    choice = wanted if isinstance(wanted, str) else "required"
+    given = message.tools or []
+    functions = tuple(tool.function if isinstance(tool, Tool) else tool for tool in given)
+    place = "" if isinstance(message, Asking) else ".function"
+    return Toolset(functions, choice, named, place, message.parallel_tool_calls is not False)
+
+
+def wants_calls(message: ChatRequest | Asking) -> bool:
+    """True if the answer may hold calls."""
+    return toolset(message).may_be_called
+
+
+def form_of_tools(message: ChatRequest | Asking) -> Form | None:
     """What makes the answer one with calls; None where no tool may be called. Raises GatewayError."""
-    choice = message.tool_choice
-    if not message.tools:
-        if choice not in (None, "none", "auto"):
-            raise GatewayError(
-                400, "tool_choice asks for a call, and there are no tools", "tool_choice", "invalid_value"
-            )
+    asked = toolset(message)
+    if not asked.functions:
+        if asked.choice == "required":
+            text = "tool_choice asks for a call, and there are no tools; send tools, or leave it out"
+            raise GatewayError(400, text, "tool_choice", "invalid_value")
         return None
-    names = [tool.function.name for tool in message.tools]
+    names = [function.name for function in asked.functions]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise GatewayError(400, f"two tools have the same name, {twice}; rename one", "tools", "invalid_value")
-    if choice == "none":
+    if asked.choice == "none":
         return None
-    other = next((name for name in ("response_format", "structured_outputs") if _asks(message, name)), None)
-    if other is not None:
+    if other := next(iter(forms_asked(message)), None):
         text = f"{other} and tools both say what the answer looks like; leave one out, or send tool_choice none"
         raise GatewayError(400, text, other, "invalid_value")
-    tools = _chosen(message.tools, choice.function if isinstance(choice, ToolChoice) else None)
-    tag: dict[str, Any] = {"type": "structural_tag", "structures": [_structure(tool) for tool in tools.values()]}
-    tag |= {"triggers": [OPENING]} if choice in (None, "auto") else {"free_text": False}
-    if message.parallel_tool_calls is False and "triggers" in tag:
+    chosen = _chosen(asked)
+    tag: dict[str, Any] = {"type": "structural_tag", "structures": [_structure(one) for one in chosen.values()]}
+    tag |= {"triggers": [OPENING]} if asked.choice == "auto" else {"free_text": False}
+    if not asked.are_parallel and "triggers" in tag:
         tag["at_most_one"] = True
-    fields = tuple(f"tools[{i}].function.parameters" for i in tools)
+    fields = tuple(f"tools[{i}]{asked.place}.parameters" for i in chosen)
     guide = {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}
     return Form(guide, GuideOrigin("tools", OF_FUNCTIONS, fields))
 
 
-def shown_tools(message: ChatRequest) -> dict[str, Any]:
+def shown_tools(message: ChatRequest | Asking) -> dict[str, Any]:
     """The field `tools` of the request, which its chat template shows to the model; none where no tool may be called."""
-    if not message.tools or not wants_calls(message):
+    asked = toolset(message)
+    if not asked.may_be_called:
         return {}
-    return {"tools": [tool.model_dump(exclude_none=True) for tool in message.tools]}
+    keys = set(Function.model_fields)
+    functions = [function.model_dump(include=keys, exclude_none=True) for function in asked.functions]
+    return {"tools": [{"type": "function", "function": function} for function in functions]}
 
 
-def _asks(message: ChatRequest, name: str) -> bool:
-    value = getattr(message, name)
-    return value is not None and not isinstance(value, TextFormat)
-
-
-def _chosen(tools: list[Tool], named: FunctionChoice | None) -> dict[int, Tool]:
-    """The tools that may be called, by their places among all. Raises GatewayError."""
-    found = {i: tool for i, tool in enumerate(tools) if named is None or tool.function.name == named.name}
-    if named is not None and not found:
-        text = f"tool_choice names {named.name!r}, which is none of the tools"
-        raise GatewayError(400, text, "tool_choice.function.name", "invalid_value")
+def _chosen(asked: Toolset) -> dict[int, Function]:
+    """The functions that may be called, by their places among all. Raises GatewayError."""
+    found = {i: one for i, one in enumerate(asked.functions) if asked.named in (None, one.name)}
+    if not found:
+        text = f"tool_choice names {asked.named!r}, which is none of the tools"
+        raise GatewayError(400, text, f"tool_choice{asked.place}.name", "invalid_value")
     return found
 
 
-def _structure(tool: Tool) -> dict[str, Any]:
+def _structure(function: Function) -> dict[str, Any]:
     """Without parameters a function takes an empty object."""
-    function = tool.function
     schema = function.parameters
     if not schema:
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -94,14 +121,17 @@ def template_fields(turn: ChatMessage) -> dict[str, Any]:
     """What a turn has besides its text, as chat templates know it: arguments are objects there."""
     fields: dict[str, Any] = {}
     if turn.tool_calls:
-        calls = [(call.id, call.function.name, _arguments(call.function.arguments)) for call in turn.tool_calls]
         fields["tool_calls"] = [
-            {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for key, name, arguments in calls
+            called_function(call.id, call.function.name, call.function.arguments) for call in turn.tool_calls
         ]
     if turn.tool_call_id is not None:
         fields["tool_call_id"] = turn.tool_call_id
     return fields
+
+
+def called_function(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of an earlier answer, as chat templates know it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
 
 
 def _arguments(text: str) -> Any:
@@ -171,7 +201,7 @@ class CallReader:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether a string of the JSON goes on behind the text."""
+    """True if a string of the JSON goes on behind the text."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from gateway.errors import GatewayError
 from gateway.formats import asked_form, form_of
+from gateway.items import Item, turns_of
 from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
 from gateway.origin import Form, GuideOrigin
-from gateway.response_messages import InputMessage, ResponseRequest
+from gateway.response_messages import LOGPROBS, Asking, ResponseRequest
 from gateway.tools import form_of_tools, shown_tools, template_fields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of /v1/completions
@@ -32,25 +33,41 @@ def _asked(request: dict[str, Any], form: Form | None) -> Asked:
 
 def chat(message: ChatRequest) -> Asked:
     """One request, for all choices."""
-    if message.top_logprobs is not None and not message.logprobs:
+    if message.top_logprobs and not message.logprobs:
         raise GatewayError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
-    limits = {limit for limit in (message.max_tokens, message.max_completion_tokens) if limit is not None}
-    if len(limits) == 2:
-        text = "max_tokens and max_completion_tokens mean the same and differ; send one of them"
-        raise GatewayError(400, text, "max_tokens", "invalid_value")
     _check_stream_options(message)
     request: dict[str, Any] = {
         "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
         **sampling(message),
+        **_limits(message),
         **_choices(message),
         **shown_tools(message),
+        **_rendering(message),
     }
     form = asked_form(message)
-    if limits:
-        request["max_tokens"] = limits.pop()
     if message.logprobs:
         request["logprobs"] = message.top_logprobs or 0
     return _asked(request, form_of_tools(message) or form)
+
+
+def _rendering(message: ChatRequest) -> dict[str, Any]:
+    """What the chat template is told besides messages and tools. Raises GatewayError."""
+    if message.add_generation_prompt and message.continue_final_message:
+        text = "continue_final_message and add_generation_prompt exclude each other; leave one out"
+        raise GatewayError(400, text, "continue_final_message", "invalid_value")
+    request: dict[str, Any] = {}
+    if message.add_generation_prompt is False:
+        request["add_generation_prompt"] = False
+    if message.continue_final_message:
+        request["continue_final_message"] = True
+    return request | _template_variables(message.chat_template_kwargs, message.reasoning_effort, message.verbosity)
+
+
+def _template_variables(given: dict[str, Any] | None, effort: str | None, verbosity: str | None) -> dict[str, Any]:
+    """OpenAI's two are variables of some models' templates; others do not look at them."""
+    own = {"reasoning_effort": effort, "verbosity": verbosity}
+    variables = {name: value for name, value in own.items() if value is not None} | (given or {})
+    return {"chat_template_kwargs": variables} if variables else {}
 
 
 def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
@@ -69,26 +86,46 @@ def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
 
 def completions(message: CompletionRequest) -> list[Asked]:
     """One request for each prompt, for all its choices."""
-    if message.echo and message.logprobs is not None:
-        text = "echo with logprobs asks for log-probabilities of the prompt, which are not served; leave one out"
-        raise GatewayError(400, text, "logprobs", "unsupported_parameter")
     _check_stream_options(message)
-    common = {**sampling(message), **_choices(message)}
-    common["max_tokens"] = message.max_tokens or DEFAULT_COMPLETION_TOKENS
+    common = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling(message), **_limits(message), **_choices(message)}
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of
     if message.logprobs is not None:
         common["logprobs"] = message.logprobs
     if message.echo:
         common["echo"] = True
+        if message.logprobs is not None:
+            common["prompt_logprobs"] = message.logprobs
     form = asked_form(message)
     return [_asked({**prompt, **common}, form) for prompt in _prompts(message)]
+
+
+def _limits(message: Completing) -> dict[str, Any]:
+    """How long the answer may and must be, where that is said. Raises GatewayError for two names that differ."""
+    found: dict[str, Any] = {}
+    for name, other in (("max_tokens", "max_completion_tokens"), ("min_tokens", "min_new_tokens")):
+        given = {value for value in (getattr(message, name), getattr(message, other)) if value is not None}
+        if len(given) == 2:
+            text = f"{name} and {other} mean the same and differ; send one of them"
+            raise GatewayError(400, text, name, "invalid_value")
+        if given:
+            found[name] = given.pop()
+    return found
 
 
 def _choices(message: Completing) -> dict[str, Any]:
     """How many choices there are, and how they are found."""
     beams = {name: value for name in _OF_BEAMS if (value := getattr(message, name)) is not None}
     return {"n": message.n, **beams} if message.n not in (None, 1) else beams
+
+
+def replies_generated(message: Completing) -> int:
+    """How many sequences the model generates for a request, those that best_of leaves out included."""
+    prompts, best_of = 1, 1
+    if isinstance(message, CompletionRequest):
+        has_several = isinstance(message.prompt, list) and not isinstance(message.prompt[0], int)
+        prompts, best_of = len(message.prompt) if has_several else 1, message.best_of or 1
+    return prompts * max(message.n or 1, best_of)
 
 
 def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
@@ -100,32 +137,37 @@ def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
     return [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompt]
 
 
-def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> Asked:
-    """The one request of /v1/responses; `earlier`: the turns that previous_response_id stands for."""
+def response(message: ResponseRequest, earlier: list[Item], items: list[Item]) -> Asked:
+    """The one request of /v1/responses. `earlier`: what previous_response_id stands for; `items`: its own input."""
     if message.stream_options is not None and message.stream_options.include_usage is not None:
         text = "stream_options.include_usage belongs to chat completions; the last event has the usage anyway"
         raise GatewayError(400, text, "stream_options.include_usage", "unknown_parameter")
     _check_stream_options(message)
-    system = [] if message.instructions is None else [{"role": "system", "content": message.instructions}]
-    request: dict[str, Any] = {"messages": [*system, *earlier, *input_turns(message)], **sampling(message)}
+    request = {**asked_input(message, earlier, items), **sampling(message)}
     if message.max_output_tokens is not None:
         request["max_tokens"] = message.max_output_tokens
-    if message.include or message.top_logprobs:
+    if message.top_logprobs or LOGPROBS in (message.include or []):
         request["logprobs"] = message.top_logprobs or 0
-    return _asked(request, form_of(None if message.text is None else message.text.format, "text.format"))
+    form = form_of_tools(message)
+    return _asked(request, form or form_of(None if message.text is None else message.text.format, "text.format"))
 
 
-def input_turns(message: ResponseRequest) -> list[dict[str, Any]]:
-    """The turns that this request adds to the conversation."""
-    if isinstance(message.input, str):
-        return [{"role": "user", "content": message.input}]
-    return [_input_turn(turn) for turn in message.input]
+def counting(message: Asking, earlier: list[Item], items: list[Item]) -> Asked:
+    """A request that only tokenises the prompt."""
+    form_of_tools(message)
+    return Asked({**asked_input(message, earlier, items), "tokenize": True}, None)
 
 
-def _input_turn(turn: InputMessage) -> dict[str, Any]:
-    content = turn.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    return {"role": _template_role(turn.role), "content": text}
+def asked_input(message: Asking, earlier: list[Item], items: list[Item]) -> dict[str, Any]:
+    """What the prompt of a response is rendered from."""
+    system = [] if message.instructions is None else [{"role": "system", "content": message.instructions}]
+    effort = None if message.reasoning is None else message.reasoning.effort
+    verbosity = None if message.text is None else message.text.verbosity
+    return {
+        "messages": [*system, *turns_of([*earlier, *items])],
+        **shown_tools(message),
+        **_template_variables(None, effort, verbosity),
+    }
 
 
 def _template_role(role: str) -> str:
@@ -151,6 +193,8 @@ def sampling(message: Sampling) -> dict[str, Any]:
         request["stop"] = [message.stop] if isinstance(message.stop, str) else message.stop
     if message.include_stop_str_in_output:
         request["include_stop_in_output"] = True
+    if message.skip_special_tokens is False:
+        request["skip_special_tokens"] = False
     if message.stream:
         request["stream"] = True
     return request

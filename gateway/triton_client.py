@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[impo
 
 from gateway.errors import GatewayError, from_triton, unavailable
 from gateway.origin import GuideOrigin
+from gateway.turns import Turns
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -28,6 +29,7 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
+LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in a turn
 _READY_TIMEOUT_S = 2.0
 
 
@@ -44,21 +46,6 @@ class Job:
     origin: GuideOrigin | None = None
 
 
-class TopToken(msgspec.Struct, gc=False):
-    token: str
-    logprob: float
-    bytes: list[int]
-    token_id: int = -1
-
-
-class TokenLogProb(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    token_id: int = -1
-    top: list[TopToken] = []
-
-
 class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -72,10 +59,17 @@ class Piece(msgspec.Struct):
     index: int = 0  # of the reply among those to its prompt
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[TokenLogProb] | None = None
+    logprobs: list[msgspec.Raw] | None = None  # a TokenLogProb each, not decoded yet
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
+    max_model_len: int | None = None  # of a request that only tokenises
+    prompt_logprobs: list[msgspec.Raw] | None = None  # of the prompt, which the text begins with; in the first piece
+
+    @property
+    def shown_logprobs(self) -> list[msgspec.Raw] | None:
+        """Of all tokens that the text is made of."""
+        return self.logprobs if self.prompt_logprobs is None else self.prompt_logprobs + (self.logprobs or [])
 
 
 _decoder = msgspec.json.Decoder(Piece)
@@ -84,8 +78,9 @@ _decoder = msgspec.json.Decoder(Piece)
 class TritonLink:
     """Belongs to the event loop it is made in."""
 
-    def __init__(self, url: str, model: str, timeout_s: float) -> None:
-        self._model, self._timeout_s = model, timeout_s
+    def __init__(self, url: str, model: str, timeout_s: float, turns: Turns) -> None:
+        self._model, self._timeout_s, self._turns = model, timeout_s, turns
+        self._asking: asyncio.Task[bool] | None = None
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -98,7 +93,10 @@ class TritonLink:
         try:
             open_choices = job.choices
             while (answer := await call.read()) is not grpc.aio.EOF:
-                for piece in _pieces(answer, job.origin):
+                data = _contents(answer, job.origin)
+                for piece in _pieces(data):
+                    if len(data) > LARGE_RESPONSE:
+                        await self._turns.next()
                     yield piece
                     open_choices -= piece.finish_reason is not None
                 if not open_choices:
@@ -122,7 +120,18 @@ class TritonLink:
         return message
 
     async def is_ready(self) -> bool:
-        """Whether Triton says that itself and the model are ready."""
+        """True if Triton says that itself and the model are ready. Whoever asks meanwhile gets the same answer: anybody may
+        ask, and Triton hears one question at a time.
+        """
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._ask_readiness())
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, task: asyncio.Task[bool]) -> None:
+        self._asking = None
+
+    async def _ask_readiness(self) -> bool:
         try:
             server = self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=_READY_TIMEOUT_S)
             model = self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self._model), timeout=_READY_TIMEOUT_S)
@@ -139,24 +148,27 @@ async def _once(message: Any) -> AsyncIterator[Any]:
     yield message
 
 
-def _pieces(answer: Any, origin: GuideOrigin | None) -> list[Piece]:
-    """The elements of the tensor `response`: each is preceded by its length in four bytes."""
+def _contents(answer: Any, origin: GuideOrigin | None) -> memoryview:
+    """The tensor `response`. Raises GatewayError where there is none."""
     if answer.error_message:
         raise from_triton(answer.error_message, origin)
     contents = answer.infer_response.raw_output_contents
     if not contents:
         raise unavailable("the server ended this reply early; try again")
-    data, pieces = memoryview(contents[0]), []
+    return memoryview(contents[0])
+
+
+def _pieces(data: memoryview) -> Iterator[Piece]:
+    """The elements of the tensor: each is preceded by its length in four bytes. Raises GatewayError."""
     while data:
         end = 4 + int.from_bytes(data[:4], "little")
-        pieces.append(_decoder.decode(data[4:end]))
+        piece = _decoder.decode(data[4:end])
         data = data[end:]
-    for piece in pieces:
         if piece.finish_reason == "timeout":
             raise GatewayError(408, "the reply was not ready in time; ask for fewer tokens", code="timeout")
         if piece.finish_reason == "cancelled":
             raise unavailable("the reply was cancelled on the server; try again")
-    return pieces
+        yield piece
 
 
 def _from_rpc(error: grpc.RpcError) -> GatewayError:

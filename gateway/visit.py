@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.errors import GatewayError
+from gateway.keys import EVERYBODY, Client
 from gateway.triton_client import Piece
 
 SCOPE_KEY = "everbatch"
@@ -16,19 +17,26 @@ SCOPE_KEY = "everbatch"
 class Visit:
     """Of one request: whose it is, its body until it is taken, and the tokens that went through so far."""
 
-    namespace: str = ""  # "" for everybody, where no keys are asked for
+    client: Client = EVERYBODY
     body: bytes = b""
+    body_bytes: int = 0  # the length of the body, which is known when it is taken
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     status: int = 0  # 0: nothing sent yet
+    is_forwarded: bool = False  # a proxy stands between, with anybody behind it
     admitted: bool = False  # it counts among the requests that are being answered
     left: bool = False  # the client went away before its reply was complete
     error: GatewayError | None = None  # what the client was told, as a status or as the last event of a stream
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    @property
+    def namespace(self) -> str:
+        return self.client.namespace
+
     def take_body(self) -> bytes:
         """The body, which is not kept any longer: replies may take minutes."""
         body, self.body = self.body, b""
+        self.body_bytes = len(body)
         return body
 
     def count(self, piece: Piece) -> None:

@@ -26,7 +26,7 @@ class Groups(NamedTuple):
 
 
 def reference_groups(ids: Tensor, groups: int, block_m: int) -> Groups:
-    """What `group_rows` returns for the same arguments, computed on the host."""
+    """The result of `group_rows` for the same arguments, computed on the host."""
     rows: list[int] = []
     tile_group: list[int] = []
     of_rows = ids.tolist()

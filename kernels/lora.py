@@ -181,7 +181,7 @@ def _shrink_kernel(
     RANK_PADDED: tl.constexpr,  # a power of two, at least 16
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,  # whether parts * split_k is k
+    EVEN_K: tl.constexpr,  # True if parts * split_k is k
     WIDEN: tl.constexpr,  # multiply float32: the interpreter cannot multiply bfloat16
 ):
     part = tl.program_id(0) // SLICES

@@ -82,7 +82,7 @@ def penalize(
 
 
 def tail_matches(tokens: Tensor, num_tokens: Tensor, words: Tensor, lengths: Tensor) -> Tensor:
-    """Whether a next token can complete each word, bool [words]: the known tokens end with all of it but its last token.
+    """True if a next token can complete each word, bool [words]: the known tokens end with all of it but its last token.
 
     tokens [words, max_len] int64 are the tokens of each word's row, num_tokens [words] how many are known, words
     [words, width] int64 the words aligned to the right, lengths [words].

@@ -87,7 +87,7 @@ def _silu_mul_int8_kernel(
     sums,  # [rows, ceil(intermediate / 128)] int32
     intermediate,
     BLOCK: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,  # whether one BLOCK holds the row; otherwise y is computed twice, reading memory and then the cache
+    WHOLE_ROW: tl.constexpr,  # True if one BLOCK holds the row; otherwise y is computed twice, reading memory and then the cache
 ):
     row = tl.program_id(0).to(tl.int64) * intermediate
     row_sums = sums + tl.program_id(0).to(tl.int64) * tl.cdiv(intermediate, 128)

@@ -196,7 +196,7 @@ def _w4a16_kernel(
     groups_split,  # groups of a split: splits * groups_split = groups
     GROUP: tl.constexpr,
     ASM: tl.constexpr,  # None in the interpreter
-    IN_PAIRS: tl.constexpr,  # whether ASM takes two bytes, not four
+    IN_PAIRS: tl.constexpr,  # True if ASM takes two bytes, not four
     BIAS: tl.constexpr,
     IN_WORDS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,  # compute in float32, because the interpreter's bfloat16 is wrong
@@ -294,7 +294,7 @@ def _tiles(architecture: int, m: int, group: int) -> Tiles:
 
 
 def _in_words(tiles: Tiles, n: int) -> bool:
-    """Whether a group's scales and zeros are read in words, because single 16-bit values cannot be copied asynchronously.
+    """True if a group's scales and zeros are read in words, because single 16-bit values cannot be copied asynchronously.
 
     With fewer features than threads, words would take the weights out of the registers and through shared memory. With 128
     tokens, words leave sm_90 shared memory for one program a multiprocessor, not two.

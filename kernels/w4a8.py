@@ -217,7 +217,7 @@ def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torc
 
 
 def _in_words(tiles: Tiles, n: int) -> bool:
-    """Whether a group's scales and zeros are read in words of four bytes, because single bytes cannot be copied asynchronously.
+    """True if a group's scales and zeros are read in words of four bytes, because single bytes cannot be copied asynchronously.
 
     With fewer features than threads, reading words would make the weights pass through shared memory.
     """

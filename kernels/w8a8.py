@@ -147,7 +147,7 @@ def _w8a8_kernel(
     n,
     k,
     k_split,  # columns of a split: a multiple of BLOCK_K
-    EVEN_K: tl.constexpr,  # whether k = splits * k_split
+    EVEN_K: tl.constexpr,  # True if k = splits * k_split
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -29,7 +29,7 @@ OUTPUT_TOKENS = 7
 
 @dataclass
 class Trace:
-    """What the pool looked like after each step, and what happened when."""
+    """The state of the pool after each step, and the events."""
 
     columns: list[dict[int, tuple[int, bool]]]  # block id -> (session, runs)
     notes: list[tuple[int, str, int]]  # (step, text, session)

@@ -23,7 +23,7 @@ class MarkedPart(NamedTuple):
         return f"{head}{self.begin}\n{text}\n{self.end}{tail}"
 
     def run(self, text: str) -> int:
-        """What the command does, and its exit status: write the page or, with --check, say whether that would change it."""
+        """Write the page or, with --check, report if that would change it. Returns the exit status."""
         path = ROOT / "docs" / self.page
         page = path.read_text()
         fresh = self.replaced(page, text)

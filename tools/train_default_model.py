@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PROMPTS = ["def main(", "import os\n", "class Node:\n    def __init__(self"]
-SHARES = {"files": 0.76, "snippets": 0.12, "chats": 0.12}  # of the training stream
+SHARES = {"files": 0.76, "snippets": 0.12, "chats": 0.12}  # tokens of the training stream
 
 
 class Snippet(NamedTuple):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
 from backend.api.config_ranges import RANGES, range_in_words
 from backend.api.errors import ConfigError
-from backend.api.origins import Origins
+from backend.api.origins import shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
@@ -22,6 +18,7 @@ Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Batching = Literal["fused", "separate", "static"]
 Sharing = Literal["namespace", "all", "none"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar", "none"]
+Decoupled = bool | Literal["both"]
 Speculation = Literal["none", "lookup", "draft_model"]
 Windows = int | tuple[int, ...]  # of several, layer i has entry i modulo their number
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
@@ -43,12 +40,13 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     logits_post_processors: tuple[str, ...] = ()  # `name=module:function`, each for requests that give its name
     batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
     quantization: Quantization = "none"  # `int8`, `w8a8` with activations, `w4a8` (CPU); none = the checkpoint's own
+    chat_template: str = ""  # file with a Jinja template in place of the model's own; empty = the model's own
 
 
 class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Size and behaviour of the block pool. Of several size limits the smallest holds."""
 
-    block_size: int = 32  # tokens; a power of two
+    block_size: int = 32  # tokens; a power of two. The native CPU kernels raise less than 32 to 32
     max_tokens: int | None = None  # cap on KV cells of all sequences together
     num_slots: int | None = None  # cap as a number of whole sequences of max_seq_len tokens
     free_memory_fraction: float | None = None  # of what is free after the weights; unset = 0.9 on CUDA, 0.25 on a CPU
@@ -113,7 +111,7 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Idle sessions kept as token ids. Their KV stays cached until the pool needs it."""
 
     max_sessions: int = 20_000  # beyond it the least recently used idle session is erased
-    max_bytes: int = 268_435_456  # memory of all idle sessions; beyond it likewise
+    max_bytes: int = 268_435_456  # of all idle sessions without their KV; beyond it the least recently used is erased
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
@@ -127,11 +125,17 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
     max_rank: int = 64  # of an adapter; a higher one is refused
     host_bytes: int = 1_073_741_824  # of the adapters that are held; the least recently used go first
     device_fraction: float = 0.05  # of a GPU's free memory, for adapters of sequences that run; a CPU has host_bytes
-    host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at max_rank
-    device_module_layers: int = 0  # likewise instead of device_fraction, and on a CPU too
+    host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at rank 1
+    device_module_layers: int = 0  # the same unit for running sequences, instead of device_fraction; on a CPU too
+    page_rank: int = 8  # an adapter of all projections at this rank fills one page of the caches
+    host_pages_per_block: int = 24  # pages of the host's memory that are allocated at a time
+    device_pages_per_block: int = 24  # pages of a GPU's memory that are allocated at a time
     put_workers: int = 1  # threads that read and check adapters, beside the one that runs steps
+    ensure_workers: int = 1  # threads that bring adapters to a GPU before the step that needs them
+    copy_streams: int = 1  # CUDA streams for these copies
     prefetch_dir: str = ""  # directory of folders, named by task ids, whose adapters are read at the start
     adapters: tuple[str, ...] = ()  # NAME=DIRECTORY of PEFT adapters that requests may name
+    allowed_dir: str = ""  # directory below which adapters may be loaded while the server runs; empty: none are
 
     @property
     def directories(self) -> dict[str, str]:
@@ -163,12 +167,16 @@ class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Guided decoding: outputs of a form that requests ask for."""
 
-    backend: GuidedBackend = "auto"  # `llguidance`, `xgrammar`, `none`; auto = llguidance where it is installed
+    backend: GuidedBackend = "auto"  # `llguidance`, `xgrammar` (llguidance if not installed), `none`; auto = llguidance
     tokenizer_info: str | None = None  # JSON file of encoded_vocab, tokenizer_str, stop_token_ids; unset = the model's
     max_bytes: int = 65_536  # UTF-8 bytes of one guide
     compile_timeout_s: float = 5.0  # until a guide must be compiled, the wait for others included
-    max_compiling: int = 256  # different guides that wait to be compiled
+    compile_cpu_s: float = 0.5  # processor time that compiling one guide may take
+    compile_bytes: int = 67_108_864  # memory that compiling one guide may take
+    compile_processes: int = 3  # guides that are compiled at once; one namespace leaves one of them to the others
+    max_compiling: int = 256  # different guides of one namespace that wait to be compiled
     cache_bytes: int = 67_108_864  # of compiled guides that are kept; those of live requests are kept besides
+    live_bytes: int = 268_435_456  # of compiled guides of live requests; a namespace has no more than it leaves free
 
 
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,7 +191,8 @@ class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
-    decoupled: bool = True  # false serves unary clients (ModelInfer, /infer)
+    decoupled: Decoupled = True  # false serves unary clients (ModelInfer, /infer), `both` those as NAME_unary besides
+    clamp_token_ids: bool = False  # ids of a prompt beyond the vocabulary count as its last one, for load generators
     sender_threads: int = 4  # threads that hand responses to Triton; a stream stays with one
     cancellation_check_period_ms: int = 50  # how often at most Triton is asked which clients have gone
     stats_period_ms: int = 1000  # how often the metrics are brought up to date
@@ -215,95 +224,6 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     triton: TritonConfig = TritonConfig()
 
 
-def load_config(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> EngineConfig:
-    """Read a JSON file (or nothing) and apply `section.key=value` overrides in order.
-
-    Raises ConfigError naming the key and the file or override that it is from, for unknown keys, wrong types and values
-    out of range.
-    """
-    tree: dict[str, Any] = {}
-    origins = Origins()
-    if file is not None:
-        tree = _read_tree(Path(file))
-        origins.add_file(Path(file).name, tree)
-    for override in overrides:
-        origins.add_override(_apply_override(tree, override), override)
-    try:
-        return _checked(tree)
-    except ConfigError as error:
-        raise ConfigError(f"{error}{origins.of(str(error))}") from None
-
-
-def _checked(tree: dict[str, Any]) -> EngineConfig:
-    _check_keys(tree)
-    try:
-        config = msgspec.convert(tree, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_in_our_words(str(error), tree)) from None
-    check_config(config)
-    return config
-
-
-def _check_keys(tree: dict[str, Any]) -> None:
-    """Raise ConfigError for the first key that does not exist, with the nearest one that does."""
-    sections = get_type_hints(EngineConfig)
-    known = [f"{name}.{key}" for name, section in sections.items() for key in section.__struct_fields__]
-    for name, values in tree.items():
-        if name not in sections:
-            raise _unknown_key(name, list(sections))
-        for key in values if isinstance(values, dict) else ():
-            if f"{name}.{key}" not in known:
-                raise _unknown_key(f"{name}.{key}", known)
-
-
-def _unknown_key(key: str, known: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists the keys"
-    return ConfigError(f"configuration: {key} is no known key; {hint}")
-
-
-def _in_our_words(message: str, tree: dict[str, Any]) -> str:
-    """msgspec's message with the key and its value in front, and with the choices where there are some."""
-    problem, _, path = message.replace(" | null", "").partition(" - at `$.")
-    key = path.rstrip("`")
-    section, _, name = key.partition(".")
-    hint = get_type_hints(get_type_hints(EngineConfig)[section]).get(name) if section and name else None
-    choices = f"; allowed are {', '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
-    value = tree.get(section, {}).get(name.partition("[")[0]) if name else tree.get(section)
-    return f"configuration: {key} is {json.dumps(value)[:200]}: {problem.replace('`', '')}{choices}"
-
-
-def _read_tree(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"configuration file {path.name}: File does not exist") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"configuration file {path.name}: not JSON at line {error.lineno}: {error.msg}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"configuration file {path.name}: a JSON object is expected, got {type(tree).__name__}")
-    return tree
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> str:
-    """Set one leaf of `tree`, and return its key. A value that is not JSON is taken as a string: `model.dtype=bfloat16`
-    needs no quotes.
-    """
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or len(keys) != 2:
-        raise ConfigError(f"override {override!r}: write it as section.key=value, for example kv_cache.max_tokens=4096")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    section = tree.setdefault(keys[0], {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"override {override!r}: {keys[0]} is no section")
-    section[keys[1]] = value
-    return ".".join(keys)
-
-
 def check_config(config: EngineConfig) -> None:
     """Raise ConfigError for a value out of its range or two values that contradict each other."""
     for key, (least, greatest) in RANGES.items():
@@ -312,7 +232,7 @@ def check_config(config: EngineConfig) -> None:
         for each in value if isinstance(value, tuple) else (value,):
             if each is not None and not least <= each <= greatest:
                 raise ConfigError(
-                    f"{key} is {each}, allowed is {range_in_words(least, greatest)}; change it with --set {key}=VALUE"
+                    f"{key} is {shown(str(each))}, allowed is {range_in_words(least, greatest)}; change it with --set {key}=VALUE"
                 )
     if config.kv_cache.max_attention_window == ():
         raise ConfigError(
@@ -320,7 +240,7 @@ def check_config(config: EngineConfig) -> None:
         )
     if config.kv_cache.block_size & (config.kv_cache.block_size - 1):
         raise ConfigError(
-            f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 16, 32 or 64"
+            f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 32, 64 or 128"
         )
     num_slots, rows = config.kv_cache.num_slots, config.scheduler.max_batch_size
     if num_slots is not None and num_slots < rows:
@@ -331,7 +251,7 @@ def check_config(config: EngineConfig) -> None:
     speculation = config.speculation
     if (speculation.mode == "draft_model") != bool(speculation.draft_model):
         raise ConfigError(
-            f"speculation.mode is {speculation.mode} and speculation.draft_model is {speculation.draft_model!r}: the mode "
+            f"speculation.mode is {speculation.mode} and speculation.draft_model is {shown(speculation.draft_model)!r}: the mode "
             f"draft_model needs the path of a checkpoint, and others have no use for one; change one of them"
         )
     scheduler = config.scheduler
@@ -364,3 +284,5 @@ def _check_adapters(lora: LoraSection) -> None:
         raise ConfigError(f"lora.adapters gives a name twice: {', '.join(lora.adapters)}; leave one of them out")
     if lora.adapters and not lora.enabled:
         raise ConfigError("lora.adapters names adapters and lora.enabled is false; set lora.enabled=true")
+    if lora.allowed_dir and not lora.enabled:
+        raise ConfigError("lora.allowed_dir is set and lora.enabled is false; set lora.enabled=true, or leave it out")

@@ -41,6 +41,12 @@ class Unsupported(InvalidRequest):
     code = ErrorCode.UNSUPPORTED
 
 
+class NotFound(InvalidRequest):
+    """There is nothing of the name that a request gives."""
+
+    code = ErrorCode.NOT_FOUND
+
+
 class Overloaded(EverbatchError):
     """The waiting queue is full: try again later."""
 
@@ -51,6 +57,10 @@ class EngineUnavailable(EverbatchError):
     """The engine process is starting, stopping or dead."""
 
     code = ErrorCode.UNAVAILABLE
+
+
+class EngineFault(EverbatchError):
+    """A defect of this program met a request. It ends that request alone; the log has the exception."""
 
 
 class ConfigError(EverbatchError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 
 from msgspec import Struct
 
@@ -39,6 +40,13 @@ class InvalidGuide(InvalidRequest):
 
     def __init__(self, reason: str, place: str = "") -> None:
         super().__init__(f"guide{place}: {reason}")
+
+
+def choice_guide(name: str, choices: object) -> Guide:
+    """The output is one of these texts. `name`: of the field, for the error (InvalidRequest) about another form."""
+    if not (isinstance(choices, list) and choices and all(isinstance(each, str) and each for each in choices)):
+        raise InvalidRequest(f"{name} is no list of texts; send at least one, none empty")
+    return Guide(GuideType.REGEX, "|".join(re.escape(each) for each in choices))
 
 
 def check_guide(guide: Guide, refusal: str, max_bytes: int, min_tokens: int | None) -> None:

@@ -22,6 +22,8 @@ from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 
 UINT64 = 1 << 64
+MAX_END_IDS = 256  # each sampled token is looked for among them
+MAX_RETENTION_RANGES = 256  # each block of the prompt is looked for among them
 SPELLINGS = 4  # a bad word given as text becomes up to four token lists (backend.text.words)
 
 
@@ -38,7 +40,7 @@ class RequestLimits(Struct, frozen=True):
     additional_outputs: tuple[str, ...] = ()
     post_processors: tuple[str, ...] = ()
     is_static: bool = False
-    prompt_embedding_width: int = 0  # 0: the tier takes no prompt_embeddings and no position_ids
+    prompt_embedding_width: int = 0  # 0: no prompt_embeddings and no position_ids are taken
     guide_refusal: str = NOT_SET_UP  # why requests with a guide are refused; '' = they are not
     max_guide_bytes: int = 65_536
     takes_adapters: bool = False
@@ -57,10 +59,14 @@ def check_request(request: Request, limits: RequestLimits) -> None:
             f"(the model's own, or model.max_seq_len); shorten it"
         )
     check_prompt_inputs(request, limits.prompt_embedding_width, limits.max_seq_len, limits.caps.max_extra_bytes)
-    _check_ids("input token", prompt, limits.vocab_size + num_virtual_ids(request))
+    check_ids("input token", prompt, limits.vocab_size + num_virtual_ids(request))
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
-    _check_ids("end id", request.end_ids, limits.vocab_size)
-    _check_ids("draft token", request.draft_tokens, limits.vocab_size)
+    if len(request.end_ids) > MAX_END_IDS:
+        raise InvalidRequest(
+            f"the request has {len(request.end_ids)} end ids, the limit is {MAX_END_IDS}; leave some out"
+        )
+    check_ids("end id", request.end_ids, limits.vocab_size)
+    check_ids("draft token", request.draft_tokens, limits.vocab_size)
     check_drafts(request, limits.takes_drafts, limits.max_seq_len, limits.guesses)
     _check_words("stop word", request.stop_words, limits.caps.max_words, limits)
     _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
@@ -102,7 +108,8 @@ def _check_range(name: str, value: float, least: float, greatest: float) -> None
         raise InvalidRequest(f"{name} is {value}, allowed is {least} to {greatest}")
 
 
-def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+def check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+    """Raise InvalidRequest for the first token id that the vocabulary does not have."""
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(f"{name} {wrong} is outside the vocabulary; allowed is 0 to {vocab_size - 1}")
@@ -114,7 +121,7 @@ def _check_words(name: str, words: list[list[int]], max_words: int, limits: Requ
     for word in words:
         if not 0 < len(word) <= limits.caps.max_word_tokens:
             raise InvalidRequest(f"a {name} has {len(word)} tokens, allowed is 1 to {limits.caps.max_word_tokens}")
-        _check_ids(f"{name} token", word, limits.vocab_size)
+        check_ids(f"{name} token", word, limits.vocab_size)
 
 
 def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
@@ -147,7 +154,7 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
             raise InvalidRequest(
                 f"logit_bias has {len(config.logit_bias)} entries, the limit is {limits.caps.max_logit_bias}"
             )
-        _check_ids("logit_bias token", tuple(config.logit_bias), limits.vocab_size)
+        check_ids("logit_bias token", tuple(config.logit_bias), limits.vocab_size)
         if not all(math.isfinite(value) for value in config.logit_bias.values()):
             raise InvalidRequest("logit_bias holds a value that is not finite; use -100 to 100")
 
@@ -176,6 +183,10 @@ def _check_session(session: SessionConfig) -> None:
 
 
 def _check_retention(retention: RetentionConfig) -> None:
+    if len(retention.token_ranges) > MAX_RETENTION_RANGES:
+        raise InvalidRequest(
+            f"the request has {len(retention.token_ranges)} retention ranges, the limit is {MAX_RETENTION_RANGES}; join some"
+        )
     end: int | None = 0
     for span in retention.token_ranges:
         if end is None or span.token_start < end or (span.token_end is not None and span.token_end <= span.token_start):

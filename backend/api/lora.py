@@ -71,7 +71,7 @@ def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
     if not is_enabled:
         raise Unsupported(
             f"LoRA is not enabled, the request asks for adapter {lora.shown}; set lora.enabled=true (in the LLM API "
-            f"enable_lora=True), or leave it out"
+            f"enable_lora=True, in ExecutorConfig a peft_cache_config), or leave it out"
         )
     if not 0 <= lora.task_id < UINT64:
         raise InvalidRequest(f"lora task id {lora.task_id} is no unsigned 64-bit number")
@@ -86,7 +86,7 @@ def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
         raise InvalidRequest("lora_weights are given without lora_config; give both, or the id alone")
     if weights.dtype not in DTYPES:
         raise InvalidRequest(f"lora_weights are {weights.dtype}, one of {', '.join(DTYPES)} is needed")
-    if len(weights.shape) != 2 or weights.shape[0] != len(lora.config):
+    if len(weights.shape) != 2 or weights.shape[0] != len(lora.config) or weights.shape[1] < 1:
         raise InvalidRequest(
             f"lora_weights have shape {list(weights.shape)}, [{len(lora.config)}, numbers of the widest row] is needed: a row "
             f"for each one of lora_config"
@@ -94,12 +94,6 @@ def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
     num_bytes = weights.shape[0] * weights.shape[1] * (4 if weights.dtype == "float32" else 2)
     if len(weights.data) != num_bytes:
         raise InvalidRequest(f"lora_weights have {len(weights.data)} bytes, their shape needs {num_bytes}")
-
-
-def check_adapter_files(directory: Path) -> None:
-    """Raise ConfigError (or Unsupported) for an adapter that cannot be served, as far as can be seen without its weights."""
-    if not (directory / CONFIG_ROWS).is_file():
-        read_peft_config(directory)
 
 
 def read_peft_config(directory: Path) -> dict[str, Any]:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+MAX_SHOWN = 100  # characters of a value that an error repeats
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, as much as an error may repeat."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
 
 class Origins:
     """Remembers the place of each key that was given. A later place replaces an earlier one."""
@@ -21,7 +28,7 @@ class Origins:
 
     def add_override(self, key: str, override: str) -> None:
         """One `--set`, as it was written."""
-        self._places[key] = self._places[key.partition(".")[0]] = f"--set {override}"
+        self._places[key] = self._places[key.partition(".")[0]] = f"--set {shown(override)}"
 
     def of(self, message: str) -> str:
         """` (KEY is from PLACE, ...)` for the keys that the first clause of `message` names; empty where none was given."""

@@ -12,15 +12,13 @@ UINT64 = 1 << 64
 
 
 def check_prompt_inputs(request: Request, width: int, max_seq_len: int, max_bytes: int) -> None:
-    """Raise for embeddings or positions that cannot be taken. `width`: the model's hidden size, 0 if the tier takes neither."""
+    """Raise for embeddings or positions that cannot be taken. `width`: the model's hidden size, 0 if it takes neither."""
     _check_extra_ids(request)
     if request.prompt_embeddings is None and request.position_ids is None:
         return
     if not width:
         name = "position_ids" if request.prompt_embeddings is None else "prompt_embeddings"
-        raise Unsupported(
-            f"{name} are taken by the torch kernels only; leave them out, or serve with --set model.kernels=torch"
-        )
+        raise Unsupported(f"the model takes tokens only, the request holds {name}; leave them out")
     if request.session is not None:
         raise Unsupported(
             "a session takes tokens only in this version; send prompt_embeddings or position_ids without one"

@@ -81,6 +81,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `logits_post_processor`: the name of a callable of the engine's that changes the logits before a token is chosen;
     BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
     `draft_tokens`: guesses at the output, from its first token on. They are verified, several in a step, and change no token.
+    `ends_after_drafts`: the output ends with the first token that differs from `draft_tokens` or follows the last of them.
     `speculation`: whether the engine may guess at tokens by itself, where the configuration says so.
     `max_draft_tokens`: how many of these guesses a step may try, at most; unset: as many as the configuration says.
     `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
@@ -116,6 +117,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     guide: Guide | None = None
     lora: LoraConfig | None = None
     draft_tokens: list[int] = []
+    ends_after_drafts: bool = False
     speculation: bool = True
     max_draft_tokens: int | None = None
 

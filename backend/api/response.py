@@ -60,6 +60,7 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     num_output_tokens: int = 0  # sampled so far
     num_draft_tokens: int = 0  # guesses that were made at the output: the request's own, and the engine's
     num_accepted_draft_tokens: int = 0  # those of them that were right
+    first_iteration: int = 0  # the engine's step, from 0 on, that sampled the first token
 
     @property
     def acceptance_rate(self) -> float:

@@ -68,7 +68,9 @@ class EngineCounters(Struct):
     context_tokens_total: int = 0  # tokens run through the context phase
     cached_tokens_total: int = 0  # prompt or history tokens that were not, because their KV was found
     recomputed_tokens_total: int = 0  # tokens run again because their KV had been evicted
-    sequences_evicted_total: int = 0  # returning sequences that found KV of theirs gone
+    sequences_evicted_total: int = (
+        0  # returning sequences, and prompts that begin as one did, whose KV had been evicted
+    )
     pauses_total: int = 0
     steps_total: int = 0
     draft_tokens_total: int = 0  # guesses that steps have verified

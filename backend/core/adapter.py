@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class PreparedAdapter:
-    """Whoever holds it holds the weights: the engine's host level of adapters does."""
+    """Keeps the weights in memory as long as it is referenced, which the engine does from its host cache of adapters."""
 
     content: str  # hash of configuration and weights: two adapters of the same hash are the same
     max_rank: int
-    num_bytes: int  # on the host
-    device_bytes: int  # on the device
-    weights: object  # the workers' own
+    num_bytes: int  # size of its pages on the host
+    device_bytes: int  # size of its pages on the device
+    weights: object  # in the form that the workers use

@@ -1,16 +1,16 @@
-"""Gathered: the tensors that a sequence's steps have computed for its client, until they leave in a response.
+"""Gathered: tensors that steps have computed for the client of a sequence, kept until a response takes them.
 
-    context rows       positions of this turn's prompt that were run; those whose KV was found in the cache are absent
-    generation rows    for each output token, the position that it was chosen from
+    context rows       one for each position of this turn's prompt that was run; positions found in the cache have none
+    generation rows    one for each output token: the position from which it was sampled
 
-Context rows end at the prompt's last position and have no gap: n of them are the prompt's last n. A position that is computed
-again (after a pause, an eviction) is not taken twice. Where others have computed more of the prompt while this sequence was
-paused, the rows ahead of that gap are dropped.
+Context rows end at the last position of the prompt and have no gap: n rows are those of its last n positions. A position that is
+computed again (after a pause or an eviction) gives no second row. If other sequences computed more of the prompt while this one
+was paused, the rows ahead of the resulting gap are dropped.
 
-Log-probabilities of the prompt are made of context rows by the workers, but for the last position, behind which the prompt
-ends. All of them are told: KV of a position whose row is still missing is not taken over from the cache (`needed_from`).
+The workers make log-probabilities of the prompt from context rows, except from the last position, behind which no prompt token
+follows. A client gets them for the whole prompt: KV of a position whose row is missing is not reused (`needed_from`).
 
-    row of position p    | rank | k token ids |   log-prob   | k log-probs |      of prompt token p + 1, and of what was likelier
+    row of position p    | rank | k token ids |   log-prob   | k log-probs |      prompt token p + 1, then the likeliest k
                               int32                   float32
 """
 
@@ -26,11 +26,11 @@ from backend.core.step import Gather, GatheredRows
 LOGITS = "logits"
 PROMPT_LOG_PROBS = "prompt_log_probs"
 FLOAT_BYTES = 4
-NEVER = 1 << 62  # behind all positions
+NEVER = 1 << 62  # larger than any position
 
 
 def wanted(request: Request) -> dict[str, tuple[bool, bool]]:
-    """For each tensor that a request asks for, by name: whether for context rows, and whether for generation rows."""
+    """The tensors that a request asks for, by name: (whether context rows are wanted, whether generation rows are)."""
     output = request.output_config
     names = {asked.name: (asked.gather_context, True) for asked in output.additional_outputs}
     if output.return_context_logits or output.return_generation_logits:
@@ -49,7 +49,7 @@ def _row_width(name: str, request: Request, widths: dict[str, int]) -> int:
 
 
 def response_bytes(request: Request, widths: dict[str, int], num_context: int, num_output: int) -> tuple[int, int]:
-    """Bytes of tensors in the largest response of a request, and of all of them together, at most."""
+    """An upper bound of the bytes of tensors: (in the largest response of a request, in all of its responses together)."""
     each = {name: _row_width(name, request, widths) for name in wanted(request)}
     context = sum(num_context * each[name] for name, (is_wanted, _) in wanted(request).items() if is_wanted)
     row = sum(each[name] for name, (_, is_wanted) in wanted(request).items() if is_wanted)
@@ -61,7 +61,7 @@ class Gathered:
     def __init__(
         self, names: dict[str, tuple[bool, bool]], first_position: int, num_prompt_tokens: int, num_top: int = 0
     ) -> None:
-        """`first_position`: of this turn's prompt. `num_top`: alternatives to each token of the prompt."""
+        """`first_position`: where this turn's prompt begins. `num_top`: alternatives to return for each token of the prompt."""
         self._names = names
         self._ends = {name: num_prompt_tokens - (name == PROMPT_LOG_PROBS) for name in names}
         self._next = dict.fromkeys(names, first_position)  # position of the next context row
@@ -69,7 +69,7 @@ class Gathered:
         self._generation: dict[str, list[bytes]] = {name: [] for name in names}
         self._row_bytes: dict[str, int] = {}
         self._num_top = num_top
-        self.num_promised_bytes = 0  # written by the intake
+        self.num_promised_bytes = 0  # upper bound of what responses will carry; written by the intake
 
     @classmethod
     def of(cls, request: Request, first_position: int, num_prompt_tokens: int) -> Gathered | None:
@@ -86,11 +86,18 @@ class Gathered:
         return self._next[PROMPT_LOG_PROBS] if self._misses(PROMPT_LOG_PROBS) else NEVER
 
     def leave_prompt_log_probs(self) -> None:
-        """Another sequence of the request tells them."""
+        """Collect no log-probabilities of the prompt: another sequence of the request returns them."""
         self._names.pop(PROMPT_LOG_PROBS, None)
 
+    def inherit(self, other: Gathered) -> None:
+        """Take over the context rows of the sequence that has computed the prompt of both."""
+        self._row_bytes |= other._row_bytes
+        for name in self._names:
+            self._context[name] = list(other._context[name])
+            self._next[name] = other._next[name]
+
     def asked(self) -> list[Gather]:
-        """What a worker is to collect from now on."""
+        """The rows that a worker has to collect from now on."""
         return [
             Gather(
                 name,
@@ -102,7 +109,7 @@ class Gathered:
         ]
 
     def add(self, part: GatheredRows) -> None:
-        """Take rows that a step has computed; of context rows only those that have not been seen."""
+        """Take the rows that a step has computed, without context rows that are known already."""
         row_bytes = self._row_bytes[part.name] = len(part.data) // part.num_rows
         if not part.is_context:
             self._generation[part.name].append(part.data)
@@ -117,7 +124,7 @@ class Gathered:
         self._next[part.name] = end
 
     def take(self, request: Request) -> dict[str, Any]:
-        """Hand over what has come since the last call, as fields of a Result."""
+        """Hand over the rows that were added since the last call, as fields of a Result."""
         output = request.output_config
         context = {name: self._tensor(name, self._context, is_context=True) for name in self._names}
         generation = {name: self._tensor(name, self._generation, is_context=False) for name in self._names}
@@ -138,7 +145,7 @@ class Gathered:
         return fields
 
     def _misses(self, name: str) -> bool:
-        """Whether context rows of this name are still to come."""
+        """True if context rows of this name are still to come."""
         return name in self._names and self._next[name] < self._ends[name]
 
     def _tensor(self, name: str, parts: dict[str, list[bytes]], is_context: bool) -> TensorData | None:
@@ -151,12 +158,12 @@ class Gathered:
 
 
 def _prompt_log_probs(rows: TensorData) -> list[PromptLogProb]:
-    """Read the rows of PROMPT_LOG_PROBS; the module's text says how they are laid out."""
+    """Decode the rows of PROMPT_LOG_PROBS; the module's docstring gives their layout."""
     num_rows, width = rows.shape
     ints, floats = memoryview(rows.data).cast("i").tolist(), memoryview(rows.data).cast("f").tolist()
     half = width // 2
-    told = []
+    decoded = []
     for start in range(0, num_rows * width, width):
         top = zip(ints[start + 1 : start + half], floats[start + half + 1 : start + width])
-        told.append(PromptLogProb(floats[start + half], ints[start], [TopLogProb(*each) for each in top]))
-    return told
+        decoded.append(PromptLogProb(floats[start + half], ints[start], [TopLogProb(*each) for each in top]))
+    return decoded

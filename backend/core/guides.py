@@ -1,7 +1,7 @@
-"""Guides: who compiles the guides of requests, as the engine sees it.
+"""Guides: the compiler of guides as the engine sees it.
 
-A request with a guide that is not compiled yet waits beside the queue until it is, and nobody else does. What has been
-compiled for a live request stays compiled until its end, also while the request is paused or evicted.
+A request whose guide is not compiled yet waits outside the queue, so that it delays no other request. A compiled guide is kept
+until the last request that uses it has ended, also while that request is paused or evicted.
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from backend.api.errors import EverbatchError
 from backend.api.guide import Guide
 from backend.api.request import RequestId
 
-OnCompiled = Callable[[RequestId, str], None]  # the request, and why its guide cannot be used; '' = it can
+OnCompiled = Callable[
+    [RequestId, EverbatchError | None], None
+]  # (request, why its guide cannot be used); None: it can be used
 
 
 class Guides(Protocol):
     def on_compiled(self, tell: OnCompiled) -> None:
-        """`tell` is called from other threads, once for each request whose `begin` returned False and that has not ended."""
+        """`tell` is called from other threads, once for each live request whose `begin` returned False."""
         ...
 
-    def begin(self, request_id: RequestId, guide: Guide) -> bool:
-        """Compile a guide for a request. Returns True when that is done already. Raises Overloaded when too many wait."""
+    def begin(self, request_id: RequestId, guide: Guide, namespace: str) -> bool:
+        """Compile a guide for a request of a namespace. Returns True if it is compiled already. Raises Overloaded if too many
+        guides of this namespace wait.
+        """
         ...
 
     def end(self, request_id: RequestId) -> None:
-        """The request is over. Ids that are not known are ignored."""
+        """Note that a request has ended. Unknown ids are ignored."""
         ...

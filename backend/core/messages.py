@@ -1,20 +1,23 @@
-"""What a client of the engine and the engine tell each other: commands one way, messages the other. Frozen values.
+"""The protocol between the engine and its clients: commands to the engine, messages from it. All are frozen values.
 
-In one process they are handed over as they are; between processes they travel as frames (backend/wire). Request ids are
+Within one process they are handed over as objects; between processes they travel as frames (backend/wire). Request ids are
 `client index << CLIENT_SHIFT | counter of that client`, so a response finds its client without a table.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from msgspec import Struct
 
 from backend.api.config import EngineConfig
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
+from backend.api.silence import TICK_S
 from backend.api.stats import EngineStats, Records
 from backend.core.step import ModelInfo
 
-HEARTBEAT_S = 0.25
+HEARTBEAT_S = TICK_S
 CLIENT_SHIFT = 40
 
 
@@ -26,7 +29,7 @@ class Submit(Struct, frozen=True, tag="submit"):
 class Cancel(Struct, frozen=True, tag="cancel"):
     request_id: RequestId
     keep_output_tokens: int | None = None
-    sequence_index: int | None = None  # end only this one of the request's sequences
+    sequence_index: int | None = None  # end only this sequence of the request
 
 
 class StopSession(Struct, frozen=True, tag="stop_session"):
@@ -36,11 +39,19 @@ class StopSession(Struct, frozen=True, tag="stop_session"):
     namespace: str = ""
 
 
-Command = Submit | Cancel | StopSession
+class NameAdapter(Struct, frozen=True, tag="name_adapter"):
+    """Requests may name a LoRA adapter from now on, or, without a directory, may not any more."""
+
+    request_id: RequestId
+    name: str
+    directory: str | None = None
+
+
+Command = Submit | Cancel | StopSession | NameAdapter
 
 
 class ClientGone(Struct, frozen=True):
-    """What the server tells the loop when a connection has ended. No client can send it."""
+    """A connection has ended. Posted by the server; no client can send it."""
 
     client_index: int
 
@@ -52,7 +63,14 @@ class Hello(Struct, frozen=True, tag="hello"):
     model: ModelInfo
     model_path: str  # directory that holds the tokenizer
     config: EngineConfig
-    max_kv_tokens: int = 0  # what the KV pool holds of one sequence
+    max_kv_tokens: int = 0  # tokens of one sequence that the KV pool can hold
+    adapters: Mapping[str, str] = {}  # LoRA adapters that requests may name, with their directories
+
+
+class Adapters(Struct, frozen=True, tag="adapters"):
+    """The new value of Hello.adapters. Sent ahead of the response to the command that has changed it."""
+
+    adapters: Mapping[str, str]
 
 
 class Responses(Struct, frozen=True, tag="responses"):
@@ -72,9 +90,9 @@ class Recorded(Struct, frozen=True, tag="recorded"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """Sent every HEARTBEAT_S, whatever the loop does. `turn_age_s`: for how long it has been in its present turn, 0 when idle."""
+    """Sent every HEARTBEAT_S, even while a step hangs. `turn_age_s`: how long the present iteration has taken; 0 when idle."""
 
     turn_age_s: float
 
 
-Message = Hello | Responses | Stats | Recorded | Heartbeat
+Message = Hello | Responses | Stats | Recorded | Heartbeat | Adapters

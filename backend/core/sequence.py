@@ -1,4 +1,4 @@
-"""Sequence: the engine's mutable state of one request, or of one session over its turns. Never leaves the engine process.
+"""Sequence: the engine's mutable state of one request, or of one session over its turns. It never leaves the engine process.
 
 Progress is a number, not a mode. With n = num_tokens (all ids known) and c = num_computed_tokens (KV in blocks):
 
@@ -9,19 +9,19 @@ Progress is a number, not a mode. With n = num_tokens (all ids known) and c = nu
     context phase      n - c > 1 or no output yet
     generation phase   n - c == 1 and the last token is an output
 
-While steps are in flight, their outcome counts as there: n then includes the tokens that these steps will append
-(num_inflight_samples), and c the KV that they will write.
+While steps are in flight, their outcome counts as known: n then includes the tokens that these steps will append
+(num_inflight_samples), and c includes the KV that they will write.
 
 Who writes what:
-    gathered                       engine.gathered adds what a step brings, engine.publish takes it
+    gathered                       engine.gathered adds the tensors of a step, engine.publish takes them out
     token_ids, log_prob sums       engine.update, when a step's samples are applied; engine.sessions on truncation
     num_computed_tokens            KVCacheManager.commit (truncated to the KV that survived), engine.update (advanced)
-    num_inflight_tokens, num_inflight_samples      Scheduler.commit adds those of a step, engine.update takes them off again
-    num_inflight_drafts            likewise; while there are some, nobody knows how many tokens the step will append
+    num_inflight_tokens, num_inflight_samples      Scheduler.commit adds a step's, engine.update subtracts them when it lands
+    num_inflight_drafts            the same; while it is not 0, the number of tokens that the step will append is unknown
     slot                           KVCacheManager.commit
     num_guessed_tokens, num_right_guesses, num_extra_tokens    engine.update
-    num_writable_cells, kv_due_at  KVCacheManager, for the scheduler and the engine to see that a step needs nothing of it
-    token_ids, request             `end_turn` packs them while a session is idle, `begin_turn` unpacks them
+    num_writable_cells, kv_due_at  KVCacheManager; they let the scheduler and the engine skip it in steps that do not need it
+    token_ids, request             `end_turn` packs them for the time between two turns, `begin_turn` unpacks them
     status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
 """
 
@@ -78,7 +78,7 @@ class SessionKey(NamedTuple):
     id: SessionId
 
 
-_NO_REQUEST = Request([], 0)  # of a session between turns
+_NO_REQUEST = Request([], 0)  # the request of a session between two turns
 
 
 class IllegalTransition(RuntimeError):
@@ -87,18 +87,18 @@ class IllegalTransition(RuntimeError):
 
 @dataclass(slots=True, init=False, eq=False, repr=False)
 class Sequence:
-    """See the module's text for what the counters mean and who writes them. What each step reads stands first."""
+    """The module's docstring says what the counters mean and who writes them. Fields that every step reads come first."""
 
-    is_dormant: ClassVar[bool] = False  # whether it holds a slot, but nothing to run (BeamSequence)
+    is_dormant: ClassVar[bool] = False  # True for a beam's row that holds a slot but no hypothesis (BeamSequence)
 
-    token_ids: list[int]  # of a session between turns an array, which takes 4 bytes a token
+    token_ids: list[int]  # between two turns of a session an array, which takes 4 bytes a token
     num_prompt_tokens: int
     num_computed_tokens: int
     num_inflight_tokens: int  # tokens that steps in flight are running
     num_inflight_samples: int  # tokens that steps in flight will append
-    num_inflight_drafts: int  # guesses among the tokens in flight
-    num_writable_cells: int  # KV positions below this lie in blocks that no other sequence reads: writing needs no plan
-    kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens reaches this
+    num_inflight_drafts: int  # draft tokens among the tokens in flight
+    num_writable_cells: int  # KV positions below this lie in blocks of this sequence alone: writing them needs no plan
+    kv_due_at: int  # the value of num_computed_tokens at which KVCacheManager.advance must be called next
     max_computed_tokens: int  # the largest num_computed_tokens so far; running a token below it again is recomputation
     max_output_tokens: int
     num_published_tokens: int  # token_ids up to here have left in responses
@@ -107,21 +107,22 @@ class Sequence:
     request_id: RequestId
     finish_reason: FinishReason
     first_token_ns: int
+    first_iteration: int  # the step that sampled the first token of this turn
     last_token_ns: int
-    sequence_index: int  # among the sequences that the request returns
-    group: SequenceGroup | None  # of a request that returns several
+    sequence_index: int  # number of this sequence among those that the request returns
+    group: SequenceGroup | None  # the sequences of a request that returns several; None if it returns one
 
     seq_id: SequenceId
     session_key: SessionKey | None
     namespace: str
-    adapter: str  # content of its LoRA adapter, of a session that of all turns; empty = none
-    is_anonymous: bool  # its client named no namespace
+    adapter: str  # content hash of its LoRA adapter, the same in all turns of a session; empty = none
+    is_anonymous: bool  # the client named no namespace
     status: Status
     arrival: int  # order of acceptance
     arrival_ns: int
     deadline_ns: int | None
     num_history_tokens: int
-    seed: int  # of the first turn that names one; later turns continue its random stream
+    seed: int  # given by the latest turn that names one; turns without a seed continue its random stream
     num_sampled_before: int  # tokens sampled in earlier turns: the RNG counter continues from here
     erase_when_finished: bool  # a session that was stopped with END
     cum_log_prob: float
@@ -136,11 +137,11 @@ class Sequence:
     num_new_blocks: int
     num_copied_blocks: int
     num_reused_blocks: int
-    num_guessed_tokens: int  # drafts of the engine's own for its output
-    num_right_guesses: int
-    num_extra_tokens: int  # output tokens that came with another one in the same step
-    gathered: Gathered | None  # tensors for the client
-    _random_state_before: tuple[int, int]  # for undo_turn
+    num_guessed_tokens: int  # draft tokens that the engine itself proposed for the output
+    num_right_guesses: int  # of these, tokens that verification accepted
+    num_extra_tokens: int  # output tokens beyond the first of a step, which accepted drafts brought
+    gathered: Gathered | None  # tensors that the client asked for
+    _random_state_before: tuple[int, int]  # (seed, num_sampled_before) of the turn before, for undo_turn
 
     def __init__(
         self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int
@@ -170,7 +171,7 @@ class Sequence:
     def begin_turn(
         self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int
     ) -> None:
-        """Append a turn's prompt and reset all that belongs to one request. Status is the caller's business."""
+        """Append a turn's prompt and reset everything that belongs to one request. The caller changes the status."""
         self._random_state_before = (self.seed, self.num_sampled_before)
         self.request_id = request_id
         self.request = request
@@ -190,6 +191,7 @@ class Sequence:
         self.top_log_probs = []
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
+        self.first_iteration = 0
         self.last_token_ns = 0
         self.num_cached_tokens = 0
         self.num_context_tokens = 0
@@ -225,13 +227,13 @@ class Sequence:
 
     @property
     def max_found_tokens(self) -> int:
-        """How many tokens' KV an admission may take over from the cache: the newest token is run in any case."""
+        """The number of tokens whose KV an admission may reuse. The newest token always runs, for its logits are needed."""
         most = len(self.token_ids) - 1
         return most if self.gathered is None else min(most, self.gathered.needed_from)
 
     @property
     def is_generating(self) -> bool:
-        """In the generation phase: everything but the newest output token is computed, or will be."""
+        """True if it is in the generation phase: every token but the newest output token is computed or in flight."""
         num_tokens = len(self.token_ids) + self.num_inflight_samples
         return (
             num_tokens > self.num_prompt_tokens
@@ -240,7 +242,7 @@ class Sequence:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether nothing is left to schedule: steps in flight bring the sequence to its longest end, or somewhere unknown."""
+        """True if nothing can be scheduled until a step lands: steps in flight reach max_output_tokens, or verify drafts."""
         if self.num_inflight_drafts:
             return True
         samples = self.num_inflight_samples
@@ -250,22 +252,22 @@ class Sequence:
 
     @property
     def beam_width(self) -> int:
-        """Of its request. Requests of different widths never run in one step."""
+        """Beams of the request; 1 without beam search. Requests of different widths never share a step."""
         return 1 if self.group is None else self.group.beam_width
 
     @property
     def rows(self) -> list[Sequence]:
-        """All that is admitted and paused with it: the rows of its search, or it alone."""
+        """The sequences that are admitted and paused together with it: all rows of its beam search, or itself alone."""
         return [self] if self.group is None or self.group.beam_width == 1 else self.group.members
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts for its output: those of the request, and the engine's own."""
+        """Draft tokens for the output of this turn, given by the request or proposed by the engine."""
         return len(self.request.draft_tokens) + self.num_guessed_tokens
 
     @property
     def num_accepted_draft_tokens(self) -> int:
-        """Those of them that were right."""
+        """Draft tokens of this turn that verification accepted."""
         pairs = zip(self.request.draft_tokens, islice(self.token_ids, self.num_prompt_tokens, None))
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) + self.num_right_guesses
 
@@ -282,9 +284,9 @@ class Sequence:
         self.status = target
 
     def end_turn(self) -> None:
-        """What this turn sampled becomes history; the random stream goes on from here.
+        """Turn the output into history; the next turn continues the random stream.
 
-        Idle sessions are many: only what a return needs is kept of the turn, which is neither its request nor its log-probs.
+        There may be thousands of idle sessions, so the request, log-probabilities and tensors of the turn are dropped.
         """
         self.num_sampled_before = self.num_sampled_tokens
         self.num_prompt_tokens = len(self.token_ids)
@@ -293,14 +295,14 @@ class Sequence:
         self.log_probs, self.top_log_probs, self.gathered = [], [], None
 
     def undo_turn(self) -> None:
-        """Undo the turn: its prompt and output leave the log, and the random stream goes back to where the turn began."""
+        """Remove the prompt and output of this turn from the log, and reset the random stream to its state before the turn."""
         self.truncate(self.num_history_tokens)
         self.num_prompt_tokens = self.num_history_tokens
         self.seed, self.num_sampled_before = self._random_state_before
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the token ids from `num_tokens` on, and cut the KV counters to them. Call it between turns only, or for tokens
-        that no client has seen.
+        """Drop the token ids from `num_tokens` on, and lower the KV counters to match. Only between two turns, or for tokens
+        that no client has received.
         """
         del self.token_ids[num_tokens:]
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
@@ -308,12 +310,12 @@ class Sequence:
 
 
 class BeamSequence(Sequence):
-    """A row of a beam search: one hypothesis at a time, or none (dormant). See core/group.py."""
+    """A row of a beam search. It holds one hypothesis at a time, or none (dormant). See core/group.py."""
 
     __slots__ = ("candidates", "is_dormant")
 
-    candidates: SampledToken | None  # for its next token; None until a step has told them
-    is_dormant: bool  # type: ignore[misc]  # of other sequences it is a constant
+    candidates: SampledToken | None  # candidates for its next token; None until a step has computed them
+    is_dormant: bool  # type: ignore[misc]  # a constant in the base class
 
     def __init__(
         self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int
@@ -324,34 +326,35 @@ class BeamSequence(Sequence):
 
     @property
     def search(self) -> BeamGroup:
-        """The group that it belongs to."""
+        """The search that this row belongs to."""
         assert isinstance(self.group, BeamGroup)
         return self.group
 
     @property
     def is_awaited(self) -> bool:
-        """Whether nothing is left to schedule until all hypotheses of the search have their candidates."""
+        """True if nothing can be scheduled until all hypotheses of the search have their candidates."""
         if self.is_dormant or self.candidates is not None or self.num_inflight_samples:
             return True
         return self.num_inflight_tokens > 0 and self.num_uncomputed_tokens == 0
 
     def apply(self, event: Event) -> None:
-        """Whoever is paused runs its last token again, and is told its candidates again."""
+        """A paused row loses its candidates: it runs its last token again after it returns."""
         super().apply(event)
         if event is Event.PAUSE:
             self.candidates = None
 
     def become(self, parent: BeamSequence) -> None:
-        """Take over the hypothesis of another member. Its KV is the business of KVCacheManager.adopt."""
+        """Fork the hypothesis of another row into this one. KVCacheManager.adopt does the same for its KV."""
         self.token_ids = list(parent.token_ids)
         self.max_computed_tokens = parent.max_computed_tokens
         self.cum_log_prob = parent.cum_log_prob
         self.log_probs = list(parent.log_probs)
         self.first_token_ns, self.first_scheduled_ns = parent.first_token_ns, parent.first_scheduled_ns
+        self.first_iteration = parent.first_iteration
         self.is_dormant = False
 
     def lie_dormant(self) -> None:
-        """Hold no hypothesis any more."""
+        """Drop the hypothesis."""
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
         self.cum_log_prob, self.log_probs = 0.0, []
         self.num_computed_tokens = self.max_computed_tokens = 0

@@ -8,16 +8,16 @@ samples to the slot's token ids itself, so the engine never sends a token back.
                                   | KV in blocks  |  run through the model in this step  |
                                                                     sampled token goes here ^   (if row.samples)
 
-A row may end with drafts: guesses at the tokens that follow the known ones. A token is sampled behind the last known one and
-behind each draft, as if all drafts were right. Those behind right ones are what the slot would have sampled one by one; they
-are appended, and the rest is forgotten: its KV is overwritten by whoever comes to these positions. The engine sends the drafts,
-or how many of them the worker's own draft model is to make.
+A row may end with draft tokens. The model samples a token behind the last known token and behind each draft, as if all drafts
+were right. Sampled tokens up to and including the first that differs from its draft are what plain decoding would have sampled;
+they are appended. The rest is rejected, and later steps overwrite its KV. The engine sends the drafts, or says how many of them
+the worker's draft model is to propose.
 
     known tokens ... 17 | drafts 4 9 10      sampled  4 9 8 3      appended  4 9 8
 
-Steps are submitted and collected in the same order. A worker that looks ahead takes the next step while one runs: it knows the
-token that the running one samples, though the engine does not yet. Effects on the pool happen in the order of submission, so a
-block may be given to another sequence while a step in flight still writes for one that has ended.
+Steps are collected in the order in which they were submitted. A worker that looks ahead accepts the next step while one runs: the
+token that the running step samples is known to it before the engine has it. Writes to the pool happen in the order of submission,
+so a block may be given to another sequence while a step in flight still writes to it for a sequence that has ended.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ BlockId = NewType("BlockId", int)  # index into the KV pool
 
 
 class Gather(Struct, frozen=True):
-    """A tensor that a sequence's client wants."""
+    """A tensor that the client of a sequence asked for."""
 
-    name: str  # "logits", "prompt_log_probs", or another output that the model marks
-    context_from: int | None  # first position of the prompt whose row is wanted; None = no such rows
-    generation: bool  # the row behind each sampled token is wanted
-    top: int = 0  # of prompt_log_probs: how many of the most likely tokens are wanted besides
+    name: str  # "logits", "prompt_log_probs", or another output of the model
+    context_from: int | None  # first position of the prompt whose row is wanted; None: no row of the prompt is
+    generation: bool  # True if the row from which each output token is sampled is wanted
+    top: int = 0  # prompt_log_probs only: how many of the most likely tokens to return with each position
 
 
 class NewRow(Struct, frozen=True):
-    """Everything a worker must know of a sequence that takes a slot. Replaces whatever the slot held before."""
+    """Everything a worker needs to know about a sequence that takes a slot. It replaces the former content of the slot."""
 
     slot: SlotId
     token_ids: list[int]  # history + prompt + output so far
@@ -56,22 +56,22 @@ class NewRow(Struct, frozen=True):
     num_sampled_before: (
         int  # tokens this sequence sampled before token_ids[num_prompt_tokens]: earlier turns' share of the RNG counter
     )
-    block_ids: list[BlockId]  # -1 where the sliding window has let a block go
+    block_ids: list[BlockId]  # -1 for blocks that the sliding window has released
     sampling: SamplingConfig
     end_ids: tuple[int, ...] = ()  # masked until min_tokens outputs exist
     bad_words: list[list[int]] = []
     return_log_probs: bool = False
     top_log_probs: int = 0
     cache_namespace: str = ""
-    extra_inputs: dict[str, bytes] = {}  # besides tokens, for models that take them
+    extra_inputs: dict[str, bytes] = {}  # inputs other than tokens, for models that take them
     gather: list[Gather] = []
-    prompt_embeddings: TensorData | None = None  # for token ids from vocab_size on
+    prompt_embeddings: TensorData | None = None  # row i is the embedding of token id vocab_size + i
     position_ids: list[int] | None = None  # of the prompt's tokens
     guide: Guide | None = None  # the form of the output, token_ids[num_prompt_tokens:]
-    post_processor: str = ""  # name of a callable that changes the logits; it is told the next two
+    post_processor: str = ""  # name of a callable that changes the logits; it is called with the next two fields
     request_id: int = 0
     client_id: int | None = None
-    adapter: str = ""  # content of the LoRA adapter it runs with; empty = none
+    adapter: str = ""  # content hash of the LoRA adapter that the row uses; empty = none
 
 
 class Row(Struct, frozen=True, array_like=True, gc=False):
@@ -80,21 +80,22 @@ class Row(Struct, frozen=True, array_like=True, gc=False):
     slot: SlotId
     num_computed: int  # tokens whose KV is in the blocks
     num_tokens: int  # tokens to run now: token_ids[num_computed : num_computed + num_tokens]
-    samples: bool  # the last of them yields a token
+    samples: bool  # True if a token is sampled behind the last of them
     new_block_ids: list[BlockId] = []  # appended to the slot's block table before the step
-    drafts: list[int] = []  # the last tokens of the row are these guesses, which the slot does not know
-    num_guesses: int = 0  # instead of drafts: so many of them, which the worker's draft model is to make
+    drafts: list[int] = []  # draft tokens, run behind the known tokens of the row
+    num_guesses: int = 0  # number of draft tokens that the worker's draft model is to propose, instead of `drafts`
 
     @property
     def num_samples(self) -> int:
-        """How many of its last tokens yield a token."""
+        """Tokens that the row samples: one behind the last known token, and one behind each draft."""
         return 1 + len(self.drafts) + self.num_guesses if self.samples else 0
 
 
 class StepInput(Struct, frozen=True):
     """One step. `rows` is the order of the flat batch.
 
-    Side effects in order: adapters go and come, grow, copy, take in new rows, run, sample.
+    Side effects in order: adapters are released and uploaded, the pool grows, blocks are copied, new rows are stored, the rows
+    run, tokens are sampled.
     """
 
     step_id: int
@@ -104,8 +105,8 @@ class StepInput(Struct, frozen=True):
         tuple[BlockId, BlockId]
     ] = []  # (source, destination): KV of a whole block, all layers, before anything runs
     num_blocks: int = 0  # blocks that must be backed by memory from now on (never shrinks)
-    adapters_in: list[PreparedAdapter] = []  # to the device, where some may be already
-    adapters_out: list[str] = []  # contents that no sequence has any more
+    adapters_in: list[PreparedAdapter] = []  # to upload to the device; some may be there already
+    adapters_out: list[str] = []  # content hashes of adapters to release
 
 
 class SampledToken(Struct, frozen=True, array_like=True, gc=False):
@@ -116,62 +117,69 @@ class SampledToken(Struct, frozen=True, array_like=True, gc=False):
 
 
 class GatheredRows(Struct, frozen=True, array_like=True, gc=False):
-    """Rows of a tensor that one row of a step has computed."""
+    """Rows of a gathered tensor, computed by one row of a step."""
 
     row: int  # index into StepInput.rows
     name: str
     is_context: bool
-    position: int  # of the first one
+    position: int  # position in the sequence of the first row
     num_rows: int
-    data: bytes  # float32 [num_rows, width]; of prompt_log_probs see core/gathered.py
+    data: bytes  # float32 [num_rows, width]; core/gathered.py describes the layout of prompt_log_probs
 
 
 class StepOutput(Struct, frozen=True):
-    """`sampled` has one entry for each row with `samples`, in row order, those in `failed` included."""
+    """`sampled` has one entry for each row that samples, in row order, also for rows in `failed`."""
 
     step_id: int
     sampled: list[SampledToken]
     gathered: list[GatheredRows] = []
-    failed: list[tuple[int, str]] = []  # (index of the row, sentence for its client): rows that failed alone
-    debug_tensors: dict[str, TensorData] = {}  # those of the step that the configuration asks for
-    further: dict[SlotId, list[SampledToken]] = {}  # of rows with right drafts: what was sampled behind each of these
+    failed: list[
+        tuple[int, str]
+    ] = []  # rows that failed without the others: (index of the row, sentence for the client)
+    debug_tensors: dict[str, TensorData] = {}  # tensors that `records.debug_tensors` names
+    further: dict[
+        SlotId, list[SampledToken]
+    ] = {}  # for rows with accepted drafts: the tokens sampled behind each of them
 
 
 class ModelInfo(Struct, frozen=True):
-    """What the engine must know of the loaded model."""
+    """What the engine needs to know about the loaded model."""
 
     name: str
     vocab_size: int
     max_seq_len: int  # tokens
-    sliding_window: int | None = None  # tokens, when every layer has one; else None
-    kv_bytes_per_token: int = 0  # of all layers, on one rank
+    sliding_window: int | None = None  # tokens, if every layer has a window; else None
+    kv_bytes_per_token: int = 0  # KV of one token in all layers, on one rank
     eos_ids: tuple[int, ...] = ()
     takes_extra_inputs: bool = False
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "torch"
-    has_matrix_units: bool = False  # of a CPU: prompts run several times as fast as without
-    context_logits: bool = False  # whether requests may ask for them
-    generation_logits: bool = False
-    additional_outputs: tuple[str, ...] = ()  # names of what requests may ask for besides
+    kv_block_size: int = 0  # tokens of a KV block, where the kernels overrule the configuration; 0: they do not
+    remarks: tuple[str, ...] = ()  # sentences for the operator about how the model runs
+    has_matrix_units: bool = False  # True if the CPU has AMX: prompts run several times as fast with it
+    context_logits: bool = False  # True if requests may ask for the logits of their prompts
+    generation_logits: bool = False  # True if requests may ask for the logits of their outputs
+    additional_outputs: tuple[str, ...] = ()  # names of further tensors that requests may ask for
     output_widths: dict[str, int] = {}  # numbers in a row of each of these tensors, and of "logits"
-    prompt_embedding_width: int = 0  # the hidden size, if prompts may bring embeddings and positions
-    post_processors: tuple[str, ...] = ()  # names of the callables that requests may have their logits changed by
-    guide_refusal: str = NOT_SET_UP  # why requests with guides are refused; '' = they are not
-    lora_module_bytes: int = 0  # of the largest projection's adapter at the highest rank; 0: no adapters are taken
-    looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
-    takes_drafts: bool = False  # rows may have drafts
+    prompt_embedding_width: int = 0  # the hidden size, if prompts may bring embeddings and positions; else 0
+    post_processors: tuple[str, ...] = ()  # names of the logits post-processors that requests may choose
+    guide_refusal: str = NOT_SET_UP  # why requests with guides are refused; '': they are accepted
+    lora_module_bytes: int = 0  # size of the largest projection's adapter at rank 1; 0: LoRA is off
+    lora_page_bytes: int = 1  # adapters take whole pages of this size
+    looks_ahead: bool = False  # True if a step may be submitted before the step ahead of it is collected
+    takes_drafts: bool = False  # True if rows may have drafts
 
 
 class MemoryUse(Struct, frozen=True):
-    """What the workers occupy now, in bytes."""
+    """Memory that the workers occupy, in bytes."""
 
     cpu_bytes: int = 0  # resident memory of the process
-    gpu_bytes: int = 0  # of torch's allocator; 0 without a device
+    gpu_bytes: int = 0  # memory that torch's allocator holds; 0 without a device
 
 
 class WorkersLost(Exception):
-    """No step can ever run again in this process."""
+    """No further step can run in this process."""
 
 
 class WorkerGroup(Protocol):
@@ -179,7 +187,7 @@ class WorkerGroup(Protocol):
 
     @property
     def guides(self) -> Guides | None:
-        """Who compiles guides; None before `load`, and where ModelInfo.guide_refusal says why not."""
+        """The compiler of guides; None before `load`, and if ModelInfo.guide_refusal says why guides are refused."""
         ...
 
     def load(self) -> ModelInfo:
@@ -187,15 +195,15 @@ class WorkerGroup(Protocol):
         ...
 
     def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
-        """Read an adapter that brings its weights. For any thread. Raises InvalidRequest for one that cannot be used."""
+        """Read the weights of an adapter. Any thread may call it. Raises InvalidRequest for an adapter that cannot be used."""
         ...
 
     def free_memory_bytes(self) -> int:
-        """Memory the KV pool may be cut from, after weights and the peak of one full step."""
+        """Bytes that are left for the KV pool after the weights and the peak of one full step."""
         ...
 
     def memory_use(self) -> MemoryUse:
-        """What this takes of the machine. Asked about once a second, and cheap."""
+        """Memory that the workers occupy. Called about once a second, so it must be cheap."""
         ...
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
@@ -203,10 +211,10 @@ class WorkerGroup(Protocol):
         ...
 
     def submit(self, step: StepInput) -> None:
-        """Begin one step on every rank. Where the model looks ahead, one other may be in flight; steps run in their order.
+        """Start one step on every rank. If the model looks ahead, one other step may be in flight; steps run in order.
 
-        Raises on failure, like `collect`: all steps in flight are lost then, and the pool's content is undefined. WorkersLost
-        says that there is no use in going on.
+        Raises on failure, as `collect` does: then all steps in flight are lost and the content of the pool is undefined.
+        WorkersLost means that no further step can run.
         """
         ...
 

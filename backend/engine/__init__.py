@@ -1,1 +1,1 @@
-"""EngineCore.step(), intake, update, the engine process and its typed IPC."""
+"""The engine: EngineCore.step() with intake, preparation of requests, sessions, updates, responses, statistics, and the loop."""

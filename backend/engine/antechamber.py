@@ -12,9 +12,7 @@ A request is live here, but no session, queue or cache knows it yet: to end one 
 from __future__ import annotations
 
 import queue
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
@@ -22,6 +20,7 @@ from backend.api.request import Request, RequestId
 from backend.core.adapter import PreparedAdapter
 from backend.core.sequence import SessionKey
 from backend.core.step import WorkerGroup
+from backend.engine.read_ahead import Coming, Outcome, ReadAhead
 from backend.scheduler.adapters import AdapterCache, Name
 
 
@@ -32,8 +31,7 @@ class Waiting:
     arrived_ns: int
     deadline_ns: int
     lacks_guide: bool = False
-    is_being_read: bool = False  # its adapter, or that is done
-    adapter: PreparedAdapter | EverbatchError | None = None  # what it brings, when that has been read
+    adapter: Coming | None = None  # what it brings
     error: EverbatchError | None = None  # why it cannot be queued
     has_left: bool = False  # and stands in its line only for those behind it, who mean its adapter
 
@@ -44,36 +42,36 @@ class Waiting:
         return self.request_id if lora is None else (self.request.cache_salt, lora.task_id)
 
     @property
-    def brings_weights(self) -> bool:
-        return self.request.lora is not None and self.request.lora.brings_weights
+    def lacks_adapter(self) -> bool:
+        """True if the adapter that it brings has not been read."""
+        return self.adapter is not None and self.adapter.outcome is None
 
 
 class Antechamber:
-    """All but `_read` and what Guides tell runs on the engine's thread."""
+    """All but `_tell` runs on the engine's thread."""
 
     def __init__(self, workers: WorkerGroup, adapters: AdapterCache, num_readers: int, max_size: int) -> None:
         """workers: have guides compiled, and read adapters on threads of this class
-        num_readers: such threads. As many adapters are read ahead of their turn and no more, for each takes memory.
+        num_readers: such threads
         max_size: requests that may wait here
         """
         self._guides = workers.guides
-        self._prepare = workers.prepare_adapter
         self._adapters = adapters
-        self._num_readers = num_readers
         self._max_size = max_size
         self._waiting: dict[RequestId, Waiting] = {}
         self._lines: dict[Name | RequestId, list[Waiting]] = {}
         self._due: dict[Name | RequestId, None] = {}  # lines whose first may have what it needs
-        self._unread: deque[Waiting] = deque()
-        self._num_ahead = 0  # adapters that are being read, or are read and not in the cache
         self._earliest_ns: int | None = None  # no deadline is before it
-        self._news: queue.SimpleQueue[tuple[RequestId, str] | tuple[Waiting, PreparedAdapter | EverbatchError]] = (
-            queue.SimpleQueue()
-        )
-        self._threads: ThreadPoolExecutor | None = None
+        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
         if self._guides is not None:
-            self._guides.on_compiled(lambda request_id, error: self._tell((request_id, error)))
+            self._guides.on_compiled(lambda *news: self._tell(lambda: self._note_guide(*news)))
+        self._reading = ReadAhead(
+            workers.prepare_adapter,
+            num_readers,
+            adapters.host.capacity,
+            lambda *news: self._tell(lambda: self._note_adapter(*news)),
+        )
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -94,7 +92,7 @@ class Antechamber:
         self._wake = wake
 
     def enter(self, request_id: RequestId, request: Request, now_ns: int, deadline_ns: int) -> bool:
-        """Whether the request has to wait here; if so, what it needs is begun. Raises Overloaded, and SessionError for a turn
+        """Begin the preparation of a request. Returns True if it has to wait here. Raises Overloaded, and SessionError for a turn
         while another one of its session waits.
         """
         if self._waiting and request.session is not None:
@@ -102,8 +100,10 @@ class Antechamber:
         waiting = Waiting(request_id, request, now_ns, deadline_ns)
         comes_behind = waiting.line in self._lines
         if request.guide is not None and self._guides is not None:
-            waiting.lacks_guide = not self._guides.begin(request_id, request.guide)
-        if not (waiting.lacks_guide or waiting.brings_weights or comes_behind):
+            waiting.lacks_guide = not self._guides.begin(request_id, request.guide, request.cache_salt)
+        if request.lora is not None and request.lora.brings_weights:
+            waiting.adapter = Coming(request.cache_salt, request.lora)
+        if not (waiting.lacks_guide or waiting.adapter is not None or comes_behind):
             return False
         if len(self._waiting) >= self._max_size:
             self.end(request_id, request)
@@ -114,9 +114,8 @@ class Antechamber:
         self._waiting[request_id] = waiting
         self._lines.setdefault(waiting.line, []).append(waiting)
         self._earliest_ns = deadline_ns if self._earliest_ns is None else min(self._earliest_ns, deadline_ns)
-        if waiting.brings_weights:
-            self._unread.append(waiting)
-            self._read_ahead()
+        if waiting.adapter is not None:
+            self._reading.add(waiting.adapter)
         return True
 
     def take_ready(self) -> Iterator[Waiting]:
@@ -124,7 +123,7 @@ class Antechamber:
         asked for. A queued one keeps its adapter in the cache.
         """
         while not self._news.empty():
-            self._note(*self._news.get())
+            self._news.get()()
         for line in list(self._due):
             del self._due[line]
             yield from self._advance(line)
@@ -166,10 +165,7 @@ class Antechamber:
             self.leave(each.request_id)
         self._lines.clear()
         self._due.clear()
-        self._unread.clear()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-        self._threads, self._num_ahead = None, 0
+        self._reading.close()
         return waiting
 
     def _check_alone(self, key: SessionKey) -> None:
@@ -178,25 +174,25 @@ class Antechamber:
                 SessionStatus.BUSY, f"session {key.id} has a turn that waits to begin; wait for its end or stop it"
             )
 
-    def _note(self, who: RequestId | Waiting, what: str | PreparedAdapter | EverbatchError) -> None:
-        waiting = who if isinstance(who, Waiting) else self._waiting.get(who)
-        if waiting is None or waiting.line not in self._lines:
-            return
-        if isinstance(what, str):
-            waiting.lacks_guide = False
-            waiting.error = InvalidRequest(what) if what else None
-        else:
-            waiting.adapter = what
-        self._due[waiting.line] = None
+    def _note_guide(self, request_id: RequestId, error: EverbatchError | None) -> None:
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.lacks_guide, waiting.error = False, error
+            self._due[waiting.line] = None
+
+    def _note_adapter(self, adapter: Coming, outcome: Outcome) -> None:
+        self._reading.note(adapter, outcome)
+        if adapter.name in self._lines:
+            self._due[adapter.name] = None
 
     def _advance(self, line: Name | RequestId) -> Iterator[Waiting]:
         """Let the first of a line go, and all behind that lack nothing."""
         ranks = self._lines.get(line, [])
         while ranks:
             first = ranks[0]
-            if (first.lacks_guide and not first.has_left) or (first.brings_weights and first.adapter is None):
+            if (first.lacks_guide and not first.has_left) or first.lacks_adapter:
                 return
-            if first.brings_weights and not self._put(first):
+            if first.adapter is not None and not self._put(first, first.adapter):
                 self._due[line] = None
                 if first.has_left:
                     self._close_ranks(line)
@@ -209,57 +205,31 @@ class Antechamber:
                 yield first
         self._lines.pop(line, None)
 
-    def _put(self, waiting: Waiting) -> bool:
+    def _put(self, waiting: Waiting, adapter: Coming) -> bool:
         """Take an adapter that has been read into the cache. False while those in use leave no room."""
-        error = waiting.adapter if isinstance(waiting.adapter, EverbatchError) else None
-        if isinstance(waiting.adapter, PreparedAdapter):
-            assert waiting.request.lora is not None  # the adapter is its own
+        error = adapter.outcome if isinstance(adapter.outcome, EverbatchError) else None
+        if isinstance(adapter.outcome, PreparedAdapter):
             try:
-                if not self._adapters.put((waiting.request.cache_salt, waiting.request.lora.task_id), waiting.adapter):
+                if not self._adapters.put(adapter.name, adapter.outcome):
                     return False
             except InvalidRequest as refusal:
                 error = refusal
         waiting.error = waiting.error or error
-        self._num_ahead -= 1
-        self._read_ahead()
+        self._reading.let_go(adapter)
         return True
 
     def _close_ranks(self, line: Name | RequestId) -> None:
         """Strike from a line who has left, but for adapters that somebody behind means, or that are being read."""
         kept: list[Waiting] = []
         for each in reversed(self._lines[line]):
-            is_meant = each.brings_weights and bool(kept) and not kept[-1].brings_weights
-            if not each.has_left or is_meant or (each.is_being_read and each.adapter is None):
+            is_meant = each.adapter is not None and bool(kept) and kept[-1].adapter is None
+            if not each.has_left or is_meant or (each.adapter is not None and each.adapter.is_being_read):
                 kept.append(each)
-            elif each.is_being_read:
-                self._num_ahead -= 1
-            elif each.brings_weights:
-                self._unread.remove(each)
+            elif each.adapter is not None:
+                self._reading.let_go(each.adapter)
         self._lines[line] = kept[::-1]
         self._due[line] = None
-        self._read_ahead()
 
-    def _read_ahead(self) -> None:
-        while self._unread and self._num_ahead < self._num_readers:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._num_readers, thread_name_prefix="everbatch-adapters")
-            waiting = self._unread.popleft()
-            waiting.is_being_read = True
-            self._num_ahead += 1
-            self._threads.submit(self._read, waiting)
-
-    def _read(self, waiting: Waiting) -> None:
-        lora = waiting.request.lora
-        assert lora is not None  # it is here because of it
-        outcome: PreparedAdapter | EverbatchError
-        try:
-            outcome = self._prepare(lora)
-        except EverbatchError as error:
-            outcome = error
-        except Exception as error:  # whatever a file or a tensor does: the client must be answered
-            outcome = InvalidRequest(f"LoRA adapter {lora.shown} cannot be read ({type(error).__name__}: {error})")
-        self._tell((waiting, outcome))
-
-    def _tell(self, news: tuple[RequestId, str] | tuple[Waiting, PreparedAdapter | EverbatchError]) -> None:
-        self._news.put(news)
+    def _tell(self, note: Callable[[], None]) -> None:
+        self._news.put(note)
         self._wake()

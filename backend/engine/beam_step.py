@@ -1,4 +1,4 @@
-"""A step of beams that has landed: its rows are booked, then the searches that have all their candidates are taken further."""
+"""Applies a landed step of beams: first its rows, then each search whose hypotheses all have their candidates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STUCK = "bad_words (or min_tokens) and the guide leave no token together; forbi
 
 
 def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
-    """Book what a step did: counters, KV, candidates. Returns the searches that had rows in it, in their order."""
+    """Apply a step to its sequences: counters, KV, candidates. Returns the searches that had rows in it, in row order."""
     samples = iter(output.sampled)
     searches: dict[int, BeamSearch] = {}
     for (seq, num_tokens), row in zip(flight.plan.rows, flight.step.rows, strict=True):
@@ -30,9 +30,11 @@ def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: Engin
         if seq.num_computed_tokens >= seq.kv_due_at:
             kv.advance(seq, max_shared_tokens=seq.num_prompt_tokens)
         if candidates is not None:
-            assert isinstance(seq, BeamSequence)  # as all rows of such a step
+            assert isinstance(seq, BeamSequence)  # all rows of such a step belong to beams
             seq.num_inflight_samples -= 1
             seq.candidates = candidates
+            if not seq.first_token_ns:
+                seq.first_iteration = flight.step.step_id
             counters.generated_tokens_total += 1
         searches[seq.request_id] = search_of(seq)
     return list(searches.values())
@@ -41,7 +43,7 @@ def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: Engin
 def take_further(
     search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns: int
 ) -> FinishReason | InvalidRequest | None:
-    """Take a search one token further if it can be. Returns whether and how it has ended; None when there is nothing new."""
+    """Advance a search by one token if it is ready. Returns its finish reason; None if nothing has changed."""
     first = search.members[0]
     if not first.max_output_tokens:
         return None if first.num_uncomputed_tokens + first.num_inflight_tokens else FinishReason.LENGTH

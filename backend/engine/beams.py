@@ -1,4 +1,4 @@
-"""Beam search: which hypotheses go on, which end, and when the search is over. The rules are those of Hugging Face's generate.
+"""Beam search: selects the hypotheses that go on and those that end, after the rules of Hugging Face's generate.
 
 In each step every hypothesis has its most likely next tokens (candidates). All of them are ranked by the sum of the
 log-probabilities of the whole output:
@@ -7,8 +7,8 @@ log-probabilities of the whole output:
         those that go on                         the first k that do not end
         those that end                           of the first k only; ranked by sum / length ** length_penalty, k are kept
 
-A row tells max(2, 1 + ends) * k candidates, ends being the ways in which a token may end the output, so that k go on whatever
-ends. What must not be said (bad words, ends before min_tokens) is left out, and so many more candidates are asked for.
+A row returns max(2, 1 + ends) * k candidates, where `ends` is the number of end ids and stop words, so that k candidates remain
+whichever of them end. Forbidden tokens (bad words, end ids before min_tokens) are removed, and as many more candidates requested.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from backend.core.sequence import BeamSequence, Sequence
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
 
-FORBIDDEN = -9999.0  # what workers tell of a token that a guide forbids
+FORBIDDEN = -9999.0  # log-probability that workers return for a token that a guide forbids
 
 
 @dataclass(slots=True)
 class Hypothesis:
-    """An output as it may be returned. `score` ranks it."""
+    """An output that has ended. `score` ranks it."""
 
     token_ids: list[int]
     cum_log_prob: float
@@ -44,21 +44,21 @@ class _Candidate:
     token_id: int
     log_prob: float
     cum_log_prob: float
-    rank: float  # what it is chosen by
+    rank: float  # by which candidates are compared
 
 
 class BeamSearch(BeamGroup):
-    """A group with what else a search must remember: the hypotheses that have ended. Those that go on are its `beams`."""
+    """A group with the hypotheses that have ended. Those that go on are its `beams`."""
 
     __slots__ = ("ended", "rows")
 
     def __init__(self, beam_width: int, num_candidates: int) -> None:
         super().__init__(beam_width, num_candidates)
-        self.rows: list[BeamSequence] = []  # all members, whether they hold hypotheses or not
-        self.ended: list[Hypothesis] = []  # the best first, at most beam_width
+        self.rows: list[BeamSequence] = []  # all rows of the search, dormant ones included
+        self.ended: list[Hypothesis] = []  # best first, at most beam_width
 
     def told(self, reason: FinishReason) -> list[Hypothesis]:
-        """The hypotheses to return, the best first. Those that would go on count as ended with `reason`."""
+        """The hypotheses to return, best first. Those that have not ended count as ended with `reason`."""
         config = self.rows[0].request.sampling_config
         open_ones = [_as_ended(beam, reason) for beam in self.beams if beam.num_output_tokens]
         ranked = sorted([*self.ended, *open_ones], key=lambda hypothesis: -hypothesis.score)
@@ -66,7 +66,7 @@ class BeamSearch(BeamGroup):
 
 
 def make_beams(make: Callable[[], BeamSequence], request: Request) -> list[Sequence]:
-    """The rows of a search. The first computes the prompt and is the only hypothesis until then."""
+    """Make the rows of a search. Until the prompt is computed the first row is the only hypothesis."""
     config = request.sampling_config
     ends = len(set(request.end_ids)) + len(request.stop_words)
     masked = (len(set(request.end_ids)) if config.min_tokens else 0) + len(request.bad_words)
@@ -81,13 +81,13 @@ def make_beams(make: Callable[[], BeamSequence], request: Request) -> list[Seque
 
 
 def search_of(seq: Sequence) -> BeamSearch:
-    """The search that a row belongs to."""
+    """The search to which a row belongs."""
     assert isinstance(seq.group, BeamSearch)
     return seq.group
 
 
 def advance(search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns: int) -> bool:
-    """Take the search one token further, from the candidates of all its hypotheses. Returns whether it is over."""
+    """Advance the search by one token, from the candidates of all hypotheses. Returns True if it is over."""
     request = search.members[0].request
     ranked = _candidates(search, request)
     width = search.beam_width
@@ -109,18 +109,18 @@ def advance(search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns
 
 
 def _candidates(search: BeamSearch, request: Request) -> list[_Candidate]:
-    """All candidates that may be said, the best first; of equal ones that of the better hypothesis, then the lower id."""
+    """All allowed candidates, best first; among equals that of the better hypothesis, then the lower token id."""
     config = request.sampling_config
     rate = config.beam_search_diversity_rate or 0.0
     is_short = search.beams[0].num_output_tokens < (config.min_tokens or 0)
     found = []
     for beam in search.beams:
-        assert beam.candidates is not None  # of every hypothesis: the search is ready
+        assert beam.candidates is not None  # the search is ready, so every hypothesis has them
         forbidden = {word[-1] for word in request.bad_words if _ends_with(beam, word[:-1])}
         if is_short:
             forbidden.update(request.end_ids)
-        told = beam.candidates.top_log_probs
-        allowed = (pair for pair in told if pair[0] not in forbidden and pair[1] > FORBIDDEN)
+        pairs = beam.candidates.top_log_probs
+        allowed = (pair for pair in pairs if pair[0] not in forbidden and pair[1] > FORBIDDEN)
         for index, (token_id, log_prob) in enumerate(allowed):
             total = beam.cum_log_prob + log_prob
             found.append(_Candidate(beam, token_id, log_prob, total, total + rate * index))
@@ -129,12 +129,12 @@ def _candidates(search: BeamSearch, request: Request) -> list[_Candidate]:
 
 
 def _ends_with(seq: Sequence, word: list[int]) -> bool:
-    """Whether prompt and output end with these tokens."""
+    """True if prompt and output together end with these tokens."""
     return not word or seq.token_ids[-len(word) :] == word
 
 
 def _end_of(candidate: _Candidate, num_output: int) -> FinishReason:
-    """How a hypothesis of `num_output` tokens ends with the candidate, if it does."""
+    """The finish reason of a hypothesis whose `num_output`-th token is the candidate; NOT_FINISHED if it goes on."""
     parent, request = candidate.parent, candidate.parent.request
     if num_output >= (request.sampling_config.min_tokens or 0):
         if candidate.token_id in request.end_ids:
@@ -145,7 +145,7 @@ def _end_of(candidate: _Candidate, num_output: int) -> FinishReason:
 
 
 def _completes(candidate: _Candidate, word: list[int]) -> bool:
-    """Whether the output ends with the word when the candidate is appended."""
+    """True if the output ends with the stop word once the candidate is appended."""
     parent, rest = candidate.parent, word[:-1]
     is_there = len(rest) <= parent.num_output_tokens and _ends_with(parent, rest)
     return is_there and word[-1] == candidate.token_id
@@ -170,7 +170,7 @@ def _score(seq: Sequence, cum_log_prob: float, length: int) -> float:
 
 
 def _is_over(search: BeamSearch, best: float, num_output: int) -> bool:
-    """Whether no hypothesis that goes on, of which the best has the sum `best`, may come before those that have ended."""
+    """True if no hypothesis that goes on can overtake those that have ended. `best`: the greatest log-probability of those."""
     first = search.members[0]
     config = first.request.sampling_config
     if len(search.ended) < search.beam_width:
@@ -184,7 +184,7 @@ def _is_over(search: BeamSearch, best: float, num_output: int) -> bool:
 def _go_on(
     search: BeamSearch, going_on: list[_Candidate], kv: KVCacheManager, scheduler: Scheduler, now_ns: int
 ) -> None:
-    """Give each candidate a row: the first of a hypothesis its own row, the others rows that hold none any more."""
+    """Give each candidate a row. The first of a hypothesis takes its row; further ones fork into rows that became free."""
     stay: dict[int, _Candidate] = {}
     for candidate in going_on:
         stay.setdefault(candidate.parent.seq_id, candidate)
@@ -199,7 +199,7 @@ def _go_on(
             scheduler.renew(child)
             row = child
         beams.append(row)
-    for row in free:  # fewer hypotheses go on than there were
+    for row in free:  # fewer hypotheses go on than before
         if not row.is_dormant:
             kv.vacate(row)
             row.lie_dormant()
@@ -209,9 +209,9 @@ def _go_on(
 
 
 def _append(row: BeamSequence, candidate: _Candidate, scheduler: Scheduler, now_ns: int) -> None:
-    told = candidate.parent.candidates
-    if row is not candidate.parent or told is None or told.token_id != candidate.token_id:
-        scheduler.renew(row)  # the worker has appended another token, or knows nothing of this hypothesis
+    sampled = candidate.parent.candidates
+    if row is not candidate.parent or sampled is None or sampled.token_id != candidate.token_id:
+        scheduler.renew(row)  # the worker has appended another token, or has never had this hypothesis
     row.token_ids.append(candidate.token_id)
     row.cum_log_prob = candidate.cum_log_prob
     row.log_probs.append(candidate.log_prob)

@@ -1,4 +1,4 @@
-"""Deadlines: which live requests are past theirs."""
+"""Deadlines: finds live requests whose deadline has passed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from backend.core.sequence import Sequence
 
 class Deadlines:
     def __init__(self) -> None:
-        self._heap: list[tuple[int, RequestId]] = []  # holds entries of finished requests, which are skipped
+        self._heap: list[tuple[int, RequestId]] = []  # may contain finished requests, which are skipped
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def note(self, seq: Sequence, live: Mapping[RequestId, Sequence]) -> None:
-        """Enter the deadline of a request. Entries of finished ones are thrown out once they are the greater part."""
+        """Add the deadline of a request. Entries of finished requests are removed once they are the majority."""
         if len(self._heap) > 2 * len(live) + 64:
             entries = [(other.deadline_ns, request_id) for request_id, other in live.items()]
             self._heap = [(ns, request_id) for ns, request_id in entries if ns is not None]
@@ -26,7 +26,7 @@ class Deadlines:
             heapq.heappush(self._heap, (seq.deadline_ns, seq.request_id))
 
     def pop_due(self, now_ns: int, live: Mapping[RequestId, Sequence]) -> Iterator[Sequence]:
-        """The requests whose deadline has come, the earliest first; each is looked up when its turn comes."""
+        """Yield the requests whose deadline has passed, earliest first. Each is looked up only when it is yielded."""
         while self._heap and self._heap[0][0] <= now_ns:
             deadline_ns, request_id = heapq.heappop(self._heap)
             seq = live.get(request_id)

@@ -1,7 +1,8 @@
-"""Flight: a step on its way through the workers. StepRecord: what is kept of it when it has landed."""
+"""Steps that the workers run (Flight, StepsInFlight), and the figures kept of a landed step (StepRecord)."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from backend.api.errors import EverbatchError
 from backend.api.stats import IterationStats
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
-from backend.core.step import SequenceId, StepInput, StepOutput
+from backend.core.step import SequenceId, StepInput, StepOutput, WorkerGroup
 from backend.scheduler.scheduler import StepPlan
 
 
@@ -20,16 +21,74 @@ class Flight:
     plan: StepPlan
     step: StepInput
     started_ns: int
-    dropped: set[SequenceId] = field(default_factory=set)  # left the batch since: their rows count for nothing
-    num_decoded_tokens: int | None = None  # of rows that generate, once it has landed; None: one for each of them
+    dropped: set[SequenceId] = field(default_factory=set)  # have left the batch since: their results are ignored
+    num_decoded_tokens: int | None = None  # tokens of generation rows once the step has landed; None: one for each row
 
     @property
     def sequences(self) -> list[Sequence]:
         return [seq for seq, _ in self.plan.rows if seq.seq_id not in self.dropped]
 
+    @property
+    def has_work(self) -> bool:
+        """True if the workers have anything to do for it."""
+        return bool(self.step.rows or self.step.new_rows)
+
+
+class StepsInFlight:
+    """The steps that were submitted and not collected, oldest first: at most two with look-ahead, else one.
+
+    one step at a time      schedule 1, submit 1, collect 1, update 1      schedule 2, submit 2, collect 2, update 2
+    looking ahead           schedule 1, submit 1      schedule 2, submit 2, collect 1, update 1      schedule 3, submit 3, ...
+
+    With look-ahead the host works while the device computes. The end of a sequence is then known one step late: its row in the
+    step in flight is dropped when that step lands. A plan that depends on the result of a step in flight (StepPlan.must_wait) is
+    discarded, and made again after the step has landed.
+    """
+
+    def __init__(self, workers: WorkerGroup, looks_ahead: bool) -> None:
+        self._workers = workers
+        self._looks_ahead = looks_ahead
+        self._flights: deque[Flight] = deque()
+        self.next_step_id = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def advance(self, flight: Flight | None) -> tuple[Flight, StepOutput] | None:
+        """Submit a step, if there is one, and wait for the oldest step.
+
+        Returns None if no step is in flight, or only the submitted one while looking ahead.
+
+        Raises any exception of the workers, and RuntimeError for results of another step; then all steps are lost.
+        """
+        if flight is not None:
+            self.skip()
+            self._flights.append(flight)
+            self._workers.submit(flight.step)
+        if len(self._flights) <= (self._looks_ahead and flight is not None):
+            return None
+        output = self._workers.collect()
+        check_samples(self._flights[0].step, output)
+        return self._flights.popleft(), output
+
+    def skip(self) -> None:
+        """Skip the number of a step that is not submitted."""
+        self.next_step_id += 1
+
+    def drop(self, seq_id: SequenceId) -> None:
+        """Ignore the rows in flight of a sequence that has left the batch."""
+        for flight in self._flights:
+            flight.dropped.add(seq_id)
+
+    def lose(self) -> list[Flight]:
+        """Remove and return all steps in flight, after a failure."""
+        flights = list(self._flights)
+        self._flights.clear()
+        return flights
+
 
 def check_samples(step: StepInput, output: StepOutput) -> None:
-    """Raise RuntimeError when the answers are not the step's, for the rows that sample, in their order."""
+    """Raise RuntimeError unless the output has one sample for each row that samples, in row order."""
     if output.step_id != step.step_id:
         raise RuntimeError(f"the workers answered step {output.step_id}, expected is {step.step_id}")
     expected = [row.slot for row in step.rows if row.samples]
@@ -47,7 +106,7 @@ class WorkerFailure(EverbatchError):
 
 
 class StepRecord(NamedTuple):
-    """Statistics are made of it when somebody asks."""
+    """Figures of a landed step, from which statistics are made on demand."""
 
     iteration: int
     started_ns: int

@@ -1,4 +1,4 @@
-"""What steps bring besides tokens: tensors for clients, and rows that failed alone. And the room that tensors may take."""
+"""Results of steps other than tokens: tensors for clients and failed rows. Also the memory that such tensors may take."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from backend.engine.flight import Flight
 
 
 class RowFailure(EverbatchError):
-    """The logits post-processor of a request failed; it ends that request alone."""
+    """The logits post-processor of a request failed; only that request ends."""
 
 
 def book(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, EverbatchError]]:
-    """Give sequences their tensors. Yields those that have failed, which count as dropped from here on: by their
-    post-processor or, without one, by their guide.
+    """Add the tensors of a step to their sequences. Yields the sequences whose rows failed in their post-processor or guide;
+    they count as dropped from then on.
     """
     sequences = [seq for seq, _ in flight.plan.rows]
     for part in output.gathered:
@@ -42,8 +42,8 @@ def promise(
     limits: LimitsConfig,
     count: int = 1,
 ) -> int:
-    """Bytes that the tensors of each of a request's `count` sequences may take. Raises when a response, or all live requests,
-    could not hold them.
+    """An upper bound of the bytes of tensors of each of a request's `count` sequences. Raises InvalidRequest or Overloaded if a
+    response, or all live requests together, would exceed their limit.
     """
     largest, each = response_bytes(request, widths, num_context, num_output)
     total = count * each

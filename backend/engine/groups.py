@@ -1,4 +1,4 @@
-"""Requests that return several sequences: how they are made of one request, and what they do as one."""
+"""Requests that return several sequences: their sequences, and what these do together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backend.scheduler.scheduler import Scheduler
 
 
 def stream_seed(seed: int, sequence_index: int) -> int:
-    """The seed of one sequence's random stream (uint64): that of the request for the first, derived from it for the others."""
+    """The seed of a sequence's random stream (uint64): the request's for the first, derived from it for the others."""
     if sequence_index == 0:
         return seed
     digest = hashlib.blake2b(struct.pack("<QQ", seed, sequence_index), digest_size=8).digest()
@@ -22,7 +22,7 @@ def stream_seed(seed: int, sequence_index: int) -> int:
 
 
 def make_sequences(make: Callable[[], Sequence], count: int) -> list[Sequence]:
-    """The sequences of a request, in the order of their arrival. `make` makes one of them."""
+    """Make the sequences of a request, in the order of their arrival. `make` makes one."""
     sequences = [make() for _ in range(count)]
     if count > 1:
         group = SequenceGroup()
@@ -35,22 +35,26 @@ def make_sequences(make: Callable[[], Sequence], count: int) -> list[Sequence]:
 
 
 def members(seq: Sequence, sequence_index: int | None = None) -> list[Sequence]:
-    """The live sequences of a request, one of which is `seq`; with an index only that one, if it lives."""
+    """The live sequences of the request of `seq`; with an index only the one with that index, if it is live."""
     live = [seq] if seq.group is None else list(seq.group.members)
     return [member for member in live if sequence_index in (None, member.sequence_index)]
 
 
 def share_prompt(seq: Sequence, kv: KVCacheManager) -> None:
-    """Tell the others of a request about the KV of the prompt, once a member has computed it."""
+    """Once a member has computed the prompt, share its KV and context rows with the other sequences of the request."""
     group = seq.group
     if group is None or group.has_prompt or seq.num_computed_tokens < seq.num_prompt_tokens:
         return
     group.has_prompt = True
-    kv.share(seq, (member for member in group.members if member is not seq))
+    heirs = [member for member in group.members if member is not seq]
+    kv.share(seq, heirs)
+    for heir in heirs:
+        if heir.gathered is not None and seq.gathered is not None:
+            heir.gathered.inherit(seq.gathered)
 
 
 def leave(seq: Sequence) -> Sequence | None:
-    """A sequence has ended. Returns another live one of its request; None when it was the last."""
+    """Remove a sequence that has ended. Returns another live one of its request; None if it was the last."""
     group = seq.group
     if group is None:
         return None
@@ -59,7 +63,7 @@ def leave(seq: Sequence) -> Sequence | None:
 
 
 def has_heirs(seq: Sequence) -> bool:
-    """Whether others of its request wait that know blocks of it."""
+    """True if waiting sequences of its request refer to its blocks."""
     group = seq.group
     return (
         group is not None
@@ -69,7 +73,7 @@ def has_heirs(seq: Sequence) -> bool:
 
 
 def check_integrity(scheduler: Scheduler, live: Mapping[RequestId, Sequence]) -> None:
-    """Raise AssertionError unless exactly what is live is in the batch or in the queue, in the state that belongs there."""
+    """Raise AssertionError unless exactly the live sequences are in the batch or in the queue, with matching states."""
     found: dict[RequestId, list[Sequence]] = {}
     for seq in (*scheduler.waiting, *scheduler.running):
         found.setdefault(seq.request_id, []).append(seq)

@@ -1,7 +1,8 @@
-"""Intake: turns a Request into a Sequence that waits, or refuses it. A refusal has changed nothing.
+"""Intake: turns a Request into a waiting Sequence, or refuses it. A refusal changes nothing.
 
-The checks run in this order: field limits, queue limits, session rules, room in the sequence length, in a step and in the pool.
-Only when all have passed is a session cut or a sequence made.
+`check` comes first and checks the limits of every field; before it nothing may be computed from the values of a request.
+`accept` then checks the queue limits, the rules of sessions, and whether the sequence fits into the model's length, a step and
+the pool. Only after all checks is a session truncated or a sequence made.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class Intake:
         self._next_arrival = itertools.count(1)
         self.sessions_this_poll: set[SessionKey] = set()  # cleared by the engine before each poll of the inbox
 
-    def ready_to_wait(self, request: Request) -> Request:
-        """The request as it may wait for its guide or adapter: nothing is compiled or read for one that is out of its limits.
+    def check(self, request: Request) -> Request:
+        """Check every field against its limits, before anything is computed, compiled or read for the request.
 
-        One with a guide has end ids, for those are allowed where the guide is complete. Raises EverbatchError.
+        Returns the request. A request with a guide and without end ids gets those of the model, which its guide allows at its
+        end. Raises EverbatchError.
         """
-        if request.guide is not None or request.lora is not None:
-            check_request(request, self._limits)
+        check_request(request, self._limits)
         if request.guide is None or request.end_ids:
             return request
         if not self._model.eos_ids:
@@ -77,15 +78,15 @@ class Intake:
         return msgspec.structs.replace(request, end_ids=self._model.eos_ids)
 
     def deadline_ns(self, request: Request, now_ns: int) -> int:
-        """Of a request that comes now."""
+        """The deadline of a checked request that arrives at `now_ns`."""
         return now_ns + int((request.timeout_s or self._caps.default_timeout_s) * 1e9)
 
     def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
-        """Return the sequence, queued; of several the first. Raises EverbatchError subclasses and changes nothing.
+        """Queue the sequences of a request and return the first. Raises EverbatchError and then changes nothing.
 
-        now_ns: when the request came. Its guide must be compiled, its adapter in the cache (engine/antechamber.py).
+        `now_ns`: arrival of the request, which must have passed `check`. Its guide must be compiled, its adapter in the cache
+        (engine/antechamber.py).
         """
-        check_request(request, self._limits)
         request = self._with_content(request)
         beam_width = request.sampling_config.beam_width
         count = beam_width if beam_width > 1 else request.sampling_config.num_return_sequences or 1
@@ -100,16 +101,17 @@ class Intake:
         else:
             seq, max_output, promised = self._accept_turn(request_id, request, now_ns)
             sequences = [seq]
+        deadline_ns = self.deadline_ns(request, now_ns)
         for seq in sequences:
             if seq.gathered is not None:
                 seq.gathered.num_promised_bytes = promised
             seq.max_output_tokens = max_output
-            seq.deadline_ns = self.deadline_ns(request, now_ns)
+            seq.deadline_ns = deadline_ns
             self._scheduler.add(seq)
         return sequences[0]
 
     def _with_content(self, request: Request) -> Request:
-        """The request without an adapter's weights, but with its content. Raises InvalidRequest when it is not held."""
+        """Replace the weights of a request's adapter by their content hash. Raises InvalidRequest if it is not held."""
         if request.lora is None:
             return request
         task_id = request.lora.task_id
@@ -124,7 +126,7 @@ class Intake:
 
     def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int, int]:
         session = request.session
-        assert session is not None  # the caller has looked
+        assert session is not None  # checked by the caller
         key = SessionKey(request.cache_salt, session.id)
         if key in self.sessions_this_poll:
             raise SessionError(SessionStatus.CONFLICT, f"session {session.id} has two requests at the same moment")
@@ -151,14 +153,14 @@ class Intake:
         return known, max_output, promised
 
     def _promise(self, request: Request, num_new: int, max_output: int, count: int = 1) -> int:
-        """Bytes of the tensors that a request asks for, of each of its sequences. Raises when there is no room for them."""
+        """An upper bound of the bytes of tensors for each sequence of a request. Raises if there is no room for them."""
         if not wanted(request):
             return 0
         live = (*self._scheduler.waiting, *self._scheduler.running)
         return promise(request, self._model.output_widths, num_new, max_output, live, self._caps, count)
 
     def _check_queue(self, request: Request, count: int) -> None:
-        """`count`: sequences of the request, each of which takes a place, and the room of its prompt."""
+        """Raise Overloaded if the queue is full. Each of the `count` sequences takes a place, and the tokens of its prompt."""
         waiting = self._scheduler.waiting
         if len(waiting) + count > self._caps.max_queue_size:
             raise Overloaded(
@@ -172,7 +174,7 @@ class Intake:
             )
 
     def _check_room(self, request: Request, num_history: int, num_new: int) -> int:
-        """Return the output length that fits the model and the session. Raises when the prompt, or all of it, cannot fit."""
+        """Return the output length that fits the model and the session. Raises if the sequence can never fit."""
         session = request.session
         limit = self._model.max_seq_len
         if session is not None and session.session_len is not None:
@@ -189,7 +191,7 @@ class Intake:
         return max_output
 
     def _check_step(self, request: Request, num_new: int) -> None:
-        """Refuse a prompt that no step can hold, where prompts are not cut."""
+        """Without chunked prompts, refuse one that is longer than a step."""
         limit = self._scheduler.max_prompt_tokens
         if limit is not None and num_new > limit:
             message = (
@@ -205,11 +207,11 @@ class Intake:
 
 
 def never_fits(kv: KVCacheManager, needed: int, num_prompt: int, max_output: int, beam_width: int) -> InvalidRequest:
-    """The answer to a sequence, or to beams, that the pool cannot hold at their longest."""
+    """The error for a sequence, or for beams, that the pool cannot hold at full length."""
     beams = f" of {beam_width} beams" if beam_width > 1 else ""
     window, chunk = kv.geometry.window, kv.geometry.max_chunk_tokens
     remedy = "lower max_tokens or raise kv_cache.max_tokens"
-    if window is not None and chunk > window:  # what is computed in one step is held beside the window
+    if window is not None and chunk > window:  # the tokens of one step are held in addition to the window
         remedy += f", or lower scheduler.max_chunk_tokens ({chunk}) towards the attention window ({window})"
     return InvalidRequest(
         f"{num_prompt} prompt tokens and {max_output} output tokens{beams} need {needed} KV blocks, the pool has "
@@ -218,11 +220,11 @@ def never_fits(kv: KVCacheManager, needed: int, num_prompt: int, max_output: int
 
 
 def _kept_history(known: Sequence | None, request: Request) -> tuple[int, list[int]]:
-    """How many tokens of a session stay, and which tokens this turn adds to them."""
+    """(Tokens of the session's log that stay, token ids that this turn adds)."""
     if known is None:
         return 0, request.input_token_ids
     session, prompt = request.session, request.input_token_ids
-    assert session is not None  # `known` is one's sequence
+    assert session is not None  # `known` is the sequence of a session
     if session.full_history:
         pairs = zip(known.token_ids, prompt, strict=False)
         keep = next((i for i, (old, new) in enumerate(pairs) if old != new), min(known.num_tokens, len(prompt)))

@@ -1,4 +1,4 @@
-"""Outbox: responses that are ready, in order, and those of a static batch that wait for its end."""
+"""Outbox: responses that are ready, in order, and responses of a static batch held until the batch ends."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Outbox:
         self._held: list[Response] = []
 
     def holds(self, request_id: RequestId) -> bool:
-        """Whether a response of this id is held back."""
+        """True if a response of this request is held."""
         return any(response.request_id == request_id for response in self._held)
 
     def put(self, response: Response, held: bool = False) -> None:
-        """`held`: keep it until `let_go`."""
+        """Add a response. `held`: hold it until `let_go`."""
         (self._held if held else self._ready).append(response)
 
     def let_go(self) -> None:
-        """The batch of the responses that are held has ended."""
+        """Release the held responses: their batch has ended."""
         if self._held:
             self._ready += self._held
             self._held = []
 
     def take(self) -> list[Response]:
-        """Hand over what is ready."""
+        """Return the responses that are ready."""
         ready, self._ready = self._ready, []
         return ready

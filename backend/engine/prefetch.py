@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from backend.api.adapter_files import check_adapter_files
 from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError, EverbatchError
-from backend.api.lora import UINT64, LoraConfig, check_adapter_files
+from backend.api.lora import UINT64, LoraConfig
 from backend.core.step import ModelInfo, WorkerGroup
 from backend.scheduler.adapters import AdapterCache
 
@@ -20,12 +21,17 @@ log = logging.getLogger("everbatch.engine")
 
 def make_adapters(config: EngineConfig, model: ModelInfo, workers: WorkerGroup, free_bytes: int) -> AdapterCache:
     """The cache, with the adapters of `lora.prefetch_dir`. Raises ConfigError when one cannot be read, or not all are held, and
-    for named adapters (`lora.adapters`) that cannot be served, as far as their small files tell.
+    for a named adapter (`lora.adapters`) that cannot be served: each is read once, to be told now and not at every request.
     """
     adapters = AdapterCache(config.lora, model, free_bytes)
+    if config.lora.allowed_dir and not Path(config.lora.allowed_dir).is_dir():
+        raise ConfigError(
+            f"lora.allowed_dir is {config.lora.allowed_dir}: Directory does not exist; make it, or give another"
+        )
     for name, directory in config.lora.directories.items():
         try:
-            check_adapter_files(Path(directory))
+            check_adapter_files(Path(directory), config.lora.max_rank)
+            adapters.check_fits(workers.prepare_adapter(LoraConfig(0, path=directory, name=name)))
         except EverbatchError as error:
             raise ConfigError(f"lora.adapters: {name}={directory}: {error.message}") from None
     if config.lora.prefetch_dir and not model.lora_module_bytes:

@@ -1,4 +1,4 @@
-"""Responses are made from a sequence only after its state is consistent, the final one after its blocks are released."""
+"""Makes responses of sequences: only after their state is consistent, final ones after their blocks are released."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from backend.engine.beams import Hypothesis
 
 
 class Interval:
-    """When streams are told their new tokens: all together, and then not for `interval_ns`, so that tokens share responses.
+    """When new tokens of streams are published: for all streams together, every `interval_ns`, so that tokens share responses.
 
-    All at once because each time the stub, the server and the clients wake up, on the cores that the model computes on. The
-    first token of a turn leaves at once, and so does what is held back of a stream that ends or is paused. Beams are told with
-    every step.
+    Together, because each publication wakes the stub, the server and the clients on the cores that compute the model.
+    The first token of a turn is published at once, and so are the tokens of a stream that ends or is paused. Beams are published
+    after every step.
     """
 
     def __init__(self, interval_ns: int) -> None:
-        self._interval_ns = interval_ns  # 0: with every step
+        self._interval_ns = interval_ns  # 0: after every step
         self._next_ns = 0
 
     def is_over(self, now_ns: int) -> bool:
-        """Whether streams are to be told now; if so, the next interval begins."""
+        """True if streams publish now; then the next interval begins."""
         if now_ns < self._next_ns:
             return False
         self._next_ns = now_ns + self._interval_ns
@@ -32,19 +32,19 @@ class Interval:
 
 
 def holds_back(seq: Sequence) -> bool:
-    """Whether a stream has tokens that its client has not been told."""
+    """True if a stream has tokens that were not published."""
     return seq.request.streaming and seq.beam_width == 1 and seq.num_published_tokens < len(seq.token_ids)
 
 
 def is_told_at_once(seq: Sequence) -> bool:
-    """Whether a stream has its first token of a turn."""
+    """True if a stream has the first token of its turn."""
     return seq.num_published_tokens == seq.num_prompt_tokens
 
 
 def result_response(seq: Sequence, iteration: int) -> Response:
-    """The next Response of a sequence. Streaming: tokens since the last one; otherwise everything. Marks them published.
+    """Make the next Response of a sequence: a stream's tokens since the last one, otherwise all. Marks them as published.
 
-    It is the request's final one when the sequence has ended, and no other of its request is live.
+    It is the final response of the request if the sequence has ended and no other one of the request is live.
     """
     request, output = seq.request, seq.request.output_config
     first = seq.num_published_tokens
@@ -54,7 +54,7 @@ def result_response(seq: Sequence, iteration: int) -> Response:
     if not (request.streaming or output.exclude_input_from_output):
         tokens = request.input_token_ids + tokens
     history = None
-    if output.return_history and seq.num_published_tokens == seq.num_prompt_tokens:  # nothing of this turn has left yet
+    if output.return_history and seq.num_published_tokens == seq.num_prompt_tokens:  # the first response of this turn
         history = seq.token_ids[: seq.num_history_tokens]
     seq.num_published_tokens = len(seq.token_ids)
     is_over = seq.finish_reason is not FinishReason.NOT_FINISHED
@@ -88,20 +88,20 @@ def result_response(seq: Sequence, iteration: int) -> Response:
 
 
 def beams_response(seq: Sequence, hypotheses: list[Hypothesis], iteration: int, is_final: bool) -> Response:
-    """What there is of the beams of a request, the best first, one of whose rows is `seq`. Never only what is new of them: a
-    beam may become the continuation of another one.
+    """All tokens of the beams of a request, best first; `seq` is one of its rows. Never only the new tokens, for a beam may fork
+    from another one.
     """
     request, output = seq.request, seq.request.output_config
-    told = hypotheses or [Hypothesis([], 0.0, [], 0.0, seq.finish_reason)]
+    shown = hypotheses or [Hypothesis([], 0.0, [], 0.0, seq.finish_reason)]
     prompt = [] if request.streaming or output.exclude_input_from_output else request.input_token_ids
-    account = msgspec.structs.replace(perf_metrics(seq), num_output_tokens=sum(len(beam.token_ids) for beam in told))
+    account = msgspec.structs.replace(perf_metrics(seq), num_output_tokens=sum(len(beam.token_ids) for beam in shown))
     result = Result(
-        output_token_ids=[prompt + beam.token_ids for beam in told],
+        output_token_ids=[prompt + beam.token_ids for beam in shown],
         is_final=is_final,
         is_sequence_final=is_final,
-        finish_reasons=tuple(beam.reason for beam in told),
-        cum_log_probs=[beam.cum_log_prob for beam in told],
-        log_probs=[beam.log_probs for beam in told] if output.return_log_probs else None,
+        finish_reasons=tuple(beam.reason for beam in shown),
+        cum_log_probs=[beam.cum_log_prob for beam in shown],
+        log_probs=[beam.log_probs for beam in shown] if output.return_log_probs else None,
         decoding_iter=iteration,
         num_prompt_tokens=seq.num_prompt_tokens,
         perf_metrics=account if output.return_perf_metrics else None,
@@ -112,19 +112,19 @@ def beams_response(seq: Sequence, hypotheses: list[Hypothesis], iteration: int, 
 def error_response(
     request_id: RequestId, client_id: int | None, error: EverbatchError, account: PerfMetrics | None = None
 ) -> Response:
-    """`account`: of a request that had been accepted."""
+    """`account`: the metrics of a request that had been accepted."""
     return Response(request_id, client_id, error_or_none=error.message, error_code=error.code, account=account)
 
 
 def empty_response(request_id: RequestId) -> Response:
-    """Final and without tokens: the answer to a stop."""
+    """A final response without tokens: the answer to StopSession."""
     return Response(
         request_id, None, Result([[]], is_final=True, is_sequence_final=True, finish_reasons=(FinishReason.CANCELLED,))
     )
 
 
 def unqueued_response(request_id: RequestId, request: Request, reason: FinishReason) -> Response:
-    """The final response to a request that ended before it was queued: its prompt where the client wants it, and no more."""
+    """The final response of a request that ended before it was queued: it holds at most the prompt."""
     prompt = [] if request.streaming or request.output_config.exclude_input_from_output else request.input_token_ids
     result = Result(
         [list(prompt)],
@@ -143,6 +143,6 @@ def _top_log_probs(seq: Sequence, start: int) -> list[list[TopLogProb]] | None:
 
 
 def perf_metrics(seq: Sequence) -> PerfMetrics:
-    """The engine's books of a request."""
+    """The engine's metrics of a request."""
     names = PerfMetrics.__struct_fields__
     return PerfMetrics(**{name: getattr(seq, name) for name in names})

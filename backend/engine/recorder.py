@@ -1,4 +1,4 @@
-"""Recorder: keeps what each step did, for clients that want to read it step by step. It is told, and decides nothing."""
+"""Recorder: keeps statistics of single steps for clients that read them step by step. It has no influence on the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from backend.engine.flight import Flight
 
 
 class Recorder:
-    """Holds records until they are taken, which the loop does after every step; the oldest go first when nobody takes them."""
+    """Keeps records until the loop takes them, after every step. Beyond the bounds the oldest are dropped."""
 
     def __init__(self, config: RecordsConfig) -> None:
         self._iterations: deque[IterationStats] = deque(maxlen=config.max_iterations)
@@ -35,7 +35,7 @@ class Recorder:
         self.wants_steps = config.max_iterations > 0 or self._wants_requests or config.max_debug_iterations > 0
 
     def note_end(self, seq: Sequence) -> None:
-        """A request has ended. Call it before its books are reset."""
+        """Note that a request has ended. Call it before its counters are reset."""
         if self._wants_requests:
             self._ended.append(_request_stats(seq, RequestStage.COMPLETE))
 
@@ -46,7 +46,7 @@ class Recorder:
         live: Iterable[Sequence],
         debug_tensors: Mapping[str, TensorData] = MappingProxyType({}),
     ) -> None:
-        """A step has landed. `latest`: its statistics; `live`: the requests that go on."""
+        """Record a landed step. `latest`: its statistics; `live`: the requests that go on."""
         if debug_tensors:
             self._debug_tensors.append(DebugTensors(latest.iter, dict(debug_tensors)))
         if self._iterations.maxlen:
@@ -64,7 +64,7 @@ class Recorder:
             self._ended = []
 
     def take(self, kv_events: list[KvEvent]) -> Records | None:
-        """Return what there is since the last call, `kv_events` with it; None when there is nothing."""
+        """Return the records since the last call, together with `kv_events`; None if there are none."""
         if not (self._iterations or self._requests or kv_events or self._debug_tensors):
             return None
         records = Records(list(self._iterations), list(self._requests), kv_events, list(self._debug_tensors))

@@ -1,4 +1,4 @@
-"""A step of rows that has landed: counters, KV and tokens of its sequences are booked. (Steps of beams: beam_step.py.)"""
+"""Applies a landed step to its sequences: counters, KV and tokens. (Steps of beams: beam_step.py.)"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backend.kvcache.manager import KVCacheManager
 def book(
     flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters, now_ns: int
 ) -> list[tuple[Sequence, FinishReason]]:
-    """Book what a step did. Returns the sequences with news, in row order, and whether they end."""
+    """Apply a step. Returns (sequence, finish reason) for those with new tokens, in row order."""
     plan, dropped = flight.plan, flight.dropped
     news: list[tuple[Sequence, FinishReason]] = []
     samples, num_generated_before = iter(output.sampled), counters.generated_tokens_total
@@ -36,7 +36,7 @@ def book(
     flight.num_decoded_tokens = counters.generated_tokens_total - num_generated_before
     rows = flight.step.rows[len(plan.generation) :]
     for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
-        first = next(samples) if row.samples else None  # token of its output
+        first = next(samples) if row.samples else None  # the first token of the output
         if seq.seq_id in dropped:
             continue
         context, recomputed = update.advance(seq, num_tokens)
@@ -46,6 +46,8 @@ def book(
         if seq.group is not None:
             groups.share_prompt(seq, kv)
         if first is not None:
+            if not seq.first_token_ns:
+                seq.first_iteration = flight.step.step_id
             update.append_token(seq, first, now_ns)
             counters.generated_tokens_total += 1
         asked_for_no_output = first is None and not seq.num_uncomputed_tokens + seq.num_inflight_tokens

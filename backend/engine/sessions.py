@@ -1,8 +1,8 @@
 """SessionTable: sequences that outlive their requests, by their keys. Bounded in number, age and memory.
 
-A session between turns is its token ids; what KV of it is still cached is the KVCacheManager's business. The rules are those of
-LMDeploy TurboMind's sequence manager (docs/features.md, 004): START creates or replaces, `step` rewinds, END erases. A session
-belongs to the namespace of the client that began it: the same number in another namespace is another session.
+Between turns a session consists of its token ids; the KVCacheManager knows which of its KV is still cached. The rules are
+those of LMDeploy TurboMind's sequence manager (docs/features.md, 004): START creates or replaces, `step` rewinds, END erases.
+A session belongs to the namespace of its client: the same number in another namespace is another session.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ from backend.api.request import Request
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.kvcache.manager import KVCacheManager
 
-BYTES_PER_TOKEN = 8  # 4 of the token id, as many of the block table's share
-BYTES_PER_SESSION = 2048  # everything else
+# Memory that an idle session takes besides the KV pool, as tests/model/test_session_memory.py measures it.
+BYTES_PER_TOKEN = 4  # the token id
+BYTES_PER_BLOCK = 112  # an entry of the block table, also of a block whose KV was evicted
+BYTES_PER_SESSION = 3072  # everything else, with what the allocator adds
+
+
+def idle_bytes(num_tokens: int, block_size: int) -> int:
+    """An estimate of the memory of an idle session with so many tokens."""
+    return BYTES_PER_SESSION + BYTES_PER_TOKEN * num_tokens + BYTES_PER_BLOCK * -(-num_tokens // block_size)
 
 
 class SessionTable:
-    def __init__(self, config: SessionsConfig, erase: Callable[[Sequence], None]) -> None:
-        """`erase` is called with each idle session that leaves the table, to release its blocks."""
+    def __init__(self, config: SessionsConfig, block_size: int, erase: Callable[[Sequence], None]) -> None:
+        """`block_size`: tokens of a KV block. `erase` is called with each idle session that leaves, to release its blocks."""
         self._config = config
+        self._block_size = block_size
         self._erase = erase
         self._sessions: OrderedDict[SessionKey, Sequence] = OrderedDict()  # least recently used first
         self._last_used_ns: dict[SessionKey, int] = {}
-        self._bytes: dict[SessionKey, int] = {}  # of those between turns
+        self._bytes: dict[SessionKey, int] = {}  # memory of each idle session
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -42,13 +50,13 @@ class SessionTable:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the sessions between turns are taken to use."""
+        """An estimate of the memory of all idle sessions."""
         return self._num_bytes
 
     def check_turn(self, request: Request) -> Sequence | None:
-        """Return the session that a turn continues, None for one that starts afresh. Raises SessionError, changes nothing."""
+        """Return the session that a turn continues; None if it starts a new one. Raises SessionError. Changes nothing."""
         session = request.session
-        assert session is not None  # only the turns of sessions are checked
+        assert session is not None  # called for turns of sessions only
         known = self._sessions.get(SessionKey(request.cache_salt, session.id))
         if known is not None and known.status is not Status.IDLE:
             raise SessionError(
@@ -59,7 +67,7 @@ class SessionTable:
         return None if session.start else known
 
     def check_stop(self, key: SessionKey, end: bool) -> Sequence:
-        """Return the session that is to be stopped. Raises SessionError when there is nothing to stop or to erase (`end`)."""
+        """Return the session to stop. Raises SessionError if there is no running turn, or with `end` no session."""
         seq = self._sessions.get(key)
         if seq is None:
             raise SessionError(SessionStatus.INVALID, f"session {key.id} is not known; there is nothing to stop")
@@ -68,13 +76,13 @@ class SessionTable:
         return seq
 
     def put(self, key: SessionKey, seq: Sequence, now_ns: int) -> None:
-        """Enter a new session; one of the same key that is idle is erased (START resets)."""
+        """Add a new session. An idle one with the same key is erased (START replaces it)."""
         self.erase(key)
         self._sessions[key] = seq
         self.touch(key, now_ns)
 
     def touch(self, key: SessionKey, now_ns: int) -> None:
-        """Mark as most recently used; erase the least recently used idle ones beyond `max_sessions` and `max_bytes`."""
+        """Mark a session as most recently used, and erase the least recently used idle ones beyond the bounds."""
         self._sessions.move_to_end(key)
         self._last_used_ns[key] = now_ns
         self._weigh(key)
@@ -82,7 +90,7 @@ class SessionTable:
             self.erase(oldest)
 
     def erase(self, key: SessionKey) -> None:
-        """Forget a session that is idle. Unknown keys are ignored."""
+        """Remove an idle session. Unknown keys are ignored."""
         seq = self._sessions.pop(key, None)
         self._last_used_ns.pop(key, None)
         self._num_bytes -= self._bytes.pop(key, 0)
@@ -98,10 +106,10 @@ class SessionTable:
         keep_output_tokens: int | None = None,
         undo: bool = False,
     ) -> None:
-        """The turn of a sequence is over: cut its log and KV where asked, note its use. Who has ended leaves the table.
+        """End the turn of a session: truncate its log and KV if asked, and note its use; a session that was ENDed is removed.
 
-        A turn that failed, or ended before its first admission, is undone: the client may send it again. Does nothing for a
-        sequence of no session.
+        A turn that failed, or ended before its first admission, is undone, so that the client may send it again. Does nothing
+        for a sequence without a session.
         """
         if seq.session_key is None:
             return
@@ -119,7 +127,7 @@ class SessionTable:
         self.touch(seq.session_key, now_ns)
 
     def expire(self, now_ns: int) -> None:
-        """Erase idle sessions that nobody has used for `idle_ttl_s`."""
+        """Erase sessions that have been idle for `idle_ttl_s`."""
         if not self._sessions:
             return
         limit_ns = now_ns - int(self._config.idle_ttl_s * 1e9)
@@ -128,9 +136,9 @@ class SessionTable:
             self.erase(key)
 
     def _weigh(self, key: SessionKey) -> None:
-        """Book the memory of a session: none while it runs a turn, which the limits of requests bound."""
+        """Count the memory of a session while it is idle. During a turn the limits of requests bound it."""
         seq = self._sessions[key]
-        num_bytes = BYTES_PER_SESSION + BYTES_PER_TOKEN * seq.num_tokens if seq.status is Status.IDLE else 0
+        num_bytes = idle_bytes(seq.num_tokens, self._block_size) if seq.status is Status.IDLE else 0
         self._num_bytes += num_bytes - self._bytes.get(key, 0)
         self._bytes[key] = num_bytes
 
@@ -143,6 +151,6 @@ class SessionTable:
 
 
 def stays(seq: Sequence) -> bool:
-    """Whether a sequence outlives its request, as one of a session that goes on."""
+    """True if a sequence outlives its request, because its session goes on."""
     session = seq.request.session
     return session is not None and not (session.end or seq.erase_when_finished)

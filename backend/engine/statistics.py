@@ -1,4 +1,4 @@
-"""Statistics: what the engine has done, and what its latest step did. It is told, and asked; it decides nothing."""
+"""Statistics: totals of the engine and figures of its latest step. They have no influence on the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backend.scheduler.queue import WaitingQueue
 
 
 class Gauges(msgspec.Struct, frozen=True):
-    """The present state of the engine, under the names of IterationStats."""
+    """Figures of the present state, with the names of IterationStats."""
 
     num_active_requests: int
     num_queued_requests: int
@@ -40,35 +40,36 @@ def gauges(num_live: int, waiting: WaitingQueue, num_sessions: int, kv: KVCacheM
 class Statistics:
     def __init__(self, clock: Clock) -> None:
         self.counters = EngineCounters()
-        self.iteration = 0  # steps that have landed; the number of the one that is landing
+        self.iteration = 0  # the number of steps that have landed
         self._clock = clock
         self._started_ns = clock.monotonic_ns()
         self._latest: StepRecord | None = None
-        self._num_completed = 0  # requests that have ended since the latest step was recorded
+        self._num_completed = 0  # requests that have ended since the latest recorded step
         self._memory = MemoryUse()
-        self._memory_at = -1  # the value of `iteration` when it was asked for
+        self._memory_at = -1  # the value of `iteration` at which it was measured
 
     def count_end(self, reason: str) -> None:
-        """A request has ended, for whatever reason."""
+        """Count the end of a request."""
         self._num_completed += 1
         totals = self.counters.requests_finished_total
         totals[reason] = totals.get(reason, 0) + 1
 
     def count_unqueued(self, reason: str) -> None:
-        """A request has ended before it was queued: it counts as one that was accepted."""
+        """Count a request that ended before it was queued. It counts as accepted too."""
         self.counters.requests_accepted_total += 1
         self.count_end(reason)
 
     def record(self, flight: Flight) -> float:
-        """Close the books of a step, and return its seconds.
+        """Record a landed step, and return its duration in seconds.
 
-        Its time begins where that of the step before it ended, if it was launched earlier."""
+        The duration counts from the end of the step before, if this one was submitted earlier."""
         plan, counters = flight.plan, self.counters
         before_ns = self._latest.ended_ns if self._latest is not None else 0
         counters.steps_total += 1
         counters.pauses_total += len(plan.paused)
         counters.cached_tokens_total += plan.num_cached_tokens
         counters.sequences_evicted_total += plan.num_evicted
+        counters.recomputed_tokens_total += plan.num_lost_tokens
         self._latest = StepRecord(
             flight.step.step_id,
             max(flight.started_ns, before_ns),
@@ -85,9 +86,9 @@ class Statistics:
         return (self._latest.ended_ns - self._latest.started_ns) / 1e9
 
     def snapshot(self, gauges: Gauges, has_work: bool, memory_use: Callable[[], MemoryUse]) -> EngineStats:
-        """Everything. What the latest step did is told only while there is work.
+        """All statistics. Figures of the latest step are included only while there is work.
 
-        Memory is asked for only after a new step, so that two snapshots of an idle engine are equal.
+        Memory is measured only after a new step, so that two snapshots of an idle engine are equal.
         """
         if self._memory_at != self.iteration:
             self._memory, self._memory_at = memory_use(), self.iteration
@@ -102,7 +103,7 @@ class Statistics:
         return EngineStats(latest, counters, uptime_s, self._started_ns)
 
     def latest_iteration(self, gauges: Gauges) -> IterationStats:
-        """What the latest step did, with gauges of the present state."""
+        """Statistics of the latest step, with gauges of the present state."""
         latest = IterationStats() if self._latest is None else self._latest.statistics(self._clock)
         return _with_gauges(latest, gauges)
 

@@ -1,4 +1,4 @@
-"""What a step's samples do to a sequence: counters, tokens, log-probs, and whether it ends."""
+"""Applies the results of a step to a sequence: counters, tokens, log-probabilities, finish reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from backend.core.step import SampledToken
 
 
 def advance(seq: Sequence, num_tokens: int) -> tuple[int, int]:
-    """Book `num_tokens` executed tokens. Returns (context tokens, recomputed tokens) among them."""
+    """Count `num_tokens` tokens that have run. Returns (context tokens, recomputed tokens) among them."""
     before = seq.num_computed_tokens
     seq.num_inflight_tokens -= num_tokens
     seq.num_computed_tokens = before + num_tokens
@@ -23,14 +23,14 @@ def advance(seq: Sequence, num_tokens: int) -> tuple[int, int]:
 
 
 def advance_by_newest(seq: Sequence) -> None:
-    """`advance` of a generation row: its one token was sampled by the step before, so it was never computed earlier."""
+    """`advance` for a generation row: its token was sampled by the step before, so it is never a recomputed one."""
     seq.num_inflight_tokens -= 1
     seq.num_computed_tokens += 1
     seq.max_computed_tokens = seq.num_computed_tokens
 
 
 def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
-    """Append a sampled token and what was asked for about it."""
+    """Append a sampled token and the log-probabilities that the request asked for."""
     seq.token_ids.append(sample.token_id)
     seq.num_inflight_samples -= 1
     if sample.log_prob is not None:
@@ -46,8 +46,8 @@ def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
 def append_run(
     seq: Sequence, samples: list[SampledToken], is_given: bool, counters: EngineCounters, now_ns: int
 ) -> FinishReason:
-    """Book a row with drafts. `samples`: what plain steps would have sampled one by one; what lies behind the sequence's end is
-    dropped. `is_given`: the drafts are the request's own. Returns how the sequence ends, like `finish_reason`.
+    """Apply a row with drafts. `samples`: the accepted tokens and the one behind them, as plain steps would have sampled them;
+    tokens behind the end of the sequence are dropped. `is_given`: the request brought the drafts. Returns the finish reason.
     """
     num_right, num_output = len(samples) - 1, seq.num_output_tokens
     counters.draft_tokens_total += seq.num_inflight_drafts
@@ -62,15 +62,15 @@ def append_run(
         reason = finish_reason(seq)
         if reason is not FinishReason.NOT_FINISHED:
             break
-    seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0  # the rest was guessed wrong
+    seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0  # the other drafts were rejected
     num_extra = seq.num_output_tokens - num_output - 1
     seq.num_extra_tokens += num_extra
-    counters.generated_tokens_total += num_extra  # one more is counted by the caller, as of any row
+    counters.generated_tokens_total += num_extra  # the caller counts one token for every row
     return reason
 
 
 def finish_reason(seq: Sequence) -> FinishReason:
-    """Judge a sequence after its newest token; NOT_FINISHED when it goes on. End ids go before stop words before length."""
+    """The finish reason after the newest token; NOT_FINISHED if it goes on. End ids precede stop words, stop words length."""
     request = seq.request
     num_output = len(seq.token_ids) - seq.num_prompt_tokens
     if num_output and num_output >= (request.sampling_config.min_tokens or 0):
@@ -78,9 +78,15 @@ def finish_reason(seq: Sequence) -> FinishReason:
             return FinishReason.END_ID
         if request.stop_words and any(_ends_with(seq, word) for word in request.stop_words):
             return FinishReason.STOP_WORDS
-    if num_output >= seq.max_output_tokens:
+    if num_output >= seq.max_output_tokens or (request.ends_after_drafts and _is_after_drafts(seq)):
         return FinishReason.LENGTH
     return FinishReason.NOT_FINISHED
+
+
+def _is_after_drafts(seq: Sequence) -> bool:
+    """True if the newest output token differs from the request's draft at its place, or has none there."""
+    drafts, num_output = seq.request.draft_tokens, seq.num_output_tokens
+    return num_output > len(drafts) or (num_output > 0 and seq.token_ids[-1] != drafts[num_output - 1])
 
 
 def _ends_with(seq: Sequence, word: list[int]) -> bool:
@@ -88,6 +94,6 @@ def _ends_with(seq: Sequence, word: list[int]) -> bool:
 
 
 def ends_with_its_batch(seq: Sequence, reason: FinishReason, keep_output_tokens: int | None) -> bool:
-    """Whether the answer in a static batch waits until nobody runs. That of a turn never does, for its session may go on."""
+    """True if the final response waits for the end of its static batch. That of a session's turn never waits."""
     ended_by_itself = reason in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
     return ended_by_itself and keep_output_tokens is None and seq.session_key is None

@@ -59,8 +59,13 @@ class RestartPolicy:
 
 
 class EngineProcess:
-    def __init__(self, config: EngineConfig, socket_path: str) -> None:
-        """Write the configuration to a file beside the socket. Nothing is started yet."""
+    def __init__(self, config: EngineConfig, socket_path: str, owns_directory: bool = False) -> None:
+        """Write the configuration to a file beside the socket. Nothing is started yet.
+
+        `owns_directory`: the socket's directory was made for this engine, which removes it when this process is killed.
+        """
+        self._owner_pid = os.getpid()
+        self._owns_directory = owns_directory
         self._config_path = Path(socket_path).with_name("engine-config.json")
         self._socket_path = socket_path
         self._config_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +124,12 @@ class EngineProcess:
             raise ConfigError(self._first_result)
 
     def stop(self) -> None:
-        """End the process with SIGTERM, and with SIGKILL after STOP_GRACE_S. It is not started again."""
+        """End the process with SIGTERM, and with SIGKILL after STOP_GRACE_S. It is not started again.
+
+        Does nothing in a process that was forked from the one that started the engine: the engine is not its own.
+        """
+        if os.getpid() != self._owner_pid:
+            return
         with self._lock:
             self._stopping.set()
             process = self._process
@@ -148,6 +158,8 @@ class EngineProcess:
         """Start a process, unless `stop` has been called. Raises OSError when it cannot be started."""
         python = os.environ.get("EVERBATCH_PYTHON") or sys.executable
         arguments = ["--config", str(self._config_path), "--socket", self._socket_path]
+        if self._owns_directory:
+            arguments.append("--owns-directory")
         # The modules of this package come first, and those of the user are found behind them, for logits post-processors.
         search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": search_path, "PYTHONUNBUFFERED": "1"}
@@ -211,6 +223,9 @@ class EngineProcess:
             self.num_signs += 1
             if "phase" in status:
                 log.info("engine: %s", status["phase"])
+                continue
+            if "remark" in status:
+                log.warning("remark: %s", status["remark"])
                 continue
             if "ready" in status:
                 self._ready_at_s = time.monotonic()

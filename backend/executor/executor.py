@@ -10,15 +10,15 @@ in flight wait.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from backend.api.config import EngineConfig
 from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
@@ -27,11 +27,13 @@ from backend.api.response import Response
 from backend.api.stats import DebugTensors, EngineStats, IterationRequests, IterationStats, KvEvent
 from backend.core.messages import (
     CLIENT_SHIFT,
+    Adapters,
     Cancel,
     Command,
     Heartbeat,
     Hello,
     Message,
+    NameAdapter,
     Recorded,
     Responses,
     StopSession,
@@ -39,10 +41,12 @@ from backend.core.messages import (
 )
 from backend.core.step import WorkerGroup
 from backend.engine.core import EngineCore
+from backend.executor.load import with_model_path, workers_of, workers_of_buffers
+from backend.executor.losses import why_lost
 from backend.executor.mailbox import Mailboxes
 from backend.executor.record_shelf import RecordShelf
-from backend.executor.transport import InProcessTransport, Transport
-from backend.executor.watch import STALE_S, Watch
+from backend.executor.transport import ENDED, InProcessTransport, Transport
+from backend.executor.watch import Watch
 from backend.wire.client import SocketTransport, wait_until
 
 if TYPE_CHECKING:
@@ -50,8 +54,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("everbatch.executor")
 OnResponse = Callable[[Response], None]
-LOST = "the engine process ended while the request ran; send it again in a few seconds"
-MAX_DEATH_WAIT_S = 1.0  # By then the supervisor has noticed a death, and decided whether the engine is started again.
 
 
 class Executor:
@@ -59,8 +61,10 @@ class Executor:
         """Use one of the class methods below instead. `process` is the engine process that this Executor owns, if any."""
         self._transport = transport
         self._process = process
+        self._pid = os.getpid()
         self._hello: Hello | None = None
         self._stats: EngineStats | None = None
+        self.adapters: Mapping[str, str] = {}  # that requests may name, with their directories
         self._live: dict[RequestId, OnResponse] = {}
         self._mailboxes = Mailboxes()
         self._records = RecordShelf()
@@ -93,23 +97,8 @@ class Executor:
         `logits_post_processors`: by the names that requests give, see worker/post_processors.py. Raises ConfigError, which
         says `File does not exist` when there is no such directory.
         """
-        from backend.worker.debug_tensors import DebugFetch
-        from backend.worker.group import InProcessWorkerGroup
-        from backend.worker.post_processors import PostProcessors
-
-        config = config or EngineConfig()
-        processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
-        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model_path)))
-        workers = InProcessWorkerGroup(
-            config.model,
-            config.scheduler,
-            config.kv_cache,
-            processors=processors,
-            debug=DebugFetch.of(config),
-            guided=config.guided,
-            lora=config.lora,
-            speculation=config.speculation,
-        )
+        config = with_model_path(config or EngineConfig(), str(model_path))
+        workers = workers_of(config, logits_post_processors, batched_logits_post_processor)
         return cls.in_process(config, workers, str(workers.model_path))
 
     @classmethod
@@ -122,32 +111,20 @@ class Executor:
         batched_logits_post_processor: Callable[..., Any] | None = None,
     ) -> Executor:
         """Like `from_directory`, with tensors in memory, by their names in a checkpoint, and the text of config.json."""
-        from backend.worker.debug_tensors import DebugFetch
-        from backend.worker.group import InProcessWorkerGroup
-        from backend.worker.post_processors import PostProcessors
-
-        processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
         config = config or EngineConfig()
-        workers = InProcessWorkerGroup.from_buffers(
-            tensors,
-            json_config,
-            config.model,
-            config.scheduler,
-            config.kv_cache,
-            processors,
-            DebugFetch.of(config),
-            config.guided,
-            config.lora,
-            config.speculation,
-        )
-        return cls.in_process(config, workers)
+        own = (logits_post_processors, batched_logits_post_processor)
+        return cls.in_process(config, workers_of_buffers(tensors, json_config, config, *own))
 
     @classmethod
-    def launch(cls, config: EngineConfig, socket_path: str) -> Executor:
-        """Start an engine process, supervise it, and block until it is ready. Raises ConfigError or EngineUnavailable."""
+    def launch(cls, config: EngineConfig, socket_path: str, owns_directory: bool = False) -> Executor:
+        """Start an engine process, supervise it, and block until it is ready. Raises ConfigError or EngineUnavailable.
+
+        `owns_directory`: the socket's directory was made for this engine. The caller removes it; if the caller is killed, the
+        engine process does.
+        """
         from backend.executor.engine_supervisor import EngineProcess
 
-        process = EngineProcess(config, socket_path)
+        process = EngineProcess(config, socket_path, owns_directory)
         process.start(config.triton.attach_timeout_s)
         executor = cls(SocketTransport(socket_path), process)
         if not wait_until(executor.is_ready, timeout_s=10):
@@ -162,8 +139,7 @@ class Executor:
         Waits up to `wait_s` seconds for it. After that it still tries to reach the engine, in the background.
         """
         executor = cls(SocketTransport(socket_path))
-        if wait_s:
-            wait_until(executor.is_ready, wait_s)
+        wait_until(executor.is_ready, wait_s)
         return executor
 
     @property
@@ -172,12 +148,22 @@ class Executor:
         return self._hello
 
     def is_ready(self) -> bool:
-        """Whether a request sent now would reach an engine that works."""
+        """True if a request that is sent now would reach a working engine."""
         return not self._shut_down and self._connected and (self._watch is None or self._watch.is_fresh)
+
+    def why_not_ready(self) -> str:
+        """One clause for a person; empty while it is ready."""
+        if self.is_ready():
+            return ""
+        if self._shut_down:
+            return "the executor has been shut down"
+        if self._connected and self._watch is not None:
+            return self._watch.describe()
+        return "the engine is not running, or is still starting"
 
     @property
     def has_given_up(self) -> bool:
-        """Whether this Executor owns an engine that died too often and is not started again. False if it owns none."""
+        """True if this Executor owns an engine that died too often and is not started again."""
         return self._process is not None and self._process.has_given_up
 
     def enqueue_request(self, request: Request) -> RequestId:
@@ -243,15 +229,26 @@ class Executor:
         self._send_or_forget(StopSession(request_id, session_id, end, namespace))
         return request_id
 
+    def name_adapter(self, name: str, directory: str | None, on_response: OnResponse) -> RequestId:
+        """Let requests name the LoRA adapter in a directory below `lora.allowed_dir`; without one, let them not any more.
+
+        The answer is one final response: an error, or an empty result once the adapter has been read.
+        """
+        request_id = self._register(on_response)
+        self._send_or_forget(NameAdapter(request_id, name, directory))
+        return request_id
+
     def can_enqueue_requests(self) -> bool:
         return self.is_ready()
 
     def latest_stats(self) -> EngineStats | None:
-        """The newest statistics that the engine has sent, which it does once in a period; None before the first."""
-        return self._stats
+        """Statistics. Those of an engine in this process are current; an engine process sends them once a second: the newest that
+        have arrived, None before the first.
+        """
+        return self._transport.ask_stats() or self._stats
 
     def take_iteration_stats(self) -> list[IterationStats]:
-        """What the steps since the last call did, oldest first; at most `records.max_iterations` (0 = none are kept)."""
+        """Statistics of the steps since the last call, oldest first; at most `records.max_iterations` (0 = none are kept)."""
         self._check_open()
         return self._records.take_iterations()
 
@@ -276,9 +273,10 @@ class Executor:
     def shutdown(self, drain: bool = False) -> None:
         """End the Executor, with the engine if it is its own, and wake all waiters.
 
-        Live requests are answered with an error. An engine in this process can finish them first (`drain`).
+        Live requests are answered with an error. An engine in this process can finish them first (`drain`). In a process that was
+        forked from the Executor's own it does nothing: the engine and the connection are not the child's.
         """
-        if self._shut_down:
+        if self._shut_down or os.getpid() != self._pid:
             return
         self._shut_down = True
         if self._watch is not None:
@@ -305,6 +303,8 @@ class Executor:
         self._check_open()
         self._check_works()
         with self._lock:
+            if not (self._connected or self._transport.is_remote):
+                raise EngineUnavailable(ENDED)
             if self._hello is None or not self._connected:
                 raise EngineUnavailable("the engine is not ready yet; try again in a few seconds")
             request_id = RequestId(self._hello.client_index << CLIENT_SHIFT | next(self._counter))
@@ -324,38 +324,44 @@ class Executor:
                 raise
 
     def _try_send(self, command: Command) -> None:
-        try:
+        with contextlib.suppress(EngineUnavailable):  # the engine is gone, and with it the request
             self._transport.send(command)
-        except EngineUnavailable:
-            log.info("a command was dropped: the engine is gone, and with it the request")
 
     def _check_works(self) -> None:
         if self._process is not None and self._process.has_given_up:
             raise EngineUnavailable(self._process.why_given_up)
         if self._watch is not None and self._connected and not self._watch.is_fresh:
             raise EngineUnavailable(
-                f"the engine has given no sign of life for {self._watch.silent_s:.1f} s, the limit is {STALE_S:g} s; "
-                f"try again in a few seconds, it is started again if it does not come back"
+                f"{self._watch.describe()}; try again in a few seconds, it is started again if it does not come back"
             )
 
     def _check_open(self) -> None:
         if self._shut_down:
             raise EngineUnavailable("the executor has been shut down; make a new one")
+        if os.getpid() != self._pid:
+            raise EngineUnavailable(
+                f"this executor belongs to process {self._pid}, from which process {os.getpid()} was forked; make a new one"
+            )
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Responses):
             for response in message.responses:
                 self._tell(response)
         elif isinstance(message, Hello):
+            if self._watch is not None:
+                self._watch.pid = self._transport.engine_pid
             self._beat(0.0)
             self._num_deaths = 0 if self._process is None else self._process.num_deaths
             with self._lock:
                 self._hello, self._connected = message, True
+            self.adapters = message.adapters
             self._records.limit(message.config.records)
         elif isinstance(message, Heartbeat):
             self._beat(message.turn_age_s)
         elif isinstance(message, Recorded):
             self._records.put(message.records)
+        elif isinstance(message, Adapters):
+            self.adapters = message.adapters
         else:
             self._stats = message.stats
 
@@ -383,17 +389,12 @@ class Executor:
             lost = list(self._live)
         if self._watch is not None:
             self._watch.is_connected = False
-        message = self._loss() if lost else ""
+        message = self._why_lost() if lost else ""
         for request_id in lost:
             self._tell(Response(request_id, error_or_none=message, error_code=ErrorCode.UNAVAILABLE))
 
-    def _loss(self) -> str:
-        """The message for requests that were lost with the engine.
-
-        If this Executor owns the engine, it waits until the supervisor has decided whether the engine is started again.
-        """
-        if self._process is None or self._shut_down:
-            return LOST
-        process, seen = self._process, self._num_deaths
-        wait_until(lambda: process.num_deaths > seen or self._shut_down, MAX_DEATH_WAIT_S)
-        return process.why_given_up or LOST
+    def _why_lost(self) -> str:
+        """The error for requests that were lost with the engine."""
+        if not self._transport.is_remote:
+            return ENDED
+        return why_lost(self._process, self._num_deaths, lambda: self._shut_down)

@@ -9,22 +9,30 @@ The constructor starts a worker thread that runs the token loop. Each iteration 
     return_stats(stats)              gets the statistics, only if a request was active
 
 The caller chooses the ids: any unsigned 64-bit number that is not in use by a live request.
+
+A callback that raises, or returns what it must not, is logged, once until it succeeds again; the token loop goes on. A request
+that is no Request, or has fields of wrong types, is answered with an error.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-
 from backend.api.config import EngineConfig
+from backend.api.errors import InvalidRequest
+from backend.api.field_types import with_checked_types
+from backend.api.limits import UINT64
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
 from backend.engine.core import EngineCore
+from backend.executor.load import with_model_path, workers_of
 
+log = logging.getLogger("everbatch.executor")
 GetRequests = Callable[[int], Iterable[tuple[int, Request]]]
 SendResponse = Callable[[int, Response | None, bool, str], None]
 PollStopSignals = Callable[[], Iterable[int]]
@@ -35,22 +43,8 @@ def load_engine(
     model_path: str, config: EngineConfig, logits_post_processors: Mapping[str, Callable[..., Any]] | None = None
 ) -> EngineCore:
     """An engine for a GptManager, with the checkpoint in a directory. Raises ConfigError when there is none."""
-    from backend.worker.group import InProcessWorkerGroup
-    from backend.worker.post_processors import PostProcessors
-
-    model = msgspec.structs.replace(config.model, path=model_path)
-    config = msgspec.structs.replace(config, model=model)
-    processors = PostProcessors(logits_post_processors)
-    workers = InProcessWorkerGroup(
-        model,
-        config.scheduler,
-        config.kv_cache,
-        processors=processors,
-        guided=config.guided,
-        lora=config.lora,
-        speculation=config.speculation,
-    )
-    return EngineCore(config, workers)
+    config = with_model_path(config, model_path)
+    return EngineCore(config, workers_of(config, logits_post_processors))
 
 
 class GptManager:
@@ -75,6 +69,7 @@ class GptManager:
         self._return_stats = return_stats
         self._idle_period_s = idle_period_s
         self._ending = ending or threading.Event()
+        self._failing: set[str] = set()  # callbacks that failed when they were called last
         self.worker_thread = threading.Thread(target=self._run, name="gpt-manager", daemon=True)
         self.worker_thread.start()
 
@@ -97,7 +92,8 @@ class GptManager:
             self._send(self._core.step())
             self._stop_signalled()
             if was_active:
-                self._return_stats(self._core.stats())
+                with self._callback("return_stats"):
+                    self._return_stats(self._core.stats())
             else:
                 self._ending.wait(self._idle_period_s)
         self._core.workers.shutdown()
@@ -105,15 +101,41 @@ class GptManager:
     def _take_in(self) -> None:
         room = self._core.config.limits.max_queue_size - len(self._core.scheduler.waiting)
         self._core.begin_poll()
-        for request_id, request in self._get_requests(max(0, room)):
+        with self._callback("get_requests"):
+            for request_id, request in self._get_requests(max(0, room)):
+                self._enqueue(request_id, request)
+
+    def _enqueue(self, request_id: int, request: Request) -> None:
+        if not isinstance(request_id, int) or not 0 <= request_id < UINT64:
+            log.error("get_requests returned a request whose id is no unsigned 64-bit number; the request is dropped")
+            return
+        try:
+            request = with_checked_types(request)
+        except InvalidRequest as error:
+            self._core.refuse(RequestId(request_id), None, error)
+        else:
             self._core.enqueue(RequestId(request_id), request)
 
     def _stop_signalled(self) -> None:
-        for request_id in self._poll_stop_signals():
-            self._core.cancel(RequestId(request_id))
+        with self._callback("poll_stop_signals"):
+            for request_id in self._poll_stop_signals():
+                self._core.cancel(RequestId(request_id))
         self._send(self._core.take_responses())
 
     def _send(self, responses: list[Response]) -> None:
         for response in responses:
             error = response.error_msg if response.has_error() else ""
-            self._send_response(response.request_id, None if error else response, response.is_final, error)
+            with self._callback("send_response"):
+                self._send_response(response.request_id, None if error else response, response.is_final, error)
+
+    @contextmanager
+    def _callback(self, name: str) -> Iterator[None]:
+        """What a callback of the program raises must not end the thread that serves all requests."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if name not in self._failing:
+                self._failing.add(name)
+                log.error("the callback %s failed; the token loop goes on", name, exc_info=error)
+        else:
+            self._failing.discard(name)

@@ -38,7 +38,7 @@ class Mailboxes:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake all waiters. From now on nobody waits, and a call returns what is there."""
+        """Wake all waiters. Later calls do not wait: they return the responses that are there."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -40,7 +40,7 @@ class RecordShelf:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake all waiters. From now on nobody waits."""
+        """Wake all waiters. Later calls do not wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -6,19 +6,31 @@ SocketTransport then tries to reach the engine again until it is closed. Neither
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
 from backend.api.errors import EngineUnavailable
-from backend.api.field_types import check_field_types
-from backend.core.messages import Command, Hello, Message, Recorded, Responses, Stats, Submit
+from backend.api.field_types import with_checked_types
+from backend.api.stats import EngineStats
+from backend.core.messages import Adapters, Command, Hello, Message, Recorded, Responses, Stats, Submit
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 
+ENDED = "the engine has stopped; make a new Executor or LLM"
+STATS_WAIT_S = (
+    0.1  # for the time between two steps; an engine that takes longer waits for its model, and changes nothing
+)
+
 
 class Transport(Protocol):
-    is_remote: bool  # whether the engine is another process, which sends heartbeats and has to be watched
+    is_remote: bool  # True if the engine is another process, which sends heartbeats and is watched
+
+    @property
+    def engine_pid(self) -> int | None:
+        """That process, once a connection was made."""
+        ...
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         """Begin to deliver messages. It is called once."""
@@ -32,6 +44,10 @@ class Transport(Protocol):
         """
         ...
 
+    def ask_stats(self) -> EngineStats | None:
+        """Statistics of this moment; None where the engine is another process, which sends them once in a period."""
+        ...
+
     def close(self, drain: bool) -> None:
         """End the transport. When this returns no more messages will come."""
         ...
@@ -41,6 +57,7 @@ class InProcessTransport:
     """Runs an EngineLoop in a thread of this process."""
 
     is_remote = False
+    engine_pid = None
 
     def __init__(self, core: EngineCore, model_path: str = "") -> None:
         self._core = core
@@ -48,21 +65,37 @@ class InProcessTransport:
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         self._loop = EngineLoop(self._core)
-        arguments = (
-            lambda responses: on_message(Responses(responses)),
-            lambda stats: on_message(Stats(stats)),
-            lambda records: on_message(Recorded(records)),
-        )
-        self._thread = threading.Thread(target=self._loop.run, args=arguments, name="engine-loop", daemon=True)
-        on_message(Hello(1, self._core.model, self._model_path, self._core.config, self._core.max_kv_tokens))
+
+        def run() -> None:
+            try:
+                self._loop.run(
+                    lambda responses: on_message(Responses(responses)),
+                    lambda stats: on_message(Stats(stats)),
+                    lambda records: on_message(Recorded(records)),
+                    lambda adapters: on_message(Adapters(adapters)),
+                )
+            finally:
+                on_lost()  # requests that were posted while the loop ended get an answer, too
+
+        self._thread = threading.Thread(target=run, name="engine-loop", daemon=True)
+        core = self._core
+        names = core.names.directories
+        on_message(Hello(1, core.model, self._model_path, core.config, core.max_kv_tokens, names))
         self._thread.start()
 
     def send(self, command: Command) -> None:
         if not self._thread.is_alive():
-            raise EngineUnavailable("the engine has stopped; make a new Executor or LLM")
+            raise EngineUnavailable(ENDED)
         if isinstance(command, Submit):
-            check_field_types(command.request)
+            command = Submit(command.request_id, with_checked_types(command.request))
         self._loop.post(command)
+
+    def ask_stats(self) -> EngineStats | None:
+        """Waits for a moment between two steps, except in a callback of the engine's own thread."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            with contextlib.suppress(TimeoutError):
+                return self._loop.ask_stats().result(STATS_WAIT_S)
+        return self._core.stats()
 
     def close(self, drain: bool) -> None:
         self._loop.stop(drain)

@@ -1,11 +1,12 @@
 """Watch: tells whether the engine gives signs of life. The owner of the engine process kills one that gives none.
 
-    silent for less than STALE_S    the engine is taken to be well
-    for longer                      the Executor is not ready: new requests are refused, and those in flight wait
+    silent for a moment             the engine is taken to be well
+    for too long (api/silence.py)   the Executor is not ready: new requests are refused, and those in flight wait
     for longer than its patience    the owner kills the process, whose requests end with an error; it is started again
 
 Silence is counted in ticks of the watch's own thread, not in seconds. A stub that was itself stopped or starved has missed its
-own ticks too, and then finds the heartbeats that wait in its socket. So it does not take the engine for dead.
+own ticks too, and then finds the heartbeats that wait in its socket. So it does not take the engine for dead. An engine process
+that works, or waits for a processor, is slow and has more time.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import logging
 import threading
 from typing import Protocol
 
-from backend.core.messages import HEARTBEAT_S
+from backend.api.silence import TICK_S, Silence
 
 log = logging.getLogger("everbatch.executor")
-TICK_S = HEARTBEAT_S
-STALE_S = 1.25  # seconds of silence after which the Executor is not ready
 
 
 class Watched(Protocol):
@@ -48,9 +47,10 @@ class Watch:
     def __init__(self, process: Watched | None = None) -> None:
         """`process` is the engine process that this watch may kill; None for an engine that another process owns."""
         self._process = process
-        self._silent_s = 0.0
+        self._silence = Silence()
         self._turn_age_s = 0.0
         self._num_signs = 0
+        self.pid: int | None = None  # of the engine process, once that is known
         self._has_killed = False
         self.is_connected = False  # Silence without a connection is not worth a warning.
         self._stopping = threading.Event()
@@ -59,11 +59,17 @@ class Watch:
     @property
     def silent_s(self) -> float:
         """The seconds since the last sign of life, counted in ticks."""
-        return self._silent_s
+        return self._silence.silent_s
 
     @property
     def is_fresh(self) -> bool:
-        return self._silent_s < STALE_S
+        return not self._silence.is_too_long
+
+    def describe(self) -> str:
+        """How long the engine has been silent, for whoever finds that it is not fresh."""
+        return (
+            f"the engine has given no sign of life for {self.silent_s:.1f} s, the limit is {self._silence.limit_s:g} s"
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -74,16 +80,16 @@ class Watch:
     def beat(self, turn_age_s: float) -> None:
         """Take in a heartbeat. The engine has been in its present turn for `turn_age_s` seconds."""
         if not self.is_fresh and self.is_connected:
-            log.warning("the engine gives signs of life again, after %.1f s", self._silent_s)
-        self._silent_s = 0.0
+            log.warning("the engine gives signs of life again, after %.1f s", self.silent_s)
+        self._silence.end()
         self._turn_age_s = turn_age_s
 
     def tick(self) -> None:
         """Count one tick of silence, and kill the owned process if it has been silent or in one step for too long."""
         was_fresh = self.is_fresh
-        self._silent_s += TICK_S
+        self._silence.tick(self.pid)
         if was_fresh and not self.is_fresh and self.is_connected:
-            log.warning("no sign of life of the engine for %.1f s", self._silent_s)
+            log.warning("%s", self.describe())
         if self._process is not None:
             self._judge(self._process)
 
@@ -91,11 +97,12 @@ class Watch:
         num_signs, patience_s = process.num_signs, process.patience_s
         if num_signs != self._num_signs:
             self._num_signs, self._has_killed = num_signs, False
-            self._silent_s = self._turn_age_s = 0.0
+            self._silence.end()
+            self._turn_age_s = 0.0
         if patience_s is None or self._has_killed:
             return
-        if self._silent_s > patience_s:
-            reason, stuck_s, limit_s = "gave no sign of life", self._silent_s, patience_s
+        if self.silent_s > patience_s:
+            reason, stuck_s, limit_s = "gave no sign of life", self.silent_s, patience_s
         elif self._turn_age_s > process.longest_turn_s:
             reason, stuck_s, limit_s = "was in one step", self._turn_age_s, process.longest_turn_s
         else:

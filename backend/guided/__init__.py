@@ -1,1 +1,1 @@
-"""Guided decoding: grammars that say, token by token, what an output may go on with."""
+"""Guided decoding: grammars that allow or forbid each next token of an output."""

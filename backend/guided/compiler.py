@@ -1,14 +1,16 @@
-"""GuideCompiler: compiles guides on a thread of its own and keeps what is compiled, the least recently used going first.
+"""GuideCompiler: compiles guides in processes with limits, and keeps compiled guides in an LRU cache.
 
-A guide that takes longer than `guided.compile_timeout_s`, the wait for those ahead of it included, is answered with an error;
-the thread finishes it all the same, for no library here can be interrupted, but each bounds its own work (see the backends).
+A client's guide may need any amount of time and memory. So it is first compiled in its own process (compile_process.py), which
+the kernel ends at `guided.compile_cpu_s` and `guided.compile_bytes`, and which is killed when no request waits for it any more.
+Only a guide that stays within these limits is loaded into this process, on a thread beside the step loop; its memory is known by
+then. Namespaces are served round robin, and one namespace alone leaves a process free for the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-import queue
 import threading
 import time
 from collections import OrderedDict
@@ -16,22 +18,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backend.api.config import GuidedConfig
-from backend.api.errors import EverbatchError, Overloaded
-from backend.api.guide import NOT_SET_UP, Guide, InvalidGuide
+from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
+from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.request import RequestId
-from backend.guided.protocol import CompiledGuide, GuideBackend, GuideError, Matcher
+from backend.core.guides import OnCompiled
+from backend.core.turns import Turn, Turns
+from backend.guided.compile_errors import error_of, failure, lateness, no_process
+from backend.guided.compile_jobs import Job, Jobs
+from backend.guided.compile_messages import Ending, Outcome
+from backend.guided.protocol import CompiledGuide, GuideBackend, Matcher
 
 log = logging.getLogger("everbatch.guided")
-OnCompiled = Callable[[RequestId, str], None]
+MAX_LOSSES = 2  # deaths of the process after which the guide that it was compiling is refused
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one guide."""
+    """One guide, compiled or not, with the requests that use it or wait for it."""
 
     guide: Guide
+    job: Job = field(default_factory=Job)
+    is_begun: bool = False
     compiled: CompiledGuide | None = None
-    users: set[RequestId] = field(default_factory=set)  # live requests, for whose sake it is kept
+    num_bytes: int = 0  # memory that the compiled guide holds
+    users: dict[RequestId, str] = field(
+        default_factory=dict
+    )  # live requests, for whose sake it is kept; their namespaces
     waiting: dict[RequestId, float] = field(
         default_factory=dict
     )  # those that have not been told, and their time limits
@@ -40,142 +52,250 @@ class _Entry:
 class GuideCompiler:
     """Implements core.guides.Guides, and makes the matchers of workers."""
 
-    def __init__(self, config: GuidedConfig, make_backend: Callable[[], GuideBackend]) -> None:
-        """`make_backend` is called once, on the compiling thread, when the first guide comes. It may raise EverbatchError."""
+    def __init__(self, config: GuidedConfig, make_backend: Callable[[], GuideBackend], jobs: Jobs) -> None:
+        """make_backend: called once, on a thread of this class, when the first guide comes. It may raise EverbatchError.
+        jobs: compiles under the limits of `config`; it is closed with this.
+        """
         self._config = config
         self._make_backend = make_backend
         self._backend: GuideBackend | None = None
+        self._making = threading.Lock()
+        self._jobs = jobs
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._keys: dict[RequestId, bytes] = {}  # of live requests
+        self._keys: dict[RequestId, bytes] = {}  # live request -> key of its guide
+        self._turns: Turns[bytes] = Turns(
+            max(1, config.compile_processes - 1)
+        )  # the last place is for other namespaces
         self._lock = threading.Lock()
         self._someone_waits = threading.Condition(self._lock)
-        self._work: queue.SimpleQueue[tuple[bytes, Guide]] = queue.SimpleQueue()
+        self._work = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
+        self._is_closed = False
         self._tell: OnCompiled = lambda request_id, error: None
 
     def on_compiled(self, tell: OnCompiled) -> None:
         self._tell = tell
 
-    def begin(self, request_id: RequestId, guide: Guide) -> bool:
+    def start(self) -> None:
+        """Start the process in advance, so that the first guide need not wait for it."""
+        with contextlib.suppress(OSError):  # the first guide tries again and reports the failure
+            self._jobs.start()
+
+    def begin(self, request_id: RequestId, guide: Guide, namespace: str) -> bool:
         key = _digest(guide)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                waiting = sum(each.compiled is None for each in self._entries.values())
-                if waiting >= self._config.max_compiling:
-                    raise Overloaded(
-                        f"{waiting} guides wait to be compiled, the limit is {self._config.max_compiling} "
-                        f"(guided.max_compiling); try again later"
-                    )
+                self._check_queue(namespace)
                 entry = self._entries[key] = _Entry(guide)
-                self._work.put((key, guide))
             self._entries.move_to_end(key)
             self._keys[request_id] = key
-            entry.users.add(request_id)
+            entry.users[request_id] = namespace
             if entry.compiled is not None:
                 return True
             entry.waiting[request_id] = time.monotonic() + self._config.compile_timeout_s
+            if not entry.is_begun:
+                self._turns.put(namespace, key)
+            self._work.notify()
             self._someone_waits.notify()
-        self._start()
+        self._start_threads()
         return False
 
     def end(self, request_id: RequestId) -> None:
         with self._lock:
             key = self._keys.pop(request_id, None)
-            if key is not None and key in self._entries:
-                self._entries[key].users.discard(request_id)
-                self._entries[key].waiting.pop(request_id, None)
-                self._shrink()
+            entry = None if key is None else self._entries.get(key)
+            if key is None or entry is None:
+                return
+            entry.users.pop(request_id, None)
+            if entry.waiting.pop(request_id, None) is not None:
+                self._give_up(key, entry)
+            self._shrink()
 
     def matcher(self, guide: Guide) -> Matcher:
-        """A matcher at the beginning of an output. The guide must have been compiled for a request that is live."""
+        """A matcher at the start of an output. The guide must have been compiled for a live request."""
         with self._lock:
             compiled = self._entries[_digest(guide)].compiled
-        assert compiled is not None  # the engine holds a request back until its guide is
+        assert compiled is not None  # the engine holds a request until its guide is compiled
         return compiled.matcher()
+
+    def close(self) -> None:
+        """End the threads and processes. Requests that wait get no answer."""
+        with self._lock:
+            self._is_closed = True
+            for entry in self._entries.values():
+                entry.job.drop()
+            self._work.notify_all()
+            self._someone_waits.notify_all()
+        self._jobs.close()
+        for thread in self._threads:
+            thread.join()
 
     @property
     def num_bytes(self) -> int:
-        """What the compiled guides take."""
-        return sum(entry.compiled.num_bytes for entry in self._entries.values() if entry.compiled is not None)
+        """Memory of all compiled guides."""
+        return sum(entry.num_bytes for entry in self._entries.values())
 
-    def _start(self) -> None:
+    def _check_queue(self, namespace: str) -> None:
+        waiting = self._turns.num_waiting(namespace)
+        if waiting >= self._config.max_compiling:
+            raise Overloaded(
+                f"{waiting} guides wait to be compiled, the limit is {self._config.max_compiling} "
+                f"(guided.max_compiling); try again later"
+            )
+
+    def _start_threads(self) -> None:
         with self._lock:
-            if not self._threads:
-                targets = {"guide-compiler": self._run, "guide-watch": self._watch}
-                self._threads = [
-                    threading.Thread(target=each, name=name, daemon=True) for name, each in targets.items()
-                ]
-                for thread in self._threads:
-                    thread.start()
+            if self._threads or self._is_closed:
+                return
+            targets = [("guide-watch", self._watch)]
+            targets += [(f"guide-compiler-{i}", self._run) for i in range(self._config.compile_processes)]
+            self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in targets]
+            for thread in self._threads:
+                thread.start()
 
     def _run(self) -> None:
-        while True:
-            key, guide = self._work.get()
-            compiled, error = self._compile(guide)
+        while (taken := self._take()) is not None:
+            turn, entry = taken
+            compiled, error = self._compile(entry)
             with self._lock:
-                entry = self._entries[key]
-                told = list(entry.waiting)
+                self._turns.done(turn.namespace)
+                self._work.notify()
+                told = [] if self._is_closed else list(entry.waiting)
                 entry.waiting.clear()
                 entry.compiled = compiled
-                if compiled is None:
-                    del self._entries[key]
+                if compiled is None and self._entries.get(turn.key) is entry:
+                    del self._entries[turn.key]
                 self._shrink()
             for request_id in told:
                 self._tell(request_id, error)
 
-    def _compile(self, guide: Guide) -> tuple[CompiledGuide | None, str]:
+    def _take(self) -> tuple[Turn[bytes], _Entry] | None:
+        """Wait for the next guide to compile. None after `close`."""
+        with self._lock:
+            while not self._is_closed:
+                turn = self._turns.take()
+                if turn is not None:
+                    entry = self._entries[turn.key]
+                    entry.is_begun = True
+                    return turn, entry
+                self._work.wait()
+            return None
+
+    def _compile(self, entry: _Entry) -> tuple[CompiledGuide | None, EverbatchError | None]:
+        """Returns (the compiled guide, the error); (None, None) if no request waits for it any more."""
         try:
+            backend = self._made_backend()
+            outcome = self._outcome(entry)
+            if outcome.ending is not Ending.COMPILED or not entry.waiting:
+                return None, error_of(outcome, self._config)
+            self._book(entry, outcome.num_bytes)
+            return backend.load(outcome.portable), None
+        except EverbatchError as error:
+            return None, error
+        except OSError as error:
+            if not self._is_closed:
+                log.error("no process to compile guides can be started: %s", error)
+            return None, no_process()
+        except BaseException as error:  # any failure of the library, Rust panics too, ends this guide's requests only
+            log.error("a guide of type %s failed", entry.guide.type.value, exc_info=error)
+            return None, failure(type(error).__name__)
+
+    def _made_backend(self) -> GuideBackend:
+        with self._making:
             if self._backend is None:
                 started = time.monotonic()
-                self._backend = self._make_backend()
+                self._jobs.start()
+                try:
+                    self._backend = self._make_backend()
+                except EverbatchError as error:
+                    raise InvalidRequest(f"{NOT_SET_UP}: {error.message}") from None
                 log.info("guided decoding: %s, ready in %.1f s", self._backend.name, time.monotonic() - started)
-            return self._backend.compile(guide), ""
-        except GuideError as error:
-            return None, InvalidGuide(str(error), error.place).message
-        except EverbatchError as error:
-            return None, f"{NOT_SET_UP}: {error.message}"
-        except Exception as error:  # a library's failure ends the requests with this guide, and nobody else
-            log.error("a guide of type %s failed", guide.type.value, exc_info=error)
-            return None, InvalidGuide(
-                f"it cannot be compiled ({type(error).__name__}); the engine's log says why"
-            ).message
+            return self._backend
+
+    def _outcome(self, entry: _Entry) -> Outcome:
+        """Run a job and return its outcome. It is run again if the process died."""
+        outcome = self._jobs.run(entry.job, entry.guide)
+        for _ in range(MAX_LOSSES - 1):
+            with self._lock:
+                if outcome.ending is not Ending.LOST or not entry.waiting or self._is_closed:
+                    break
+                entry.job = Job()
+            outcome = self._jobs.run(entry.job, entry.guide)
+        return outcome
+
+    def _book(self, entry: _Entry, num_bytes: int) -> None:
+        """Account the memory of a guide. Raises Overloaded if the guides of live requests leave no room for it.
+
+        A namespace may use at most as much as it leaves free for others; its first guide only needs room.
+        """
+        with self._lock:
+            live = [each for each in self._entries.values() if each.users]
+            free = self._config.live_bytes - sum(each.num_bytes for each in live) - num_bytes
+            used = [
+                sum(each.num_bytes for each in live if namespace in each.users.values())
+                for namespace in set(entry.users.values())
+            ]
+            least = min(used, default=0)
+            if free < 0 or (least and least + num_bytes > free):
+                raise Overloaded(
+                    f"a compiled guide of {num_bytes} bytes has no room beside those of live requests, which have "
+                    f"{self._config.live_bytes} bytes (guided.live_bytes), shared between namespaces; try again later"
+                )
+            entry.num_bytes = num_bytes
 
     def _watch(self) -> None:
-        """Answer those whose time is up. The thread sleeps until the next one's is, or until somebody waits at all."""
-        limit_s = self._config.compile_timeout_s
-        error = InvalidGuide(
-            f"it was not compiled within {limit_s:g} s (guided.compile_timeout_s); simplify it"
-        ).message
+        """Answer requests whose time limit has passed. The thread sleeps until the next limit, or until a request waits."""
+        self._await_process()
         while True:
             with self._lock:
                 while not (late := self._take_late()):
+                    if self._is_closed:
+                        return
                     self._someone_waits.wait(self._seconds_left())
-            for request_id in late:
+            for request_id, error in late:
                 self._tell(request_id, error)
 
-    def _take_late(self) -> list[RequestId]:
-        """Those whose time is up; they wait no longer."""
+    def _await_process(self) -> None:
+        """Wait for the first start of the compile process, which does not count towards the time limits of requests."""
+        with contextlib.suppress(OSError):  # `_compile` reports that it cannot be started
+            self._jobs.start()
+            self._jobs.wait_until_ready()
+        with self._lock:
+            limit = time.monotonic() + self._config.compile_timeout_s
+            for entry in self._entries.values():
+                entry.waiting = dict.fromkeys(entry.waiting, limit)
+
+    def _take_late(self) -> list[tuple[RequestId, EverbatchError]]:
+        """Remove and return the requests whose time limit has passed, with their errors."""
         now, late = time.monotonic(), []
-        for entry in self._entries.values():
+        for key, entry in list(self._entries.items()):
             for request_id in [each for each, limit in entry.waiting.items() if limit <= now]:
                 del entry.waiting[request_id]
-                late.append(request_id)
+                late.append((request_id, lateness(entry.is_begun, self._config.compile_timeout_s)))
+                self._give_up(key, entry)
         return late
 
     def _seconds_left(self) -> float | None:
-        """Until the first time limit; None where nobody waits."""
+        """Seconds until the first time limit; None if no request waits."""
         limits = [limit for entry in self._entries.values() for limit in entry.waiting.values()]
         return max(0.0, min(limits) - time.monotonic()) if limits else None
 
+    def _give_up(self, key: bytes, entry: _Entry) -> None:
+        """Cancel the job of a guide for which no request waits any more."""
+        if entry.compiled is None and not entry.waiting:
+            del self._entries[key]
+            self._turns.discard(key)
+            entry.job.drop()
+
     def _shrink(self) -> None:
-        """Forget what nobody uses, the least recently asked for first, until the rest fits."""
+        """Evict unused guides, least recently used first, until the rest fits."""
         size = self.num_bytes
         for key, entry in list(self._entries.items()):
             if size <= self._config.cache_bytes:
                 return
             if entry.compiled is not None and not entry.users:
-                size -= entry.compiled.num_bytes
+                size -= entry.num_bytes
                 del self._entries[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from backend.guided.protocol import GuideError
@@ -14,7 +15,7 @@ def parse_json(text: str) -> Any:
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise GuideError(f"it has the key {twice[:80]!r} twice in one object; remove one")
         return found
 

@@ -33,8 +33,6 @@ _OPTIONS: dict[str, Any] = {
     "lenient": False,
     "coerce_one_of": False,
 }
-# What a compiled guide takes is not told; these are above what has been seen of the sets in docs/guided-decoding.md.
-_BYTES_AT_LEAST, _BYTES_PER_BYTE = 64 << 10, 256
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
@@ -47,7 +45,7 @@ _LIMITS: dict[str, Any] = {
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """The interface that llguidance expects of a tokenizer."""
 
     is_tokenizer_wrapper = True
 
@@ -96,7 +94,7 @@ class LLGuidanceBackend:
 
     def compile(self, guide: Guide) -> LLGuidanceGuide:
         grammar, lines = _grammar(guide)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        matcher = self._matcher(grammar)
         if matcher.is_error():
             error, line = matcher.get_error(), lines.get(0, _Line(""))
             if guide.type is not GuideType.EBNF_GRAMMAR and (found := LINE.match(error)):
@@ -105,18 +103,29 @@ class LLGuidanceBackend:
         warnings = matcher.get_grammar_warnings()
         if warnings:
             raise GuideError(f"it cannot be held in full: {sentence(warnings[0], guide)}")
-        mask = bytearray(4 * ((self._tokenizer.vocab_size + 31) // 32))
+        return self._warmed(matcher, grammar, guide)
+
+    def load(self, portable: bytes) -> LLGuidanceGuide:
+        """Its grammar is all that a guide can be carried over by; this compiles it again, while others run."""
+        grammar = portable.decode()
+        return self._warmed(self._matcher(grammar), grammar)
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def _warmed(self, matcher: llguidance.LLMatcher, grammar: str, guide: Guide | None = None) -> LLGuidanceGuide:
+        """The first mask builds most of the lexer, which copies then have."""
         twin = matcher.deep_copy()
-        mask[:] = twin.compute_bitmask()[: len(mask)]  # the first mask builds most of the lexer, which copies then have
+        twin.compute_bitmask()
         if twin.is_error():
             raise GuideError(f"it cannot be compiled: {sentence(twin.get_error(), guide)}")
-        return LLGuidanceGuide(twin, self._stop_bits, _BYTES_AT_LEAST + _BYTES_PER_BYTE * len(grammar))
+        return LLGuidanceGuide(twin, self._stop_bits, grammar.encode())
 
 
 class LLGuidanceGuide:
-    def __init__(self, matcher: llguidance.LLMatcher, stop_bits: list[tuple[int, np.int32]], num_bytes: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, stop_bits: list[tuple[int, np.int32]], portable: bytes) -> None:
         self._matcher, self._stop_bits = matcher, stop_bits
-        self.num_bytes = num_bytes
+        self.portable = portable
 
     def matcher(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._stop_bits)

@@ -1,8 +1,10 @@
-"""What the engines that compile grammars have in common.
+"""The interface of the libraries that compile grammars.
 
-    GuideBackend.compile(guide) -> CompiledGuide      slow: milliseconds, off the step loop; shared by all who give the same guide
-    CompiledGuide.matcher()     -> Matcher            fast: where one output stands within the guide
-    Matcher                        fill (a mask of the tokens that may follow), accept, rollback, is_complete
+    GuideBackend.compile(guide)   -> CompiledGuide    takes any time and memory: only in a process with limits
+    CompiledGuide.portable                            what crosses from there to the engine process
+    GuideBackend.load(portable)   -> CompiledGuide    takes what it is known to take; for all who give the same guide
+    CompiledGuide.matcher()       -> Matcher          fast: where one output stands within the guide
+    Matcher                          fill (a mask of the tokens that may follow), accept, rollback, is_complete
 
 A mask has a bit for each token, in int32 words: token t is bit t % 32 of word t // 32.
 """
@@ -45,7 +47,7 @@ class Matcher(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output may end here."""
+        """True if the output may end here."""
         ...
 
     @property
@@ -60,7 +62,7 @@ def bits_of(token_ids: Sequence[int]) -> list[tuple[int, np.int32]]:
 
 
 class CompiledGuide(Protocol):
-    num_bytes: int  # that it takes of the cache
+    portable: bytes
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of the output."""
@@ -71,5 +73,11 @@ class GuideBackend(Protocol):
     name: str
 
     def compile(self, guide: Guide) -> CompiledGuide:
-        """Raises GuideError. Several threads may call it; it lets others run meanwhile."""
+        """Raises GuideError."""
+        ...
+
+    def load(self, portable: bytes) -> CompiledGuide:
+        """A guide that `compile` of the same library, over the same vocabulary, has compiled. Several threads may call it; it
+        lets others run meanwhile.
+        """
         ...

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _OF_NAMES = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")  # name -> schema
-_OF_VALUES = ("enum", "const")  # what looks like a schema in these is none
+_OF_VALUES = ("enum", "const")  # their values are data, even if they look like schemas
 _PLAIN = re.compile(r"[\w$-]+")
 
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"  # two digits that 4 divides, other than 00
@@ -16,7 +16,7 @@ _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # 0001 to 9999
 _DAY = (
     "(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"  # all but 02-29
 )
-_DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"  # of the Gregorian calendar
+_DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"  # leap days of the Gregorian calendar
 _TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 # llguidance has a February of 29 days in every year, and a year 0000. These say what the formats do (RFC 3339, years from 1).
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}

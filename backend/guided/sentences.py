@@ -26,7 +26,7 @@ _Find = Callable[[Callable[[_Schema], bool]], str | None]
 
 
 def is_gbnf(guide: Guide) -> bool:
-    """Whether a grammar is read as GBNF; otherwise it is read as Lark."""
+    """True if a grammar is read as GBNF; otherwise it is read as Lark."""
     return "::=" in guide.text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import xgrammar
 from numpy.typing import NDArray
@@ -34,12 +35,16 @@ class XGrammarBackend:
 
     def compile(self, guide: Guide) -> XGrammarGuide:
         try:
-            return XGrammarGuide(self._compiled(guide), self._stop_bits)
+            return XGrammarGuide(self._compiled(guide), self._stop_bits, msgspec.msgpack.encode(guide))
         except GuideError:
             raise
         except Exception as error:  # whatever the library raises for a guide that it cannot read
             line = str(error).strip().rpartition("\n")[2]
             raise GuideError(f"it cannot be compiled: {line[:300]}") from None
+
+    def load(self, portable: bytes) -> XGrammarGuide:
+        """The guide itself is carried over, for what the library writes of a compiled one takes longer than to compile it."""
+        return self.compile(msgspec.msgpack.decode(portable, type=Guide))
 
     def _compiled(self, guide: Guide) -> xgrammar.CompiledGrammar:
         match guide.type:
@@ -71,9 +76,11 @@ class XGrammarBackend:
 
 
 class XGrammarGuide:
-    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_bits: list[tuple[int, np.int32]]) -> None:
+    def __init__(
+        self, compiled: xgrammar.CompiledGrammar, stop_bits: list[tuple[int, np.int32]], portable: bytes
+    ) -> None:
         self._compiled, self._stop_bits = compiled, stop_bits
-        self.num_bytes: int = compiled.memory_size_bytes
+        self.portable = portable
 
     def matcher(self) -> XGrammarMatcher:
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._stop_bits)

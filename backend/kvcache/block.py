@@ -1,7 +1,7 @@
-"""Block and the opaque handle by which everyone else names one.
+"""Block, and the opaque handle by which all other code refers to one.
 
 After LMDeploy TurboMind (SequenceManager/BlockManager): a handle pairs the block with the unique id its content had when the
-handle was made. Content that is lost or rewritten gets another unique id, so a stale handle can be recognised and never read.
+handle was made. Lost or rewritten content gets another unique id, so that stale handles are detected.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from backend.core.step import BlockId
 
 
 class BlockHandle(NamedTuple):
-    """Names the content of a block, not just the block."""
+    """Refers to the content of a block, not only to the block."""
 
     block_id: BlockId
     unique_id: int
 
 
-DROPPED = BlockHandle(BlockId(-1), 0)  # table entry whose positions have left the sliding window
+DROPPED = BlockHandle(BlockId(-1), 0)  # a table entry whose block the sliding window has released
 
 
 class Block:
-    """A fixed run of KV positions, of all layers.
+    """A fixed number of KV positions, in all layers.
 
     free    ref_count 0, unique_id 0    holds nothing
-    cached  ref_count 0, unique_id > 0  holds KV that an idle sequence or a shared prefix may want again; evictable
-    active  ref_count > 0               held by that many running sequences
+    cached  ref_count 0, unique_id > 0  holds KV of an idle sequence or a shared prefix; evictable
+    active  ref_count > 0               used by ref_count running sequences
 
-    `priority`: cached blocks with a lower one are evicted first. It holds until `lapse`
-    (nanoseconds, and a number that tells lapses apart), None = for ever.
-    `is_shareable`: several tables may name it, idle ones included, so it is never written to again (it is copied first).
+    `priority`: cached blocks with a lower priority are evicted first. It holds until `lapse` (nanoseconds, and a number that
+    distinguishes lapses), None = for ever.
+    `is_shareable`: several block tables may refer to it, those of idle sequences included, so it is copied before a write.
     """
 
     __slots__ = ("block_id", "is_shareable", "lapse", "priority", "ref_count", "unique_id")

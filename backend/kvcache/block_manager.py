@@ -1,4 +1,4 @@
-"""BlockManager: the pool. It knows blocks, reference counts and the order of eviction, and nothing of sequences or tokens.
+"""BlockManager: the pool of blocks, with reference counts and the order of eviction. It knows no sequences and no tokens.
 
     unbacked --grow--> free --allocate--> active --release(keep=True)--> cached --evict--> free
                         ^                   |  ^                            |
@@ -21,7 +21,7 @@ from backend.kvcache.eviction import EvictionOrder
 
 
 class OutOfBlocks(RuntimeError):
-    """A block was asked for when none is free or evictable: the plan was wrong."""
+    """No block is free or evictable, so the plan that asked for one was wrong."""
 
 
 class BlockManager:
@@ -34,7 +34,7 @@ class BlockManager:
         self.blocks: list[Block] = []  # those backed by memory
         self._free: list[BlockId] = []
         self._cached = EvictionOrder()
-        self.has_priorities = False  # whether any block ever got one
+        self.has_priorities = False  # True once any block has got a priority of its own
         self._num_active = 0
         self._next_unique_id = 1
         self._on_evict = on_evict
@@ -44,7 +44,7 @@ class BlockManager:
 
     @property
     def num_backed(self) -> int:
-        """Blocks that need memory: ids 0 .. num_backed - 1 may occur in tables."""
+        """Blocks that have memory; block tables use the ids 0 .. num_backed - 1."""
         return len(self.blocks)
 
     @property
@@ -61,19 +61,19 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks a plan may count on: free ones and evictable ones."""
+        """Blocks that a plan may use: free ones and evictable ones."""
         return self.num_blocks - self._num_active
 
     def ref_count(self, block_id: BlockId) -> int:
-        """How many running sequences hold the block."""
+        """Running sequences that use the block."""
         return self.blocks[block_id].ref_count
 
     def is_shareable(self, block_id: BlockId) -> bool:
-        """Whether other tables may come to name the block, so that it must not be written to."""
+        """True if other block tables may refer to the block, so that it must be copied before a write."""
         return self.blocks[block_id].is_shareable
 
     def is_current(self, handle: BlockHandle) -> bool:
-        """Whether the block still holds what the handle was made for."""
+        """True if the block still holds the content for which the handle was made."""
         return self.blocks[handle.block_id].unique_id == handle.unique_id
 
     def allocate(self) -> Block:
@@ -99,13 +99,13 @@ class BlockManager:
         block.ref_count += 1
 
     def mark_shareable(self, handles: Iterable[BlockHandle]) -> None:
-        """Note that other tables may come to name these blocks; holds until their content is lost."""
+        """Let other block tables refer to these blocks, until their content is lost."""
         for handle in handles:
             if handle is not DROPPED:
                 self.blocks[handle.block_id].is_shareable = True
 
     def release(self, block_id: BlockId, keep: bool) -> None:
-        """Drop a reference. At none, the block becomes the most recently used cached one, or free. Raises on a double free."""
+        """Drop a reference. Without references a block is cached, as the most recently used, or free. Raises on a double free."""
         block = self.blocks[block_id]
         if block.ref_count <= 0:
             raise RuntimeError(f"block {block_id} is released more often than it was locked")
@@ -119,7 +119,7 @@ class BlockManager:
             self._clear(block)
 
     def verify(self, handles: Iterable[BlockHandle]) -> int:
-        """Return how many handles from the front still name the content they were made for. Dropped entries pass."""
+        """Return how many handles from the front still refer to unchanged content. Dropped entries count as unchanged."""
         survived = 0
         for handle in handles:
             if handle is not DROPPED and not self.is_current(handle):
@@ -128,14 +128,14 @@ class BlockManager:
         return survived
 
     def discard(self, block_id: BlockId) -> None:
-        """Turn a cached block into a free one, because nobody can ask for its content any more."""
+        """Turn a cached block whose content can no longer be found into a free one."""
         block = self.blocks[block_id]
         if block in self._cached:
             self._cached.remove(block)
             self._clear(block)
 
     def retain(self, block_id: BlockId, priority: int, until_ns: int | None) -> None:
-        """Give an active block a priority in the order of eviction, and say when it lapses."""
+        """Set the priority of an active block in the order of eviction, and the time when it lapses."""
         block = self.blocks[block_id]
         block.priority, block.lapse = priority, None
         self.has_priorities = True
@@ -143,7 +143,7 @@ class BlockManager:
             self._cached.note_lapse(block, until_ns)
 
     def lapse(self, now_ns: int) -> list[BlockId]:
-        """Take priorities away that have come to their end. Returns the blocks; a cached one counts as used just now."""
+        """Reset priorities that have lapsed. Returns their blocks; cached ones become the most recently used."""
         changed = []
         for lapse, block_id in self._cached.lapsed(now_ns):
             block = self.blocks[block_id]
@@ -159,7 +159,7 @@ class BlockManager:
         return changed
 
     def check_integrity(self) -> None:
-        """Raise AssertionError with the equation when the pool's books do not balance."""
+        """Raise AssertionError, with the equation, if the counts of blocks are inconsistent."""
         free, cached, active = self.num_free, self.num_cached, self.num_active
         counted = sum(1 for block in self.blocks if block.ref_count)
         assert counted == active, f"active {active} != {counted} blocks with references"
@@ -182,7 +182,7 @@ class BlockManager:
             self._free.append(self.blocks[-1].block_id)
 
     def evict_first(self) -> None:
-        """Turn the first cached block in the order of eviction into a free one. Raises OutOfBlocks when nothing is cached."""
+        """Evict the cached block that comes first in the order of eviction. Raises OutOfBlocks if nothing is cached."""
         block_id = self._cached.first()
         if block_id is None:
             raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use by running sequences")

@@ -1,6 +1,6 @@
-"""KvEventLog: tells which blocks can be found, for routers that send a request to where its prefix is.
+"""KvEventLog: records which prefixes are cached, for routers that send a request to the engine that has its prefix.
 
-A block's hash is that of its tokens and its parent's hash, so equal prefixes have equal hashes in every engine. After
+The hash of a block covers its tokens and the hash of its parent, so equal prefixes have equal hashes in every engine. After
 TensorRT-LLM's KVCacheEventManager.
 """
 
@@ -23,7 +23,7 @@ class KvEventLog:
         self._add(BlocksCreated(num_blocks))
 
     def stored(self, parent_hash: int | None, blocks: list[StoredBlock]) -> None:
-        """Blocks were entered, each below the one before it."""
+        """Blocks were inserted into the trie, each as a child of the one before it."""
         self._add(BlocksStored(parent_hash, blocks))
 
     def removed(self, block_hashes: list[int]) -> None:
@@ -33,7 +33,7 @@ class KvEventLog:
         self._add(BlockUpdated(block_hash, priority))
 
     def take(self) -> list[KvEvent]:
-        """Return what has not been taken yet, oldest first."""
+        """Return the events since the last call, oldest first."""
         events = list(self._events)
         self._events.clear()
         return events
@@ -44,12 +44,12 @@ class KvEventLog:
 
 
 def root_hash(namespace: str) -> int:
-    """Stands in for the parent's hash of a namespace's first blocks."""
+    """The parent hash of the first blocks of a namespace."""
     return _number(namespace.encode())
 
 
 def block_hash(parent_hash: int, token_ids: Iterable[int]) -> int:
-    """64 bits over the parent's hash and the tokens as 32-bit integers (BLAKE2b)."""
+    """BLAKE2b, 64 bits, over the parent's hash and the tokens as 32-bit integers."""
     return _number(parent_hash.to_bytes(8, "little") + array("i", token_ids).tobytes())
 
 

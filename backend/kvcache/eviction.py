@@ -1,7 +1,6 @@
-"""EvictionOrder: which cached block is given up next. The lowest priority first, within one the least recently used.
+"""EvictionOrder: the order in which cached blocks are evicted: lowest priority first, least recently used within a priority.
 
-After TensorRT-LLM's prioritised LRU: a block has the priority that the request that used it last gave it (`RetentionConfig`),
-until that lapses.
+After TensorRT-LLM's prioritised LRU: the request that used a block last sets its priority (`RetentionConfig`), until that lapses.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from backend.kvcache.block import Block
 
 
 class Retained(NamedTuple):
-    """A block's priority, and until when it holds (nanoseconds; None = for ever)."""
+    """A block's priority and the time when it lapses (nanoseconds; None = never)."""
 
     priority: int
     until_ns: int | None
 
     def before(self, own: Retained) -> Retained:
-        """What holds for the block ahead of this one, which itself asks for `own`: never less than for this one."""
+        """The retention of the block ahead of this one, which asks for `own` itself: at least that of this block."""
         if own.priority < self.priority:
             return self
         if self.priority <= DEFAULT_RETENTION_PRIORITY:
@@ -33,7 +32,7 @@ class Retained(NamedTuple):
 
 
 class EvictionOrder:
-    """The cached blocks. A level of the order exists while blocks have its priority."""
+    """The cached blocks. There is one LRU list for each priority that occurs."""
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[BlockId, None]] = {DEFAULT_RETENTION_PRIORITY: OrderedDict()}
@@ -46,7 +45,7 @@ class EvictionOrder:
         return self._size
 
     def __iter__(self) -> Iterator[BlockId]:
-        """In the order of eviction."""
+        """Yield the blocks in the order of eviction."""
         for priority in sorted(self._levels):
             yield from self._levels[priority]
 
@@ -54,7 +53,7 @@ class EvictionOrder:
         return block.block_id in self._levels.get(block.priority, ())
 
     def add(self, block: Block) -> None:
-        """A block is cached from now on, as the most recently used of its priority."""
+        """Add a block that is now cached, as the most recently used of its priority."""
         self._level(block.priority)[block.block_id] = None
         self._size += 1
 
@@ -66,20 +65,20 @@ class EvictionOrder:
             del self._levels[block.priority]
 
     def first(self) -> BlockId | None:
-        """The block to be given up next; None when there is none."""
+        """The block to evict next; None if there is none."""
         if not self._size:
             return None
         level = self._default if len(self._levels) == 1 else self._levels[min(p for p, b in self._levels.items() if b)]
         return next(iter(level))
 
     def note_lapse(self, block: Block, until_ns: int) -> None:
-        """The block's priority holds until then. Of those that lapse at once, who was noted first lapses first."""
+        """Note when the priority of a block lapses. Priorities that lapse at the same time do so in the order of these calls."""
         block.lapse = (until_ns, self._num_noted)
         heapq.heappush(self._lapses, (until_ns, self._num_noted, block.block_id))
         self._num_noted += 1
 
     def lapsed(self, now_ns: int) -> Iterator[tuple[tuple[int, int], BlockId]]:
-        """What was noted to end by now, and of which block. It is void when the block has another lapse since."""
+        """Pop the lapses that are due, with their blocks. A lapse is void if its block has got another one since."""
         while self._lapses and self._lapses[0][0] <= now_ns:
             until_ns, number, block_id = heapq.heappop(self._lapses)
             yield (until_ns, number), block_id

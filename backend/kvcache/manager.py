@@ -1,16 +1,16 @@
-"""KVCacheManager: the only facade of the cache. Nobody else touches blocks, tables or slots.
+"""KVCacheManager: the only interface of the cache. No other class changes blocks, block tables or slots.
 
-Life of a sequence's blocks, with the calls that move it:
+The life of a sequence's blocks, with the calls that change it:
 
-    plan.admit + commit   found blocks are locked, new ones allocated, a slot is given
-    plan.extend + commit  more blocks for a running sequence; a shared block that would be written is copied first
-    advance               blocks that have become full are entered into the trie; those outside the window are let go
-    plan.pause + commit   the table is kept, its blocks unlocked: cached, evictable, tail first
+    plan.admit + commit   blocks found in the cache are locked, new ones allocated, a slot is acquired
+    plan.extend + commit  a running sequence gets more blocks; a shared block is copied before it is written
+    advance               full blocks are inserted into the trie; blocks outside the sliding window are released
+    plan.pause + commit   the block table is kept and its blocks are unlocked: cached and evictable, the tail first
     release(keep=True)    the same, for a session between turns
-    release(keep=False)   the table is gone; blocks known to the trie stay cached, the last one even if not full; the rest is free
+    release(keep=False)   the block table is dropped; blocks in the trie stay cached, also a last one that is not full
 
-A returning sequence finds out only at `plan.admit` how much of its KV survived (`survivors`): handles whose unique id has
-changed are lost. The tokens never are; what is missing is simply computed again.
+Only at `plan.admit` a returning sequence learns how much of its KV survived (`survivors`): handles whose unique id has changed
+were evicted. Token ids are never lost, so the missing KV is recomputed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from backend.kvcache.tables import BlockTable, count_dropped
 
 @dataclass(slots=True)
 class TableChange:
-    """How a sequence's block table differs after a commit."""
+    """The change of a sequence's block table in a commit."""
 
     slot: SlotId
     new_block_ids: list[BlockId]
-    is_new: bool  # the whole table must be sent: the sequence is new to its slot, or an entry was replaced
+    is_new: bool  # send the whole table: the sequence is new in its slot, or an entry was replaced
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class KVCacheManager:
         max_chunk_tokens: int = 1 << 30,
         max_events: int = 0,
     ) -> None:
-        """`sliding_window`: tokens that a token attends to in the layer that sees most; None: all of them in one.
+        """`sliding_window`: tokens that a token attends to in the layer with the widest window; None: a layer has none.
 
         `max_events`: how many events are kept until `take_events`; 0 = none are made.
         """
@@ -75,7 +75,7 @@ class KVCacheManager:
 
     @property
     def num_backed_blocks(self) -> int:
-        """Blocks that need memory: ids below it may occur in tables."""
+        """Blocks that have memory; block tables use the ids below this number."""
         return self._blocks.num_backed
 
     @property
@@ -85,42 +85,42 @@ class KVCacheManager:
 
     @property
     def usable_blocks(self) -> int:
-        """What one sequence can ever get: the pool less the watermark."""
+        """The most blocks that one sequence can get: the pool less the watermark."""
         return self.state.usable_blocks
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks that an admission beside others leaves free."""
+        """Blocks that stay free when a sequence is admitted while others run."""
         return self.state.watermark_blocks
 
     def blocks_needed(self, num_cells: int) -> int:
-        """Blocks held at once while KV grows to `num_cells` positions."""
+        """The most blocks held at once while KV grows to `num_cells` positions."""
         return self.geometry.blocks_needed(num_cells)
 
     def num_growth_blocks(self, seq: Sequence, max_cells: int) -> int:
-        """Blocks that a running sequence may still ask for until its KV holds `max_cells` positions."""
+        """Blocks that a running sequence may still need until its KV holds `max_cells` positions."""
         return max(0, self.geometry.blocks_needed(max_cells) - self._tables[seq.seq_id].num_held)
 
     def num_private_blocks(self, seq: Sequence, first: int) -> int:
-        """Blocks that a sequence holds and nobody else, from table entry `first` on."""
+        """Blocks from table entry `first` on that no other sequence uses."""
         table = self._tables.get(seq.seq_id)
         handles = table.handles[first:] if table is not None and table.is_locked else []
         return sum(handle is not DROPPED and self._blocks.ref_count(handle.block_id) == 1 for handle in handles)
 
     def num_blocks_held(self, seq: Sequence, entries: int) -> int:
-        """Of the first table entries of a sequence those that name a block that it holds."""
+        """The number of blocks that a sequence holds among its first `entries` table entries."""
         table = self._tables.get(seq.seq_id)
         handles = table.handles[:entries] if table is not None and table.is_locked else []
         return len(handles) - count_dropped(handles)
 
     def plan(self) -> KVPlan:
-        """Start a plan on the state as it is. Dropping it changes nothing."""
+        """Start a plan on the present state. A plan that is not committed changes nothing."""
         return KVPlan(self.state)
 
     def commit(self, plan: KVPlan) -> KVCommit:
-        """Carry a plan out: pause, lock what was found, allocate (evicting what comes first in that order), note copies.
+        """Carry out a plan: pause, lock blocks found in the cache, allocate (evicting as needed), list copies.
 
-        Writes slot and num_computed_tokens of every sequence it admits or pauses.
+        Writes the slot and num_computed_tokens of every sequence that it admits or pauses.
         """
         if not (plan.grants or plan.pauses):
             return KVCommit({}, [])
@@ -146,9 +146,9 @@ class KVCacheManager:
         return KVCommit(changes, copies)
 
     def advance(self, seq: Sequence, max_shared_tokens: int = sys.maxsize) -> None:
-        """Take note that `seq.num_computed_tokens` has grown. Must follow every step that takes it to `seq.kv_due_at`.
+        """Update the cache after `seq.num_computed_tokens` has grown. Call it when that has reached `seq.kv_due_at`.
 
-        KV beyond `max_shared_tokens` is not entered into the trie.
+        KV beyond `max_shared_tokens` is not inserted into the trie.
         """
         table = self._tables[seq.seq_id]
         full = seq.num_computed_tokens // self.block_size
@@ -163,9 +163,9 @@ class KVCacheManager:
         seq.kv_due_at = self._next_due(full, table)
 
     def share(self, seq: Sequence, heirs: Iterable[Sequence]) -> None:
-        """Let sequences that wait know the blocks of a running one, as far as its prompt goes, which they have in common.
+        """Give waiting sequences of the same prompt the prompt's blocks of a running one.
 
-        Nothing is allocated, and nothing is kept for them: what is still there when one is admitted, it finds as its own.
+        Nothing is allocated or locked for them: each reuses the blocks that are still cached when it is admitted.
         """
         table = self._tables[seq.seq_id]
         num_tokens = min(seq.num_prompt_tokens, seq.num_computed_tokens)
@@ -176,9 +176,9 @@ class KVCacheManager:
             heir.num_computed_tokens = num_tokens
 
     def release(self, seq: Sequence, keep: bool, has_heirs: bool = False) -> None:
-        """The sequence leaves the batch. `keep`: remember its table, for it may return; otherwise forget the sequence.
+        """The sequence leaves the batch. `keep`: keep its block table, for it may return; otherwise forget the sequence.
 
-        `has_heirs`: others know its blocks (`share`), so they stay cached.
+        `has_heirs`: waiting sequences refer to its blocks (`share`), so they stay cached.
         """
         table = self._tables.get(seq.seq_id)
         if table is not None:
@@ -198,14 +198,14 @@ class KVCacheManager:
         self._release_slot(seq)
 
     def tick(self, now_ns: int) -> None:
-        """Let priorities lapse that hold until now or sooner. Durations of retention count from the latest tick."""
+        """Reset the priorities that lapse until `now_ns`. Durations of retention count from the latest tick."""
         self._now_ns = now_ns
         for block_id in self._blocks.lapse(now_ns):
             self._trie.tell_updated(block_id, self._blocks.blocks[block_id].priority)
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
-        """An idle sequence is cut to `num_tokens`: let go of the blocks beyond. The caller cuts the token ids."""
-        # One of several of a request would go on to write in a block of which another one has kept more.
+        """Release the blocks of an idle sequence beyond `num_tokens`. The caller truncates the token ids."""
+        # Siblings share blocks; truncating one would let it overwrite KV that another still uses.
         assert seq.group is None, f"{seq!r} shares blocks with others of its request and cannot be cut"
         table = self._tables.get(seq.seq_id)
         if table is None:
@@ -214,7 +214,7 @@ class KVCacheManager:
         self._discard(table.cut(self.geometry.blocks_for(num_tokens)))
 
     def adopt(self, child: Sequence, parent: Sequence) -> None:
-        """A running sequence lets go of its blocks and shares all of another one's. Writing to a shared block copies it."""
+        """Fork: `child` releases its blocks and shares all of `parent`. A shared block is copied before it is written."""
         self.vacate(child)
         table = self._tables[parent.seq_id]
         self._blocks.mark_shareable(table.handles[-1:])
@@ -226,27 +226,27 @@ class KVCacheManager:
         parent.num_writable_cells = 0
 
     def vacate(self, seq: Sequence) -> None:
-        """A running sequence lets go of its blocks; it keeps its slot."""
+        """Release the blocks of a running sequence, which keeps its slot."""
         self._unlock(self._tables[seq.seq_id], keep=False)
         self._tables[seq.seq_id] = BlockTable(is_locked=True)
         seq.num_writable_cells = 0
 
     def block_ids(self, seq: Sequence) -> list[BlockId]:
-        """The block table; -1 where the window has let a block go."""
+        """The block table, with -1 for blocks that the sliding window has released."""
         return self._tables[seq.seq_id].block_ids()
 
     def num_evicted_blocks(self, seq: Sequence) -> int:
-        """How many blocks from the first lost one on a sequence that is not running has lost."""
+        """Blocks of a sequence that does not run that cannot be reused: the first evicted one and all behind it."""
         table = self._tables.get(seq.seq_id)
         return 0 if table is None else len(table.handles) - self._blocks.verify(table.handles)
 
     def lose_everything(self) -> None:
-        """Evict every cached block, because the workers' memory can no longer be trusted. Nothing may be running."""
+        """Evict every cached block, after a failure that may have damaged the KV. No sequence may be running."""
         while self._blocks.num_cached:
             self._blocks.evict_first()
 
     def take_events(self) -> list[KvEvent]:
-        """What has become findable, or is no longer, since the last call."""
+        """The events since the last call."""
         return [] if self.state.events is None else self.state.events.take()
 
     def stats(self) -> KvCacheStats:
@@ -265,7 +265,7 @@ class KVCacheManager:
         )
 
     def check_integrity(self, running: Iterable[Sequence] = ()) -> None:
-        """Raise AssertionError when blocks, references, trie or slots do not add up."""
+        """Raise AssertionError if blocks, references, trie and slots are inconsistent."""
         self._blocks.check_integrity()
         self._trie.check_integrity()
         self.state.slots.check_integrity()
@@ -289,12 +289,13 @@ class KVCacheManager:
                 self._blocks.lock(handle.block_id)
 
     def _adopt_table(self, grant: Grant) -> None:
-        """Make the found blocks the sequence's table; its own blocks that were not kept have lost their last reader."""
+        """Make the blocks found in the cache the sequence's block table, and discard its own blocks that are not among them."""
         table = self._tables.setdefault(grant.seq.seq_id, BlockTable())
         kept = set(grant.kept)
         stale = [handle for handle in table.handles if handle not in kept]
         table.is_locked = True
         table.handles = list(grant.kept)
+        grant.lost, grant.own_lost = self.state.num_lost_tokens(grant.seq, grant.kept, grant.computed)
         table.num_dropped = count_dropped(grant.kept)
         table.node, table.depth = None, 0
         self._discard(stale)
@@ -316,20 +317,20 @@ class KVCacheManager:
             seq.slot = self.state.slots.acquire(seq.seq_id)
             num_own = min(len(grant.kept), self.geometry.blocks_for(grant.own))
             seq.num_reused_blocks += num_own
-            seq.num_new_blocks += len(grant.kept) - num_own  # strangers' blocks: the client is told that they are new
+            seq.num_new_blocks += len(grant.kept) - num_own  # blocks of other clients are reported as new
             is_own_copy = grant.copy_from is not None and self.geometry.blocks_for(grant.own) > len(grant.kept)
             seq.num_copied_blocks += is_own_copy
             self._reused_blocks_total += len(grant.kept)
             self._missed_blocks_total += len(new)
         seq.num_new_blocks += len(new)
-        assert seq.slot is not None  # it runs, or was admitted just now
+        assert seq.slot is not None  # it runs or has just been admitted
         return TableChange(seq.slot, [handle.block_id for handle in new], grant.admitted or grant.replaces is not None)
 
     def _retain(self, seq: Sequence) -> None:
-        """Give a running sequence's blocks the priorities that its request asks for, tail first like `_unlock`.
+        """Set the priorities of a running sequence's blocks as its request asks, tail first like `_unlock`.
 
-        A block is kept no shorter than those behind it, which are worth nothing without it. A request that asks for nothing
-        leaves priorities as they are, for this rule's sake not below the default.
+        A block is kept at least as long as the blocks behind it, which are useless without it. A request without `retention`
+        leaves priorities unchanged, except that this rule may raise them to the default.
         """
         retention = seq.request.retention
         if retention is None and not self._blocks.has_priorities:
@@ -342,7 +343,7 @@ class KVCacheManager:
             block = self._blocks.blocks[handles[index].block_id]
             before = Retained(block.priority, block.lapse[0] if block.lapse else None)
             keep = keep.before(self._asked_for(retention, index, seq.num_prompt_tokens) if retention else before)
-            if keep != before or keep.until_ns is not None:  # what lapses does so in the order of the latest use
+            if keep != before or keep.until_ns is not None:  # set again: lapses come in the order of the latest use
                 self._blocks.retain(block.block_id, keep.priority, keep.until_ns)
             if keep.priority != before.priority:
                 self._trie.tell_updated(block.block_id, keep.priority)
@@ -354,7 +355,7 @@ class KVCacheManager:
         return Retained(priority, self._now_ns + int(duration_s * 1e9))
 
     def _unlock(self, table: BlockTable, keep: bool) -> None:
-        """Tail first, so that the tail is the least recently used: eviction then shortens a prefix instead of beheading it."""
+        """Release the tail first, so that it is the least recently used: eviction then shortens a prefix from its end."""
         for handle in reversed(table.handles):
             if handle is not DROPPED:
                 self._blocks.release(handle.block_id, keep or self._trie.holds(handle.block_id))
@@ -367,7 +368,7 @@ class KVCacheManager:
         seq.num_writable_cells = 0
 
     def _discard(self, handles: Iterable[BlockHandle]) -> None:
-        """Free cached blocks that nobody can ask for any more."""
+        """Free cached blocks whose content can no longer be found."""
         for handle in handles:
             if handle is DROPPED or self._trie.holds(handle.block_id):
                 continue
@@ -375,7 +376,7 @@ class KVCacheManager:
                 self._blocks.discard(handle.block_id)
 
     def _num_writable_cells(self, seq: Sequence) -> int:
-        """Positions up to the first block, from the one that the next token goes to, that is shared or not there yet."""
+        """KV positions that can be written without a plan: up to the first block that is shared or not allocated yet."""
         handles = self._tables[seq.seq_id].handles
         index = (seq.num_computed_tokens + seq.num_inflight_tokens) // self.block_size
         while index < len(handles) and self._blocks.ref_count(handles[index].block_id) == 1:
@@ -383,7 +384,7 @@ class KVCacheManager:
         return index * self.block_size
 
     def _next_due(self, num_full: int, table: BlockTable) -> int:
-        """Computed tokens at which another block is full, or the first one behind the gap lies outside the window."""
+        """The number of computed tokens at which a block is full next, or leaves the sliding window."""
         due = (num_full + 1) * self.block_size if self.state.enable_block_reuse else sys.maxsize
         if self.geometry.window is not None:
             due = min(due, self.geometry.gap_grows_at(table.num_dropped))

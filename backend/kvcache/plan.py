@@ -1,7 +1,7 @@
-"""KVPlan: what a step would do to the cache, worked out on a snapshot. Nothing changes until KVCacheManager.commit.
+"""KVPlan: the changes that a step would make to the cache. Nothing changes until KVCacheManager.commit.
 
-The snapshot is an overlay: reference counts that would differ (`_delta`) and the number of blocks still to be had
-(`available`). Which block is taken or evicted is decided at commit, in the order in which the grants were made.
+A plan is an overlay over the present state: differences of reference counts (`_delta`) and the number of blocks left
+(`available`). The commit decides which block is taken or evicted, in the order in which the grants were made.
 
     available = free + cached - (cached blocks this plan locks) - (new blocks this plan takes) + (blocks its pauses free)
 """
@@ -20,25 +20,29 @@ from backend.kvcache.tables import count_dropped
 
 
 class Admission(enum.Enum):
-    """The three answers to a sequence that wants to run (vLLM and QServe call it AllocStatus)."""
+    """The answer to a sequence that waits for admission (AllocStatus in vLLM and QServe)."""
 
     NOW = "now"
-    LATER = "later"  # fits the pool, but not beside what runs
+    LATER = "later"  # fits into the pool, but not beside the sequences that run
     NEVER = "never"  # larger than the pool
 
 
 @dataclass(slots=True)
 class Grant:
-    """What one sequence gets in this plan."""
+    """The blocks, and perhaps the slot, that one sequence gets in this plan."""
 
     seq: Sequence
-    admitted: bool  # gets a slot; its table is `kept` + new blocks. Otherwise its table is extended.
+    admitted: bool  # True: it gets a slot, and its table is `kept` + new blocks. False: its table is extended
     num_new: int
-    computed: int = 0  # admitted: tokens whose KV was found
-    own: int = 0  # admitted: those of them that the client may know of, because the KV is its own
-    kept: list[BlockHandle] = field(default_factory=list)  # admitted: blocks found, in table order
-    copy_from: BlockHandle | None = None  # content that the first new block starts with (copy on write, partial match)
-    replaces: int | None = None  # extended: table index that the copy takes over
+    computed: int = 0  # admitted: tokens whose KV was found in the cache
+    own: int = 0  # admitted: the part of `computed` that may be reported to the client
+    kept: list[BlockHandle] = field(default_factory=list)  # admitted: blocks found in the cache, in table order
+    copy_from: BlockHandle | None = None  # source of the first new block's content (copy on write, partial match)
+    lost: int = (
+        0  # written by commit if admitted: tokens behind `computed` whose KV was cached once and has been evicted
+    )
+    own_lost: int = 0  # the part of `lost` that may be reported to the client
+    replaces: int | None = None  # extended: index of the table entry that the copy replaces
 
     @property
     def num_held(self) -> int:
@@ -48,12 +52,12 @@ class Grant:
 
 @dataclass(slots=True)
 class _Found:
-    """KV that exists for a sequence: whole blocks, then perhaps a block of which only the head is right."""
+    """KV that exists for a sequence: whole blocks, then perhaps a block that matches only at its start."""
 
     kept: list[BlockHandle]
     partial: BlockHandle | None
     computed: int
-    own: int  # how many of the computed tokens the client may know of
+    own: int  # the part of `computed` that may be reported to the client
 
 
 class Mark(NamedTuple):
@@ -78,7 +82,7 @@ class KVPlan:
     def extend(self, seq: Sequence, num_cells: int) -> bool:
         """Plan blocks for KV positions [0, num_cells) of a running sequence.
 
-        False, and nothing planned, when they are not to be had.
+        Returns False and plans nothing if the blocks are not available.
         """
         geometry = self._geometry
         handles = self._state.tables[seq.seq_id].handles
@@ -87,8 +91,8 @@ class KVPlan:
         index = first_cell // geometry.block_size
         source = None
         if first_cell % geometry.block_size and self._ref_count(handles[index].block_id) > 1:
-            # A shared block can only be met before the sequence's first step. Were it met later, the whole table would have to be
-            # sent with all token ids, and the id that is in flight is not known yet.
+            # A running sequence meets a shared block only in its first step. Later the whole table would have to be sent again
+            # with all token ids, while the id of the token in flight is not known yet.
             assert not seq.num_inflight_samples, f"{seq!r} generates into a block that others read"
             source = handles[index]
             num_new += 1
@@ -102,9 +106,9 @@ class KVPlan:
         return True
 
     def widen(self, seq: Sequence, num_cells: int) -> bool:
-        """Plan blocks for positions [0, num_cells) of a running sequence, beyond what `extend` has planned for it.
+        """Plan blocks for positions [0, num_cells) of a running sequence, beyond what `extend` has planned.
 
-        False, and nothing planned, when they are not to be had.
+        Returns False and plans nothing if the blocks are not available.
         """
         grant = self.grants.get(seq.seq_id)
         num_planned = len(self._state.tables[seq.seq_id].handles)
@@ -121,9 +125,9 @@ class KVPlan:
         return True
 
     def admit(self, seq: Sequence, needed_cells: int, headroom: int) -> Admission:
-        """Plan a slot and blocks for the tokens known so far, reusing KV that survived or that a prefix shares.
+        """Plan a slot and blocks for the known tokens, reusing KV of its own that survived, or of a common prefix.
 
-        It is admitted only if blocks for KV positions [0, needed_cells) could be had with `headroom` blocks left over.
+        It is admitted only if blocks for KV positions [0, needed_cells) are available with `headroom` blocks to spare.
         """
         geometry = self._geometry
         if geometry.blocks_needed(needed_cells) > self._state.usable_blocks:
@@ -132,7 +136,7 @@ class KVPlan:
             return Admission.LATER
         found = self._find(seq)
         if not self._fits(found, needed_cells, headroom):
-            found = self._without_partial(found)  # a copy needs its source kept meanwhile, one block more
+            found = self._without_partial(found)  # without a copy, whose source takes one block more meanwhile
             if not self._fits(found, needed_cells, headroom):
                 return Admission.LATER
         num_cells = geometry.cells_at_admission(seq.num_tokens, found.computed)
@@ -145,7 +149,7 @@ class KVPlan:
         return Admission.NOW
 
     def seat(self, seq: Sequence) -> Admission:
-        """Plan a slot for a sequence that has nothing to run yet."""
+        """Plan a slot, without blocks, for a dormant row of a beam search."""
         if self.free_slots == 0:
             return Admission.LATER
         self.free_slots -= 1
@@ -153,7 +157,7 @@ class KVPlan:
         return Admission.NOW
 
     def mark(self) -> Mark:
-        """Where `rollback` goes back to. For admissions, several of which stand or fall together."""
+        """The state to which `rollback` returns, for admissions that succeed or fail together."""
         return Mark(dict(self._delta), self.available, self.free_slots, dict(self.grants))
 
     def rollback(self, mark: Mark) -> None:
@@ -161,7 +165,7 @@ class KVPlan:
         self._delta, self.available, self.free_slots, self.grants = mark
 
     def retract(self, seq: Sequence) -> None:
-        """Undo `extend` of a sequence that is to be paused after all. Without a grant there is nothing to undo."""
+        """Undo `extend` for a sequence that will be paused after all. Does nothing if it has no grant."""
         grant = self.grants.pop(seq.seq_id, None)
         if grant is None:
             return
@@ -170,7 +174,7 @@ class KVPlan:
             self._delta[grant.copy_from.block_id] += 1
 
     def pause(self, seq: Sequence) -> None:
-        """Plan to take a running sequence off the batch; what only it held becomes evictable at once."""
+        """Plan to pause a running sequence. Blocks that only it used become evictable within this plan."""
         assert seq.seq_id not in self.grants, f"{seq!r} is paused after it was granted blocks"
         for handle in self._state.tables[seq.seq_id].held():
             self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) - 1
@@ -180,7 +184,7 @@ class KVPlan:
         self.pauses.append(seq)
 
     def _find(self, seq: Sequence) -> _Found:
-        """The longer one of what survived of the sequence's own KV and what the trie knows, as far as it may be taken over."""
+        """KV to reuse: what survived of the sequence's own, or what the trie has of its prefix, whichever is longer."""
         state, geometry = self._state, self._geometry
         limit = seq.max_found_tokens
         kept, computed = state.survivors(seq, limit)

@@ -1,14 +1,13 @@
-"""PrefixTrie: finds blocks whose KV belongs to a prefix of the given tokens.
+"""PrefixTrie: finds cached blocks for a prefix of the given tokens.
 
-A node stands for one block: its key in the parent's `children` is the tuple of the block's token ids, so a lookup
-compares the tokens themselves and the whole path to the root; a hash only speeds the comparison up. A block that was not full
-when its sequence ended is a leaf with a shorter key. Each namespace (cache salt and adapter) has a root of its own. A node is
-valid as long as its block keeps its content: the BlockManager's `on_evict` calls `forget`, which cuts the node and everything
-below it off.
+A node stands for one block. Its key in the parent's `children` is the tuple of the block's token ids, so a lookup compares the
+tokens themselves along the whole path; hashes only make the comparison fast. A block that was not full when its sequence ended
+is a leaf with a shorter key. Each namespace (cache salt and adapter) has a root of its own. A node is valid as long as its block
+keeps its content: on eviction the BlockManager calls `forget`, which removes the node and everything below it.
 
-A lookup costs the same however many continuations a prefix has: the next whole block is one look into a dictionary, and the
-block that shares the longest head with the rest of the prompt stands next to it in the order of the keys (of all strings, of
-whatever lengths, the two neighbours in lexicographic order have the longest prefixes in common with the one between them).
+The cost of a lookup does not depend on the number of continuations of a prefix. The next whole block is found in a dictionary.
+The block that shares the longest head with the rest of the prompt is a neighbour of that rest in the sorted keys: in
+lexicographic order the two neighbours of a string share the longest prefixes with it.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from backend.api.stats import StoredBlock
 from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.events import KvEventLog, block_hash, root_hash
+from backend.kvcache.evicted import EvictedPrefixes
 
 Key = tuple[int, ...]
-ROOT = BlockHandle(BlockId(-1), -1)  # of a namespace: no block
+ROOT = BlockHandle(BlockId(-1), -1)  # the handle of a namespace's root, which stands for no block
 
 
 class TrieNode:
     __slots__ = ("children", "handle", "hash", "key", "namespace", "ordered_keys", "parent")
 
     def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle, namespace: str = "") -> None:
-        self.parent = parent  # None when cut off, and for roots
+        self.parent = parent  # None for roots and for removed nodes
         self.key = key
         self.handle = handle  # ROOT for roots
-        self.namespace = namespace  # of roots
+        self.namespace = namespace  # set for roots only
         self.children: dict[Key, TrieNode] = {}
-        self.ordered_keys: list[Key] = []  # of the children, ascending
-        self.hash = 0  # for the log of events, where there is one
+        self.ordered_keys: list[Key] = []  # the keys of `children`, ascending
+        self.hash: int = root_hash(namespace) if parent is None else block_hash(parent.hash, key)
 
     def add(self, child: TrieNode) -> None:
         self.children[child.key] = child
@@ -47,9 +47,10 @@ class TrieNode:
 
 
 class PrefixTrie:
-    def __init__(self, block_size: int, events: KvEventLog | None = None) -> None:
-        """`events`: is told which blocks can be found, and which no longer."""
+    def __init__(self, block_size: int, evicted: EvictedPrefixes, events: KvEventLog | None = None) -> None:
+        """`evicted` and `events` are notified when blocks are inserted and removed."""
         self._block_size = block_size
+        self._evicted = evicted
         self._events = events
         self._roots: dict[str, TrieNode] = {}
         self._nodes: dict[BlockId, TrieNode] = {}
@@ -58,15 +59,13 @@ class PrefixTrie:
         return len(self._nodes)
 
     def holds(self, block_id: BlockId) -> bool:
-        """Whether the block can be found through the trie."""
+        """True if the trie has a node for the block."""
         return block_id in self._nodes
 
     def root(self, namespace: str) -> TrieNode:
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = TrieNode(None, (), ROOT, namespace)
-            if self._events is not None:
-                node.hash = root_hash(namespace)
         return node
 
     def is_attached(self, node: TrieNode) -> bool:
@@ -96,6 +95,13 @@ class PrefixTrie:
         head_of, matched = _longest_head(node, tuple(token_ids[start : min(start + size, max_tokens)]))
         return handles, head_of, matched
 
+    def num_lost_blocks(self, namespace: str, token_ids: Seq[int], max_tokens: int, handles: Seq[BlockHandle]) -> int:
+        """The number of evicted blocks of token_ids[:max_tokens] that follow the blocks `handles`, which matched."""
+        node = self._nodes.get(handles[-1].block_id) if handles else None
+        parent_hash = root_hash(namespace) if node is None else node.hash
+        start = len(handles) * self._block_size
+        return self._evicted.num_blocks_after(parent_hash, token_ids, start, max_tokens, self._block_size)
+
     def insert(
         self,
         namespace: str,
@@ -106,10 +112,10 @@ class PrefixTrie:
         num_blocks: int,
         lora_id: int | None = None,
     ) -> tuple[TrieNode | None, int]:
-        """Enter blocks `depth` .. `num_blocks` of a sequence below `node` (its block depth-1; None = start at the root).
+        """Insert blocks `depth` .. `num_blocks` of a sequence below `node` (its block depth-1; None = start at the root).
 
-        A block whose tokens are known already is not entered twice: the first one stays. Returns the node and depth to go on
-        from; (None, depth) when a block that has left the window is missing in between. Events tell `lora_id`.
+        A block is not inserted if there is a node for its tokens already. Returns the node and depth at which the next insert
+        continues; (None, depth) if the sliding window has released a block in between. `lora_id` is part of the events.
         """
         if node is None or not self.is_attached(node):
             node, depth = self.root(namespace), 0
@@ -126,6 +132,7 @@ class PrefixTrie:
                 child = TrieNode(node, key, handles[index])
                 node.add(child)
                 self._nodes[handles[index].block_id] = child
+                self._evicted.discard(child.hash)
                 entered.append(child)
             node = child
         self._tell_stored(entered, lora_id)
@@ -141,9 +148,9 @@ class PrefixTrie:
         num_tokens: int,
         lora_id: int | None = None,
     ) -> None:
-        """`insert` the blocks that `num_tokens` tokens fill, and the one behind them, which they fill in part, as a leaf.
+        """Insert the full blocks of `num_tokens` tokens, and the last block, which is filled in part, as a leaf.
 
-        The leaf is not entered when another block begins with its tokens: that one is as good.
+        The leaf is not inserted if another block begins with its tokens.
         """
         num_full = num_tokens // self._block_size
         node, _ = self.insert(namespace, node, depth, token_ids, handles, num_full, lora_id)
@@ -156,7 +163,7 @@ class PrefixTrie:
         self._tell_stored([leaf], lora_id)
 
     def forget(self, block_id: BlockId) -> None:
-        """Cut off the block's node and all below it, for their path no longer exists. Unknown blocks are ignored."""
+        """Remove the block's node and all nodes below it. Unknown blocks are ignored."""
         node = self._nodes.get(block_id)
         if node is None:
             return
@@ -172,11 +179,12 @@ class PrefixTrie:
             removed.append(cut.hash)
             stack.extend(cut.children.values())
             cut.children, cut.ordered_keys = {}, []
+        self._evicted.add(removed)
         if self._events is not None:
             self._events.removed(removed)
 
     def tell_updated(self, block_id: BlockId, priority: int) -> None:
-        """A block has another priority in the order of eviction. Unknown blocks are ignored."""
+        """Record an event: the block's priority has changed. Unknown blocks are ignored."""
         node = self._nodes.get(block_id)
         if node is not None and self._events is not None:
             self._events.updated(node.hash, priority)
@@ -198,25 +206,22 @@ class PrefixTrie:
             assert root.children, f"trie: the root of namespace {namespace!r} is empty"
 
     def _tell_stored(self, entered: list[TrieNode], lora_id: int | None) -> None:
-        """Each node of `entered` is the child of the one before it: a known block in between would be a child of a new one."""
+        """Record an event. Each node of `entered` is the child of the one before it."""
         if self._events is None or not entered:
             return
         parent = entered[0].parent
-        assert parent is not None  # it was entered just now
+        assert parent is not None  # it was inserted just now
         parent_hash = None if parent.handle is ROOT else parent.hash
-        before = parent.hash
-        for node in entered:
-            before = node.hash = block_hash(before, node.key)
         self._events.stored(parent_hash, [StoredBlock(node.hash, list(node.key), lora_id) for node in entered])
 
     def _drop_empty_root(self, node: TrieNode) -> None:
-        """Namespaces are chosen by clients: one that holds nothing must not be remembered."""
+        """Forget a namespace without blocks: clients choose the names, so there may be any number of them."""
         if node.handle is ROOT and not node.children:
             self._roots.pop(node.namespace, None)
 
 
 def _longest_head(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:
-    """The child block that has the most leading tokens in common with `tail`, and how many; (None, 0) when none has any."""
+    """The child that shares the most leading tokens with `tail`, and their number; (None, 0) if no child shares any."""
     position = bisect_left(node.ordered_keys, tail)
     best, length = None, 0
     for key in node.ordered_keys[max(0, position - 1) : position + 1]:
@@ -227,5 +232,5 @@ def _longest_head(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:
 
 
 def _num_common(key: Key, tail: Key) -> int:
-    """How many leading tokens are equal. Either may be the shorter one."""
+    """The number of equal leading tokens. The lengths may differ."""
     return next((i for i, (a, b) in enumerate(zip(key, tail, strict=False)) if a != b), min(len(key), len(tail)))

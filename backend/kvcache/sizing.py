@@ -1,17 +1,25 @@
-"""How many KV blocks there will be. Several limits may be given: the smallest holds (docs/features.md 001-32)."""
+"""The size and number of KV blocks. The smallest of several limits holds (docs/features.md 001-32)."""
 
 from __future__ import annotations
 
-from backend.api.config import EngineConfig
+from msgspec.structs import replace
+
+from backend.api.config import EngineConfig, KvCacheConfig
 from backend.api.errors import ConfigError
 from backend.core.step import ModelInfo
 
 DEFAULT_FRACTION_CUDA = 0.9
-DEFAULT_FRACTION_CPU = 0.25  # the rest of the machine's memory is not ours
+DEFAULT_FRACTION_CPU = 0.25  # other programs need the rest of the machine's memory
+
+
+def with_usable_blocks(config: EngineConfig, model: ModelInfo) -> EngineConfig:
+    """The configuration with a block size that the kernels of the loaded model support."""
+    size = model.kv_block_size
+    return replace(config, kv_cache=replace(config.kv_cache, block_size=size)) if size else config
 
 
 def num_pool_blocks(config: EngineConfig, model: ModelInfo, free_memory_bytes: int) -> int:
-    """Blocks of the pool. Raises ConfigError when not even one sequence step would fit."""
+    """The number of blocks of the pool. Raises ConfigError if not even one fits, or if the pool exceeds the memory."""
     kv = config.kv_cache
     limits: dict[str, int] = {}
     if kv.max_tokens is not None:
@@ -24,13 +32,27 @@ def num_pool_blocks(config: EngineConfig, model: ModelInfo, free_memory_bytes: i
     if num_blocks < 1:
         raise ConfigError(
             f"{name} leaves room for {num_blocks} KV blocks of {kv.block_size} tokens ({free_memory_bytes >> 20} MiB are free "
-            f"after the weights); at least 1 is needed: raise it, or lower kv_cache.block_size"
+            f"after the weights); at least 1 is needed: {_remedy(kv.block_size)}"
+        )
+    num_bytes = num_blocks * _block_bytes(config, model)
+    if num_bytes > free_memory_bytes:
+        raise ConfigError(
+            f"{name} asks for {num_blocks} KV blocks of {kv.block_size} tokens, which are {num_bytes >> 20} MiB; "
+            f"{free_memory_bytes >> 20} MiB are free after the weights: lower it"
         )
     return num_blocks
+
+
+def _remedy(block_size: int) -> str:
+    usual = KvCacheConfig().block_size  # the native kernels support no smaller blocks
+    return f"raise it, or use --set kv_cache.block_size={usual}" if block_size > usual else "raise it"
 
 
 def _blocks_in_memory(config: EngineConfig, model: ModelInfo, free_memory_bytes: int) -> int:
     default = DEFAULT_FRACTION_CUDA if model.device.startswith("cuda") else DEFAULT_FRACTION_CPU
     fraction = config.kv_cache.free_memory_fraction or default
-    block_bytes = max(1, model.kv_bytes_per_token) * config.kv_cache.block_size
-    return int(free_memory_bytes * fraction) // block_bytes
+    return int(free_memory_bytes * fraction) // _block_bytes(config, model)
+
+
+def _block_bytes(config: EngineConfig, model: ModelInfo) -> int:
+    return max(1, model.kv_bytes_per_token) * config.kv_cache.block_size

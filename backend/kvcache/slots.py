@@ -1,4 +1,4 @@
-"""SlotManager: the rows of the persistent batch. The lowest free row is given out first, so that those in use stay dense."""
+"""SlotManager: the rows of the persistent batch. The lowest free row is taken first, so that the used rows stay dense."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SlotManager:
         return len(self._free)
 
     def acquire(self, seq_id: SequenceId) -> SlotId:
-        """Give the lowest free slot. Raises IndexError when none is free."""
+        """Take the lowest free slot. Raises IndexError if none is free."""
         slot = SlotId(heapq.heappop(self._free))
         self._owner[slot] = seq_id
         return slot
 
     def release(self, slot: SlotId) -> None:
-        """Take a slot back. Raises KeyError when it was not held."""
+        """Return a slot. Raises KeyError if it was not in use."""
         del self._owner[slot]
         heapq.heappush(self._free, slot)
 

@@ -1,8 +1,8 @@
-"""CacheState: everything that is known of the cache. Plans read it; the KVCacheManager alone changes it.
+"""CacheState: the whole state of the cache. Plans read it; only the KVCacheManager changes it.
 
-Who may find whose KV (`KvCacheConfig.sharing`): a namespace's requests find all that the namespace has, per token. Requests
-without one find each other's whole blocks, so that nobody can tell a stranger's prompt token by token, and are told only of
-what is their own. A session always finds its own KV, per token.
+Which KV a request may reuse (`KvCacheConfig.sharing`): within a namespace all KV of the namespace, token by token. Requests
+without a namespace reuse whole blocks of each other, so that no client can guess the prompt of another one token by token, and
+only reuse of their own KV is reported to them. A session always reuses its own KV, token by token.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from backend.core.step import SequenceId
 from backend.kvcache.block import BlockHandle
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.events import KvEventLog
+from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.slots import SlotManager
@@ -25,7 +26,7 @@ class CacheState:
     ) -> None:
         self.geometry = geometry
         self.events = KvEventLog(max_events, num_blocks) if max_events else None
-        self.trie = PrefixTrie(config.block_size, self.events)
+        self.trie = PrefixTrie(config.block_size, EvictedPrefixes(num_blocks), self.events)
         self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self.trie.forget)
         self.slots = SlotManager(num_slots)
         self.tables: dict[SequenceId, BlockTable] = {}
@@ -36,24 +37,35 @@ class CacheState:
 
     @property
     def usable_blocks(self) -> int:
-        """What one sequence can ever get: the pool less the watermark."""
+        """The most blocks that one sequence can get: the pool less the watermark."""
         return self.blocks.num_blocks - self.watermark_blocks
 
     def trusts(self, seq: Sequence) -> bool:
-        """Whether the sequence may know how much of its prompt others have computed."""
+        """True if reuse of KV that other requests computed may be reported to the client."""
         return self._sharing == "all" or not seq.is_anonymous
 
     def match(self, seq: Sequence, limit: int) -> tuple[list[BlockHandle], BlockHandle | None, int]:
-        """KV known of the sequence's first `limit` tokens: (whole blocks, a block whose head is right, tokens of that head)."""
+        """Cached KV of the sequence's first `limit` tokens: (whole blocks, a block whose start matches, matching tokens)."""
         if not self.enable_block_reuse:
             return [], None, 0
         return self.trie.match(seq.namespace, seq.token_ids, limit, self._finds_heads(seq))
 
-    def tail(self, seq: Sequence, table: BlockTable) -> BlockHandle | None:
-        """The last block of a sequence that leaves, if it is not full and others may find it; None otherwise.
+    def num_lost_tokens(self, seq: Sequence, kept: list[BlockHandle], computed: int) -> tuple[int, int]:
+        """Evicted tokens of a sequence that has not run yet: those that follow its `computed` tokens and were cached once.
 
-        Others may not find what stands behind a full block that the trie does not know, what somebody goes on to write, and,
-        as with full blocks, the output of a beam search.
+        Returns (their number, the number that may be reported to the client). `kept`: the whole blocks of the computed tokens.
+        """
+        if seq.max_computed_tokens or not self.enable_block_reuse:
+            return 0, 0  # its own lost KV is counted when it is recomputed
+        num_lost = self.trie.num_lost_blocks(seq.namespace, seq.token_ids, seq.max_found_tokens, kept)
+        lost = (len(kept) + num_lost) * self.geometry.block_size - computed if num_lost else 0
+        return lost, lost if self.trusts(seq) else 0
+
+    def tail(self, seq: Sequence, table: BlockTable) -> BlockHandle | None:
+        """The last block of a sequence that leaves the batch, if it is not full and others may reuse it; else None.
+
+        Others may not reuse it if the trie lacks a block in front of it, if another sequence still writes to it, or if it is
+        output of a beam search (whose full blocks are not shared either).
         """
         num_full, num_tail_tokens = divmod(seq.num_computed_tokens, self.geometry.block_size)
         is_known = self.enable_block_reuse and table.depth == num_full
@@ -63,11 +75,11 @@ class CacheState:
         return handle if self.blocks.ref_count(handle.block_id) == 1 else None
 
     def _finds_heads(self, seq: Sequence) -> bool:
-        """Whether the sequence finds blocks of which only the head is right."""
+        """True if the sequence may reuse blocks that match only at their start."""
         return self._enable_partial_reuse and self.trusts(seq)
 
     def survivors(self, seq: Sequence, limit: int) -> tuple[list[BlockHandle], int]:
-        """What is left of a sequence's own KV: (blocks, tokens they hold right, at most `limit`)."""
+        """The KV of a sequence that has not been evicted: (blocks, tokens in them, at most `limit`)."""
         table = self.tables.get(seq.seq_id)
         if table is None:
             return [], 0

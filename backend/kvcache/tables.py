@@ -1,4 +1,4 @@
-"""BlockTable: which blocks hold the KV of one sequence, in the order of its positions."""
+"""BlockTable: the blocks that hold the KV of one sequence, in the order of its positions."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from backend.kvcache.prefix_trie import TrieNode
 
 
 def count_dropped(handles: Iterable[BlockHandle]) -> int:
-    """Entries whose block has been let go."""
+    """The number of entries whose block has been released."""
     return sum(handle is DROPPED for handle in handles)
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """Written by the KVCacheManager alone.
+    """Written by the KVCacheManager only.
 
-    Entries that have left the sliding window are DROPPED: one gap, behind the entries that hold sink tokens (geometry.py).
+    Entries outside the sliding window are DROPPED. They form one gap, behind the entries of sink tokens (geometry.py).
     """
 
     handles: list[BlockHandle] = field(default_factory=list)
-    is_locked: bool = False  # its blocks carry references: the sequence is running
+    is_locked: bool = False  # True while the sequence runs: its blocks are referenced
     num_dropped: int = 0
-    node: TrieNode | None = None  # where the trie knows the newest full block; None = look it up from the root
-    depth: int = 0  # blocks entered into the trie
+    node: TrieNode | None = None  # the trie's node of the newest full block; None = search from the root
+    depth: int = 0  # number of blocks inserted into the trie
 
     @property
     def num_held(self) -> int:
-        """Entries that name a block."""
+        """The number of entries that refer to a block."""
         return len(self.handles) - self.num_dropped
 
     def block_ids(self) -> list[BlockId]:
-        """The table as a worker reads it; -1 where the window has let a block go."""
+        """The table as a worker reads it, with -1 for blocks that the sliding window has released."""
         return [handle.block_id for handle in self.handles]
 
     def held(self) -> list[BlockHandle]:
-        """The entries that name a block, in order."""
+        """The entries that refer to a block, in order."""
         return [handle for handle in self.handles if handle is not DROPPED]
 
     def cut(self, num_entries: int) -> list[BlockHandle]:

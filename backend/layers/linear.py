@@ -44,7 +44,7 @@ Weight = (
 class Linear(Protocol):
     """A linear layer of n outputs and k inputs."""
 
-    takes_int8: bool  # whether it accepts Int8Rows, so that the norm before it can quantise its output
+    takes_int8: bool  # True if it accepts Int8Rows, so that the norm before it can quantise its output
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -162,7 +162,7 @@ class QuantizedLinear:
 
 @cache
 def onednn_packs() -> bool:
-    """Whether torch's private packed linear exists on this machine and gives the right result for a small random case."""
+    """True if torch's private packed linear exists on this machine and gives the right result for a small random case."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 70), (40, 70), (40,)))
     expected = F.linear(x.float(), weight.float(), bias.float())

@@ -48,7 +48,7 @@ class Stack(NamedTuple):
 
 
 class Stacks:
-    """Adapters on a device, each in a place of its own: zeros where an adapter has nothing. They double when they are full."""
+    """Adapters on a device, each in a place of its own, in one piece at the highest rank: zeros where it has nothing."""
 
     def __init__(
         self,
@@ -57,9 +57,13 @@ class Stacks:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        block_bytes: int = 0,
     ) -> None:
-        """shapes: of each linear layer the offsets of its projections, the last one being its n, and its k."""
+        """shapes: of each linear layer the offsets of its projections, the last one being its n, and its k
+        block_bytes: memory that is taken at a time, for at least one adapter
+        """
         self._shapes, self._num_layers, self._max_rank = shapes, num_layers, max_rank
+        self._block_bytes = block_bytes
         self._dtype, self._device = dtype, device
         self._layers: list[dict[str, Stack]] = []
         self._free: list[int] = []
@@ -72,16 +76,25 @@ class Stacks:
 
     def put(self, layers: Sequence[Layer]) -> int:
         """Returns the adapter's place."""
+        place = self.reserve()
+        self.fill(place, layers)
+        return place
+
+    def reserve(self) -> int:
+        """A place. While one is being filled, none may be reserved: that may move all of them."""
         if not self._free:
             self._grow()
-        place = self._free.pop()
+        return self._free.pop()
+
+    @torch.inference_mode()
+    def fill(self, place: int, layers: Sequence[Layer]) -> None:
+        """Write an adapter into its place. Different places may be filled on different threads."""
         for stacks, layer in zip(self._layers, layers, strict=True):
             for name, stack in stacks.items():
                 _fill(stack, place, layer.get(name, ()))
         self._ranks[place] = max(
             (part.rank for layer in layers for parts in layer.values() for part in parts), default=0
         )
-        return place
 
     def take(self, place: int) -> None:
         """Give a place back."""
@@ -93,7 +106,7 @@ class Stacks:
 
     def _grow(self) -> None:
         before = len(self._ranks)
-        count = max(4, 2 * before)
+        count = before + max(1, self._block_bytes // self.bytes_per_adapter)
         grown = []
         for index in range(self._num_layers):
             stacks = {name: self._empty(count, *shape) for name, shape in self._shapes.items()}

@@ -18,7 +18,7 @@ class RopeConfig(Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    factors: tuple[float, ...] = ()  # of kind factors: what the frequency of each pair is divided by, [head_dim / 2]
+    factors: tuple[float, ...] = ()  # kind `factors`: divisors of the frequencies, [head_dim / 2]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The Python LLM API: `from backend.llm import LLM, SamplingParams`. Importing it loads no torch."""
 
-from backend.llm.errors import BackgroundError, NotHere, ParameterError, RequestError, ResultTimeout
+from backend.llm.errors import BackgroundError, BatchError, NotHere, ParameterError, RequestError, ResultTimeout
 from backend.llm.executor import GenerationExecutor
 from backend.llm.llm import LLM
 from backend.llm.postprocessing import PostprocWorker, PostprocWorkerConfig
@@ -21,6 +21,7 @@ __all__ = [
     "LLM",
     "AdditionalModelOutput",
     "BackgroundError",
+    "BatchError",
     "BatchedLogitsProcessor",
     "CompletionOutput",
     "DisaggregatedParams",

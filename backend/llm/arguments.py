@@ -49,7 +49,7 @@ OWN: dict[str, Any] = {
     "postprocess_tokenizer_dir": None,
     "return_perf_metrics": False,
     "batched_logits_processor": None,
-    "gather_generation_logits": False,  # whether or not, requests may ask for logits
+    "gather_generation_logits": False,  # without effect: requests may ask for logits in any case
     "speculative_config": None,
     "enable_lora": False,
     "lora_config": None,  # with one LoRA is enabled too
@@ -81,7 +81,7 @@ KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_dp_events_gather_period_ms": (5,),
     "max_gpu_total_bytes": (None, 0),
 }
-EVENTS = "event_buffer_max_size"  # of KvCacheConfig too, and of our records
+EVENTS = "event_buffer_max_size"  # a field of TensorRT-LLM's KvCacheConfig, here of `records`
 KEPT = 1000  # records of iterations, where only that they are wanted is said
 POLICIES = {name.upper(): name for name in get_args(Policy)}
 CHUNKING = {name.upper(): name for name in get_args(ChunkingPolicy)}
@@ -199,14 +199,19 @@ def _fields(name: str, value: Any) -> dict[str, Any]:
     return {field: getattr(value, field) for field in known if hasattr(value, field)}
 
 
-# field of TensorRT-LLM's PeftCacheConfig -> of ours. Adapters are held whole here: its other fields tune pages and copies.
+# field of TensorRT-LLM's PeftCacheConfig -> of ours
 PEFT_FIELDS = {
     "max_adapter_size": "max_rank",
     "host_cache_size": "host_bytes",
     "device_cache_percent": "device_fraction",
     "num_host_module_layer": "host_module_layers",
     "num_device_module_layer": "device_module_layers",
+    "optimal_adapter_size": "page_rank",
+    "max_pages_per_block_host": "host_pages_per_block",
+    "max_pages_per_block_device": "device_pages_per_block",
     "num_put_workers": "put_workers",
+    "num_ensure_workers": "ensure_workers",
+    "num_copy_streams": "copy_streams",
     "lora_prefetch_dir": "prefetch_dir",
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from backend.api import ErrorCode, EverbatchError, InvalidRequest, Unsupported
 
@@ -21,6 +23,23 @@ class RequestError(EverbatchError, RuntimeError):
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         super().__init__(message)
         self.code = code
+
+
+class BatchError(RequestError):
+    """Some prompts of a list have failed; the others were generated.
+
+    `outputs`: in the order of the prompts, None for those that failed. `errors`: by the number of the prompt, from 0.
+    """
+
+    def __init__(self, outputs: Sequence[Any], errors: Mapping[int, EverbatchError]) -> None:
+        number = min(errors)
+        super().__init__(
+            f"prompt {number}: {errors[number].message} ({len(errors)} of {len(outputs)} prompts failed; the outputs of the "
+            f"others are in `outputs` of this exception)",
+            errors[number].code,
+        )
+        self.outputs = list(outputs)
+        self.errors = dict(errors)
 
 
 class BackgroundError(EverbatchError, RuntimeError):

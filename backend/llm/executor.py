@@ -105,7 +105,7 @@ class GenerationExecutor(ABC):
         return [result.result() for result in results]
 
     def get_stats(self, timeout: float = 2.0) -> list[dict[str, Any]]:
-        """Records of iterations that nobody has fetched yet; waits up to `timeout` seconds for the first."""
+        """Records of iterations since the last call; waits up to `timeout` seconds for the first."""
         return IterationResult(self.iteration_stats, timeout).get_results()
 
     def aget_stats(self, timeout: float = 2.0) -> IterationResult:
@@ -180,7 +180,7 @@ LOGITS_AND_WORKERS = (
 
 
 def _is_batch(prompts: Any) -> bool:
-    """Whether these are several prompts, rather than the token ids of one."""
+    """True if these are several prompts, not the token ids of one."""
     if getattr(prompts, "ndim", None) is not None:
         return bool(prompts.ndim > 1)
     return isinstance(prompts, list | tuple) and bool(prompts) and not hasattr(prompts[0], "__index__")

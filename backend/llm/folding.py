@@ -1,7 +1,7 @@
 """RequestFold: takes in the engine's Results of one request, and says what has changed of its sequences.
 
     sampled   each Result has the new tokens of the sequence `sequence_index`
-    beams     each Result has all tokens so far of all beams, a list each, which may differ from what was told before
+    beams     each Result has all tokens so far of all beams, a list each, which may differ from those of the Result before
 
 A stop string ends its sequence here. The engine is asked to stop only when all sequences have ended, because it can end
 nothing less than a request.
@@ -28,13 +28,13 @@ class SequenceFold:
         self._shown_ids, self._shown_text = self._shown_prompt()
         self._generated: list[int] = []  # as the engine made them
         self._stream = self._new_stream()
-        self.ids = list(self._shown_ids)  # as they are told
+        self.ids = list(self._shown_ids)  # in the form of updates
         self.text = self._shown_text
         self._log_probs: list[TokenLogProbs] = []
         self._ids_told = self._text_told = self._log_probs_told = 0
         self._cumulative: float | None = None
         self._perf: PerfMetrics | None = None
-        self._first: TokenLogProbs | None = None  # of the first output token, as one that follows the prompt
+        self._first: TokenLogProbs | None = None  # that of the first output token, which follows the prompt
         self._prompt_is_told = params.prompt_log_probs is None
         self._tensors: list[NewTensors] = []
         self.finish = FinishReason.NOT_FINISHED
@@ -47,7 +47,7 @@ class SequenceFold:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough has come since the last update, or the sequence has ended since."""
+        """True if enough tokens have come since the last update, or the sequence has ended."""
         if not self._is_fresh:
             return False
         return self.has_ended or abs(len(self.ids) - self._ids_told) >= self._params.stream_interval
@@ -93,7 +93,7 @@ class SequenceFold:
             self._end(finish)
 
     def take(self, of_prompt: list[TokenLogProbs] | None = None) -> SequenceUpdate:
-        """What has changed since the last call. `of_prompt`: log-probabilities of the prompt, once they are known."""
+        """The changes since the last call. `of_prompt`: log-probabilities of the prompt, once they are known."""
         kept, text_kept = min(self._ids_told, len(self.ids)), min(self._text_told, len(self.text))
         first = min(self._log_probs_told, len(self._log_probs))
         update = SequenceUpdate(
@@ -254,7 +254,7 @@ class RequestFold:
 
     @property
     def wants_cancel(self) -> bool:
-        """Whether the engine still works on what has ended."""
+        """True if the engine still works on a request whose text has ended."""
         return self.is_final and not self._engine_is_done
 
     def feed(self, result: Result) -> None:
@@ -274,7 +274,7 @@ class RequestFold:
                 sequence.end(FinishReason(result.finish_reasons[0]))
 
     def take(self) -> list[SequenceUpdate]:
-        """What is to be told now; of a request that does not stream nothing before its end."""
+        """The updates to send now; without streaming none before the end."""
         if self.is_final:
             return [sequence.take(self._of_prompt) for sequence in self._sequences]
         if not self._params.streaming:

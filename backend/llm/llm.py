@@ -9,9 +9,10 @@ from typing import Any
 
 import tokenizers
 
-from backend.api import ConfigError
+from backend.api import ConfigError, EverbatchError, InvalidRequest
 from backend.llm.arguments import LlmArguments
-from backend.llm.errors import ParameterError
+from backend.llm.chat import ChatTokenizer
+from backend.llm.errors import BatchError, ParameterError, RequestError
 from backend.llm.executor import GenerationExecutor, for_each
 from backend.llm.progress import loading, with_bar
 from backend.llm.requests import GenerationRequest
@@ -19,6 +20,7 @@ from backend.llm.result import RequestOutput
 from backend.llm.sampling_params import SamplingParams
 from backend.llm.statistics import IterationResult
 from backend.llm.worker import GenerationExecutorProxy, GenerationExecutorWorker
+from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import NAMED_TOKENS, Tokenizer
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "query_token_ids", "multi_modal_data"}
@@ -112,7 +114,7 @@ class LLM:
 
         A prompt is a text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`; a list of whole numbers is
         one prompt. All else may be one value, or a list with one for each prompt. A list comes back for a list, in its order.
-        Raises the first error of a request, after which the others are aborted.
+        A prompt that fails does not stop the others: BatchError, which holds their outputs, is raised when all are done.
         """
         is_one = _is_one(inputs)
         prompts = [inputs] if is_one else list(inputs)
@@ -126,18 +128,53 @@ class LLM:
             cache_salt=cache_salt,
         )
         columns = {name: for_each(name, value, len(prompts)) for name, value in fields.items()}
-        outputs: list[RequestOutput] = []
+        outputs: dict[int, RequestOutput] = {}
+        errors: dict[int, EverbatchError] = {}
         try:
             for n, prompt in enumerate(prompts):
-                outputs.append(self.generate_async(prompt, **{name: column[n] for name, column in columns.items()}))
-            for output in with_bar(outputs, len(outputs), use_tqdm):
-                output.result()
+                try:
+                    outputs[n] = self.generate_async(prompt, **{name: column[n] for name, column in columns.items()})
+                except InvalidRequest as error:
+                    errors[n] = error
+            for n in with_bar(list(outputs), len(outputs), use_tqdm):
+                try:
+                    outputs[n].result()
+                except RequestError as error:
+                    errors[n] = error
+                    del outputs[n]
         except BaseException:
-            for output in outputs:
+            for output in outputs.values():
                 if not output.done:
                     output.abort()
             raise
-        return outputs[0] if is_one else outputs
+        if errors:
+            raise errors[0] if is_one else BatchError([outputs.get(n) for n in range(len(prompts))], errors)
+        return outputs[0] if is_one else list(outputs.values())
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **fields: Any,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Generate the next message of a conversation, or of each of several, with the chat template of the model.
+
+        A conversation is a list of messages, as `[{"role": "user", "content": "Hi"}]`. `fields`: further ones of `generate`.
+        Raises Unsupported for a model without a chat template.
+        """
+        tokenizer = self.tokenizer
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise ParameterError("there is no chat template; load the model with its tokenizer, or give its directory")
+
+        def prompt(conversation: Any) -> dict[str, Any]:
+            return {"prompt_token_ids": tokenizer.apply_chat_template(conversation, tools, add_generation_prompt)}
+
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        prompts = prompt(messages) if is_one else [prompt(each) for each in messages]
+        return self.generate(prompts, sampling_params, use_tqdm, **fields)
 
     def generate_async(
         self,
@@ -176,7 +213,7 @@ class LLM:
         return RequestOutput.from_generation_result(self._executor.submit(request), text)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Statistics of iterations that nobody has fetched yet; waits up to `timeout` seconds for the first."""
+        """Statistics of the iterations since the last call; waits up to `timeout` seconds for the first."""
         return self._executor.get_stats(timeout or 0.0)
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
@@ -184,7 +221,7 @@ class LLM:
         return self._executor.aget_stats(timeout or 0.0)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Changes of the KV cache that nobody has fetched yet. Raises NotHere unless `event_buffer_max_size` is set."""
+        """Changes of the KV cache since the last call. Raises NotHere unless `event_buffer_max_size` is set."""
         return self._executor.get_kv_events(timeout or 0.0)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
@@ -247,7 +284,7 @@ class LLM:
 
 
 def _is_one(inputs: Any) -> bool:
-    """Whether this is one prompt rather than a list of them."""
+    """True if this is one prompt, not a list of prompts."""
     if not isinstance(inputs, list | tuple):
         return True
     return bool(inputs) and hasattr(inputs[0], "__index__")
@@ -265,4 +302,7 @@ def _as_tokenizer(given: Any) -> Any:
         return given
     named = {name: getattr(given, name, None) for name in NAMED_TOKENS}
     copy = tokenizers.Tokenizer.from_str(backend.to_str())
-    return Tokenizer(copy, {name: str(token) for name, token in named.items() if token is not None})
+    made = ChatTokenizer(copy, {name: str(token) for name, token in named.items() if token is not None})
+    template = getattr(given, "chat_template", None)
+    made.chat_template = ChatTemplate(template if isinstance(template, str) else None, made.special_tokens)
+    return made

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from backend.api import AdditionalOutput, OutputConfig, Request, SamplingConfig
-from backend.api.guide import Guide, GuideType
+from backend.api.guide import Guide, GuideType, choice_guide
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
@@ -27,7 +27,7 @@ from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
 
 PLAIN = ("seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-CHOICE = ("temperature", "top_k", "top_p", "min_p")  # what a greedy request does not send
+CHOICE = ("temperature", "top_k", "top_p", "min_p")  # fields that a greedy request does not send
 # The engine has these or has not. The values are those that ask for nothing.
 OPTIONAL: dict[str, Any] = {
     "top_p_min": 1e-6,
@@ -164,6 +164,8 @@ def guide(params: GuidedDecodingParams | None) -> Guide | None:
     for name, kind in texts.items():
         if getattr(params, name):
             return Guide(kind, getattr(params, name))
+    if params.choice is not None:
+        return choice_guide("guided_decoding.choice", params.choice)
     return Guide(GuideType.JSON) if params.json_object else None
 
 
@@ -186,7 +188,7 @@ def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInf
 
 
 def stop_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tuple[str | int, list[int]]]:
-    """What the engine stops at by its token ids: stop tokens, and strings where text cannot show them or stops too late."""
+    """Stop words as token ids, for the engine: stop tokens, and stop strings that the text cannot show or shows too late."""
     words: list[tuple[str | int, list[int]]] = [(token_id, [token_id]) for token_id in params.stop_token_ids or ()]
     for stop in params.stops():
         encoder = _needed(tokenizer, "stop")
@@ -229,7 +231,7 @@ def _stops_in_text(params: SamplingParams, tokenizer: Tokenizer | None) -> list[
 
 
 def _has_to_be_watched(params: SamplingParams, tokenizer: Tokenizer | None) -> bool:
-    """Whether the engine has to tell each token, because a stop string is seen in the text only. Beams are cut at the end."""
+    """True if the engine must stream every token, because a stop string is found in the text only. Beams are cut at the end."""
     return bool(_stops_in_text(params, tokenizer)) and not params.use_beam_search
 
 
@@ -290,7 +292,7 @@ def retention(config: Any) -> RetentionConfig | None:
 
 
 def _seconds(duration: timedelta | float | None) -> float | None:
-    """Of a time span, or of a number of milliseconds."""
+    """Milliseconds of a timedelta, or of a number of milliseconds."""
     if duration is None:
         return None
     return duration.total_seconds() if isinstance(duration, timedelta) else duration / 1000

@@ -137,7 +137,7 @@ class Pipe:
         return body if len(body) == length else None
 
     def close(self) -> None:
-        """Wake whoever reads on either side. The descriptor itself is closed when nobody uses it any more."""
+        """Wake the readers of both ends. The descriptor itself is closed when it is no longer used."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import LimitsConfig, ModelConfigSection
+from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection
 
-# As many prompts may wait as the program has, for as long as it takes, and all of them may ask for logits.
+# Any number of prompts may wait for any time, and all may ask for logits. A program is a single client: its requests share KV
+# token by token, and reuse is reported to them.
 PROGRAM = EngineConfig(
     model=ModelConfigSection(gather_context_logits=True, gather_generation_logits=True),
+    kv_cache=KvCacheConfig(sharing="all"),
     limits=LimitsConfig(max_queue_size=1 << 31, max_queued_tokens=1 << 48, default_timeout_s=1e9),
 )
 

@@ -1,4 +1,4 @@
-"""What travels with a prompt: GenerationRequest, and the values that name adapters and disaggregated serving."""
+"""GenerationRequest, and the values that name adapters and describe disaggregated serving."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class GenerationResult:
 
     @property
     def done(self) -> bool:
-        """Whether the end of the request has been taken in, be it an error."""
+        """True if the request has ended, also with an error, and its end was applied."""
         return self._done
 
     @property
@@ -197,7 +197,7 @@ class GenerationResult:
 
     @property
     def token_ids(self) -> list[int]:
-        """Those of the first output."""
+        """The token ids of the first output."""
         return self.outputs[0].token_ids
 
     @property
@@ -211,7 +211,7 @@ class GenerationResult:
         self._executor.abort_request(self._request_id)
 
     def aborted(self) -> bool:
-        """Whether `abort` has been called."""
+        """True if `abort` has been called."""
         return self._aborted
 
     def result(self: Self, timeout: float | None = None) -> Self:
@@ -313,7 +313,7 @@ def _likelihood(output: CompletionOutput) -> float:
 
 
 class RequestOutput(GenerationResult):
-    """What LLM returns: a GenerationResult that knows its prompt's text."""
+    """The result that LLM returns: a GenerationResult with the text of its prompt."""
 
     _prompt: str | None
 

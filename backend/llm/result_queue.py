@@ -1,4 +1,4 @@
-"""ResultQueue: hands the updates of one request to whoever waits, be it a thread or a coroutine. Nobody polls."""
+"""ResultQueue: passes the updates of one request to a waiting thread or coroutine, without polling."""
 
 from __future__ import annotations
 

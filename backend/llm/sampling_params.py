@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import Any
 
 from backend.llm.errors import ParameterError
@@ -14,13 +16,14 @@ N_GREEDY = "TLLM_ALLOW_N_GREEDY_DECODING"
 
 @dataclass(kw_only=True)
 class GuidedDecodingParams:
-    """What the output has to look like. At most one may be given."""
+    """The form of the output. At most one field may be given."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
     json_object: bool = False
     structural_tag: str | None = None
+    choice: list[str] | None = None  # the output is one of these texts
 
     def __post_init__(self) -> None:
         given = [field.name for field in fields(self) if getattr(self, field.name)]
@@ -38,7 +41,7 @@ class AdditionalModelOutput:
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Keyword arguments only. None means the default of the model or of the engine.
+    """Keyword arguments only; TypeError for an unknown one. None means the default of the model or of the engine.
 
     Decoding is greedy unless beam search, `temperature`, `top_k`, `top_p` or `min_p` asks for something else. `best_of`
     sequences are sampled, and the `n` of them with the greatest log-probability are returned; with beam search it is the
@@ -93,12 +96,19 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
+    def __new__(cls, **given: Any) -> SamplingParams:
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise TypeError(f"SamplingParams() got an unexpected keyword argument {name!r}; {hint}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Raises ParameterError, which is a ValueError, for values that contradict each other."""
         for name in ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
-                raise ParameterError(f"{name} is {value!r}, a whole number is needed")
+            _check_whole(name, getattr(self, name), may_be_none=name != "n")
         if self.pad_id is None:
             self.pad_id = self.end_id
         if self.best_of is None:
@@ -147,12 +157,31 @@ class SamplingParams:
                 raise ParameterError(f"{name} is {value}, at least 0 is needed")
         self.stops()
         self.bads()
+        outputs = self.additional_model_outputs
+        if not isinstance(outputs, (list, tuple, NoneType)) or not all(
+            isinstance(each, AdditionalModelOutput) for each in outputs or ()
+        ):
+            raise ParameterError(
+                "additional_model_outputs holds something else than AdditionalModelOutput; give a list of them"
+            )
+
+
+def _check_whole(name: str, value: object, may_be_none: bool) -> None:
+    """Raise ParameterError for what is no whole number of the 64 bits that the engine has for it."""
+    if value is None and may_be_none:
+        return
+    if not isinstance(value, int):
+        raise ParameterError(f"{name} is {str(value)[:100]!r}, a whole number is needed")
+    if value.bit_length() > 63:
+        raise ParameterError(f"{name} has {value.bit_length()} bits, the limit is 63; give a smaller number")
 
 
 def _texts(name: str, value: str | Sequence[str] | None) -> list[str]:
     """A word or a list of words as a list. Raises ParameterError for anything else, and for an empty word."""
     if value is None:
         return []
+    if not isinstance(value, (str, list, tuple)):
+        raise ParameterError(f"{name} is a {type(value).__name__}, a text or a list of texts is needed")
     words = [value] if isinstance(value, str) else list(value)
     for word in words:
         if not isinstance(word, str):

@@ -14,7 +14,7 @@ from msgspec import Struct
 from backend.api import IterationStats
 from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, IterationRequests, KvEvent
 
-LOOK_S = 0.02  # how often a waiter looks for records, which nobody announces
+LOOK_S = 0.02  # interval at which a waiter looks for new records
 
 
 class LatestStats(Struct, frozen=True):

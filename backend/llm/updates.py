@@ -1,4 +1,4 @@
-"""What the thread or process that detokenises is told of a request, and what it says of it. Frozen; msgpack carries them."""
+"""Messages to and from the thread or process that detokenises. Frozen values, sent as msgpack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     streaming: bool = False
     stream_interval: int = 1  # tokens of a sequence between two updates of it
-    log_probs: int | None = None  # how many alternatives are told; None: not even that of the token itself
+    log_probs: int | None = None  # number of alternatives to return; None: no log-probabilities at all
     prompt_log_probs: int | None = None  # the same of the prompt's tokens
     num_sequences: int = 1
     beams: bool = False  # each result has all tokens of all beams so far
@@ -26,7 +26,7 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogProbs(Struct, frozen=True, array_like=True):
-    """Of one token: its own, and the most likely ones in their order. `rank`: its own, where it is known."""
+    """Log-probabilities of one token and of the most likely ones, in their order. `rank`: that of the token, if known."""
 
     token_id: int
     log_prob: float
@@ -44,14 +44,14 @@ class NewTensors(Struct, frozen=True, omit_defaults=True):
 
 
 class SequenceUpdate(Struct, frozen=True, omit_defaults=True):
-    """What has changed of one sequence: its first `ids_kept` tokens and `text_kept` characters stay, the rest is replaced."""
+    """Changes of one sequence: its first `ids_kept` tokens and `text_kept` characters stay, the rest is replaced."""
 
     index: int
     ids_kept: int
     ids: list[int]
     text_kept: int
     text: str
-    log_probs: list[TokenLogProbs] = []  # of all tokens from `log_probs_kept` on, in their order
+    log_probs: list[TokenLogProbs] = []  # those of all tokens from `log_probs_kept` on
     log_probs_kept: int = 0
     prompt_log_probs: list[TokenLogProbs] = []  # once: of the tokens that follow each token of the prompt
     tensors: list[NewTensors] = []

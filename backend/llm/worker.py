@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ from backend.api import EngineConfig, EngineUnavailable, EverbatchError, Request
 from backend.executor import Executor
 from backend.executor.own_processors import OF_REQUEST, OwnProcessors, import_path
 from backend.llm import logits
+from backend.llm.chat import ChatTokenizer
 from backend.llm.errors import BackgroundError, NotHere, ParameterError
 from backend.llm.executor import LOGITS_AND_WORKERS, GenerationExecutor
 from backend.llm.mapping import core_request, text_params
@@ -50,11 +52,11 @@ FAILED = "the thread that hands out responses has failed, and no request is answ
 
 
 class _Live:
-    """What is kept of a request until its final response."""
+    """A request until its final response."""
 
     def __init__(self, result_queue: ResultQueue[Output | Exception], params: TextParams) -> None:
         self.queue = result_queue
-        self.params: TextParams | None = params  # None once whoever makes text has them
+        self.params: TextParams | None = params  # None once they were handed to the detokeniser
         self.request_id: RequestId | None = None  # None until the engine has been given the request
         self.is_unwanted = False  # it has ended here, and the engine is to end it too
 
@@ -96,6 +98,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
         self._failure: BackgroundError | None = None
         self._is_shut_down = False
+        self._pid = os.getpid()
         self._on_shutdown = on_shutdown
         self._last_iter = -1
         self._inline = PostprocWorker(tokenizer)
@@ -141,7 +144,7 @@ class GenerationExecutorWorker(GenerationExecutor):
             given, directory = tokenizer_dir, model_directory(executor)
             if given is not None and not isinstance(given, Tokenizer):
                 given, directory = None, str(tokenizer_dir)
-            tokenizer = given or (Tokenizer.from_directory(directory) if with_tokenizer else None)
+            tokenizer = given or (ChatTokenizer.from_directory(directory) if with_tokenizer else None)
             return cls(
                 executor, tokenizer, directory, postprocess, stream_interval, on_shutdown=clean_up, processors=own
             )
@@ -220,6 +223,8 @@ class GenerationExecutorWorker(GenerationExecutor):
         return [event_as_json(event) for event in self.engine_executor.take_kv_events()]
 
     def shutdown(self) -> None:
+        if os.getpid() != self._pid:
+            return  # the engine belongs to the process from which this one was forked
         with self._lock:
             if self._is_shut_down:
                 return
@@ -309,18 +314,18 @@ class GenerationExecutorWorker(GenerationExecutor):
             self._cancel(live)
 
     def _cancel(self, live: _Live) -> None:
-        """End a request in the engine, which nobody waits for any more."""
+        """Cancel a request in the engine, because its result is no longer wanted."""
         with self._lock:
             live.is_unwanted = True
             engine_id = live.request_id
-        if engine_id is not None:  # Otherwise whoever submits it right now will see that it is not wanted.
+        if engine_id is not None:  # Otherwise the thread that submits it right now sees `is_unwanted`.
             self.engine_executor.cancel_request(engine_id)
 
     def _lose_worker(self, number: int) -> None:
         """A post-processing process has ended by itself: its requests fail."""
         log.error("post-processing process %d has ended", number)
         pool = self._pool
-        if pool is None:  # It has ended before there were requests; those that come will be told.
+        if pool is None:  # It ended before there were requests; later ones get the error.
             return
         with self._lock:
             lost = [client_id for client_id in self._results if pool.worker_of(client_id) == number]
@@ -356,7 +361,7 @@ class GenerationExecutorProxy(GenerationExecutorWorker):
         directory = tempfile.mkdtemp(prefix="everbatch-llm-")
         clean_up = partial(shutil.rmtree, directory, ignore_errors=True)
         try:
-            return Executor.launch(config, str(Path(directory, "engine.sock"))), clean_up
+            return Executor.launch(config, str(Path(directory, "engine.sock")), owns_directory=True), clean_up
         except BaseException:
             clean_up()
             raise

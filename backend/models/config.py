@@ -12,13 +12,12 @@ from msgspec import Meta, Struct
 from backend.api.config import Windows
 from backend.api.errors import ConfigError
 from backend.api.model_files import REMEDY, convert, parse_object, read_object, shown, token_ids
+from backend.api.quantised import FILE, KvDtype
+from backend.api.supported import ACTIVATION, architecture, check_support
 from backend.layers.rotary import RopeConfig
-from backend.models.quantization import KvDtype, parse_quantization
+from backend.models.quantization import parse_quantization
 from backend.models.quantized import QuantizedLayers
 
-FILE = "config.json"
-ROPE_KINDS = ("default", "linear", "llama3", "factors")  # the last one is this project's own: what GGUF files say
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MAX_LAYERS = 4096  # bounds the memory that config.json's number alone can make the parser take
 
 Size = Annotated[int, Meta(ge=1, le=2**40)]
@@ -35,7 +34,7 @@ class _Raw(Struct):
     num_attention_heads: Size
     max_position_embeddings: Size
     architectures: list[str] | None = None
-    hidden_act: str = "silu"
+    hidden_act: str = ACTIVATION
     num_key_value_heads: Size | None = None
     head_dim: Annotated[int, Meta(ge=2, le=2**20, multiple_of=2)] | None = None
     rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
@@ -147,21 +146,14 @@ def check_eos_ids(ids: tuple[int, ...], config: ModelConfig, name: str) -> tuple
 
 def of_object(content: dict[str, Any]) -> ModelConfig:
     """The configuration in the content of a config.json. Raises ConfigError."""
-    given = content.get("architectures")
-    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
-    if names[0] not in ARCHITECTURES:
-        raise ConfigError(
-            f"config.json: architectures {shown(names)}: {shown(names[0])} is not supported; supported are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+    check_support(content)
+    name = architecture(content)
     raw = convert(content, _Raw, FILE)
-    if raw.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act {shown(raw.hidden_act)} is not supported; supported is silu")
     quantization, kv_cache_dtype = parse_quantization(content)
-    is_llama, is_qwen2 = names[0] == "LlamaForCausalLM", names[0] == "Qwen2ForCausalLM"
-    attention_bias = bool(raw.attention_bias) and names[0] != "MistralForCausalLM"
+    is_llama, is_qwen2 = name == "LlamaForCausalLM", name == "Qwen2ForCausalLM"
+    attention_bias = bool(raw.attention_bias) and name != "MistralForCausalLM"
     config = ModelConfig(
-        architecture=names[0],
+        architecture=name,
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
@@ -176,8 +168,8 @@ def of_object(content: dict[str, Any]) -> ModelConfig:
         qkv_bias=is_qwen2 or attention_bias,
         out_bias=attention_bias and not is_qwen2,
         mlp_bias=is_llama and bool(raw.mlp_bias),
-        qk_norm=names[0] == "Qwen3ForCausalLM",
-        windows=_windows(raw, names[0]),
+        qk_norm=name == "Qwen3ForCausalLM",
+        windows=_windows(raw, name),
         dtype=raw.dtype or raw.torch_dtype,
         eos_ids=token_ids(content, "eos_token_id", FILE),
         quantization=quantization,
@@ -207,10 +199,6 @@ def _rope(raw: _Raw, head_dim: int) -> RopeConfig:
     section = raw.rope_parameters or raw.rope_scaling or {}
     scaling = convert(section, _Scaling, FILE, key)
     kind = scaling.rope_type or scaling.type or "default"
-    if kind not in ROPE_KINDS:
-        raise ConfigError(
-            f"config.json: {key}: rope_type {shown(kind)} is not supported; supported are {', '.join(ROPE_KINDS)}"
-        )
     if any(factor not in (None, 1.0) for factor in (scaling.partial_rotary_factor, raw.partial_rotary_factor)):
         raise ConfigError("config.json: partial_rotary_factor is not 1, which is not supported; use another checkpoint")
     theta = scaling.rope_theta or raw.rope_theta or 10000.0

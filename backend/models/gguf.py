@@ -203,7 +203,7 @@ def _hf_name(name: str) -> str:
 
 
 def _rope_factors(header: GgufHeader) -> list[float] | None:
-    """What each rotary frequency is divided by; None if the file has no such tensor. Raises ConfigError."""
+    """Divisors of the rotary frequencies; None if the file has no such tensor. Raises ConfigError."""
     place = header.tensors.get(ROPE_FACTORS)
     if place is None:
         return None

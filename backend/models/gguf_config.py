@@ -9,10 +9,9 @@ from msgspec import Meta
 from backend.api.errors import ConfigError
 from backend.api.gguf import AGAIN, GgufHeader, eos_ids
 from backend.api.model_files import shown
+from backend.api.supported import GGUF_ARCHITECTURES, gguf_architecture
 from backend.models.config import MAX_LAYERS, Factor, Size
 
-# general.architecture -> the architecture of config.json
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 T = TypeVar("T")
 _Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
@@ -37,12 +36,7 @@ def config_of(header: GgufHeader, rope_factors: list[float] | None) -> dict[str,
 
     `rope_factors` are the values of the tensor ROPE_FACTORS.
     """
-    name = header.need("general.architecture", str)
-    if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"{header.name}: general.architecture {shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}: "
-            f"use a model of one of them"
-        )
+    name = gguf_architecture(header)
     settings = _Settings(header, name)
     _check_neutral(settings)
     heads, hidden = settings.need("attention.head_count", Size), settings.need("embedding_length", Size)
@@ -53,7 +47,7 @@ def config_of(header: GgufHeader, rope_factors: list[float] | None) -> dict[str,
         raise settings.unsupported("attention.sliding_window", window)
     return dict(
         # Mistral's files say llama as well; with a window they are read as Mistral's.
-        architectures=["MistralForCausalLM" if is_llama and window else ARCHITECTURES[name]],
+        architectures=["MistralForCausalLM" if is_llama and window else GGUF_ARCHITECTURES[name]],
         vocab_size=_embedding_rows(header),
         hidden_size=hidden,
         intermediate_size=settings.need("feed_forward_length", Size),

@@ -11,42 +11,24 @@ weight = (q - zero) * scale, 4 bits. AutoGPTQ also stores a bias of zeros for la
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from msgspec import Struct
 
 from backend.api.errors import ConfigError
-from backend.api.model_files import convert
+from backend.api.quantised import GptqFormat
 from backend.models.quantized import (
     QuantizedLayers,
     Scheme,
-    first_obstacle,
-    is_group_size_of_4_bits,
     kernel_group,
     nibbles,
-    unsupported,
 )
 from backend.models.tensors import TensorSource
 from kernels.w4a16 import Weight4, pack
 
-_VERSIONS = {"gptq": 1, "gptq_v2": 2}
-
-
-class _Config(Struct):
-    bits: int
-    group_size: int = 128
-    desc_act: bool = False
-    checkpoint_format: str = "gptq"
-    is_marlin_format: bool = False
-    dynamic: dict[str, Any] | None = None
-
 
 @dataclass(frozen=True)
-class GptqLayers(QuantizedLayers):
-    group: int | None  # columns that share a scale; None = the whole row
-    version: int
-
+class GptqLayers(GptqFormat, QuantizedLayers):
     scheme: Scheme = field(default="w4a16", init=False)
     marker: ClassVar[str] = ".qweight"
 
@@ -69,20 +51,3 @@ class GptqLayers(QuantizedLayers):
             zeros = (zeros + 1) & 15
         zeros, scales = (x.repeat_interleave(repeats, 0) for x in (zeros, scales))
         return Weight4(pack(q.T.contiguous(), group), scales, zeros.to(scales.dtype), group)
-
-
-def parse(section: dict[str, Any]) -> GptqLayers:
-    """Read quantization_config. Raises ConfigError."""
-    config = convert(section, _Config, "config.json", "quantization_config")
-    wrong = {
-        f"{config.bits} bits": config.bits != 4,
-        "desc_act": config.desc_act,
-        f"checkpoint_format {config.checkpoint_format}": config.checkpoint_format not in _VERSIONS,
-        "is_marlin_format": config.is_marlin_format,
-        "dynamic": bool(config.dynamic),
-        f"group_size {config.group_size}": not is_group_size_of_4_bits(config.group_size),
-    }
-    if reason := first_obstacle(wrong):
-        raise unsupported("gptq", reason)
-    group = None if config.group_size == -1 else config.group_size
-    return GptqLayers(group, _VERSIONS[config.checkpoint_format])

@@ -25,11 +25,11 @@ Round = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (weight, group) -> (in
 class LinearOptions(NamedTuple):
     """How linear layers hold their weights."""
 
-    quantization: Quantization = "none"  # what float weights are quantised to while loading; none = not at all
+    quantization: Quantization = "none"  # format to which float weights are quantised while loading; none: they are not
     group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = DEFAULT_GROUPS
     make: MakeLinear = make_torch_linear
     round_to_four_bits: Round = four_bits.round_weight
-    holds_super_blocks: bool = False  # whether `make` takes SuperBlocks; they are floats where it does not
+    holds_super_blocks: bool = False  # True if `make` takes SuperBlocks; they are floats where it does not
 
     def columns_per_scale(self, columns: int) -> int:
         """Columns that share a scale in a weight of `columns` columns."""
@@ -70,7 +70,7 @@ class LinearBuilder:
         return self._options.make(weight, self._source.take_stacked(bias, ()) if has_bias else None)
 
     def holds(self, name: str) -> bool:
-        """Whether the checkpoint holds this projection quantised."""
+        """True if the checkpoint holds this projection quantised."""
         return self._checkpoint is not None and self._source.has(name + self._checkpoint.marker)
 
     def from_tensor(self, weight: Tensor) -> Linear:
@@ -82,7 +82,7 @@ class LinearBuilder:
         return self._options.make(weight, None)
 
     def _are_quantized(self, rows: Mapping[str, int], marker: str) -> bool:
-        """Whether the checkpoint holds these projections quantised; layers excluded from quantisation are stored as floats."""
+        """True if the checkpoint holds these projections quantised; layers excluded from quantisation are stored as floats."""
         scaled = [name for name in rows if self._source.has(name + marker)]
         if scaled and len(scaled) < len(rows):
             raise ConfigError(

@@ -72,7 +72,7 @@ class Llama:
 
     @property
     def memory(self) -> str:
-        """What the weights take, in words."""
+        """A description of the memory that the weights take."""
         weights = sum(prod(linear.shape) for linear in self._linears)
         return (
             f"linear layers {self.num_linear_bytes / 1e6:,.1f} MB, {8 * self.num_linear_bytes / weights:.2f} bits a weight; "

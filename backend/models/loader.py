@@ -17,13 +17,13 @@ from backend.api.config import Windows
 from backend.api.errors import ConfigError
 from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import read_object, shown, token_ids
+from backend.api.weight_files import tensor_names, weight_files
 from backend.models import gguf
 from backend.models.config import ModelConfig, check_eos_ids, parse_model_config, read_model_config
 from backend.models.gguf import GgufTensors
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
-from backend.models.weight_files import tensor_names, weight_files
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
 GENERATION = "generation_config.json"

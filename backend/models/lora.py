@@ -14,26 +14,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from backend.api.adapter_files import MAX_WEIGHTS_BYTES, MODULES, WEIGHTS, check_rank, half_tensors, peft_weights
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.lora import ADAPTER_CONFIG, CONFIG_ROWS, LoraConfig, check_lora, read_peft_config
-from backend.api.model_files import find_file, shown
+from backend.api.model_files import shown
 from backend.api.tensor import TensorData
 from backend.models.config import ModelConfig
 from backend.models.loader import open_tensors
+from backend.models.npy import Array, read_array
 from kernels.common.adapter import LINEARS, Part
 
-CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
+CONFIG = ADAPTER_CONFIG
 WEIGHT_ROWS = "model.lora_weights.npy"  # beside CONFIG_ROWS
-MAX_WEIGHTS_BYTES = 8 << 30
+MAX_CONFIG_BYTES = 1 << 20
+MAX_ALPHA = 1e9
 Layers = list[dict[str, list[Part]]]
-
-# TensorRT-LLM's module ids; its names are attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate.
-MODULES = ("qkv", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
-_TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
 
 
 class Place(NamedTuple):
@@ -71,11 +69,6 @@ def stack_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     return found
 
 
-def widest_module(config: ModelConfig) -> int:
-    """Inputs and outputs of the largest projection together: the numbers of its adapter, for each rank."""
-    return max(place.n + place.k for place in places(config).values())
-
-
 def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
     """The adapter that a request brings, in `dtype`. Raises InvalidRequest (or Unsupported)."""
     try:
@@ -84,7 +77,7 @@ def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_
         kind = Unsupported if isinstance(error, Unsupported) else InvalidRequest
         raise kind(f"LoRA adapter {lora.shown}: {error}") from None
     for part in parts_of(layers):
-        if not (part.a.isfinite().all() and part.b.isfinite().all()):
+        if not (part.a.isfinite().all() and (part.b * part.scale).isfinite().all()):
             raise InvalidRequest(f"LoRA adapter {lora.shown} holds numbers that are not finite in {dtype}")
     return layers
 
@@ -100,7 +93,8 @@ def _read_directory(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, m
     directory = Path(lora.path)
     if files_of(directory)[0].name == CONFIG:
         return read_peft(directory, config, dtype, max_rank)
-    rows, weights = _read_array(directory, CONFIG_ROWS), _read_array(directory, WEIGHT_ROWS)
+    rows = _unbatched(read_array(directory, CONFIG_ROWS, MAX_CONFIG_BYTES))
+    weights = _unbatched(read_array(directory, WEIGHT_ROWS, MAX_WEIGHTS_BYTES))
     if rows.ndim != 2 or rows.dtype.kind not in "iu":
         raise ConfigError(f"{CONFIG_ROWS}: {rows.dtype} of shape {list(rows.shape)}, integers [rows, 3] are needed")
     data = TensorData(str(weights.dtype), weights.shape, weights.tobytes())
@@ -109,15 +103,8 @@ def _read_directory(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, m
     return read_rows(tensors, config, dtype, max_rank)
 
 
-def _read_array(directory: Path, name: str) -> np.ndarray[Any, Any]:
-    """An array of a .npy file, without the batch dimension that TensorRT-LLM's have. Raises ConfigError."""
-    path = find_file(directory, name, MAX_WEIGHTS_BYTES)
-    if path is None:
-        raise ConfigError(f"{shown(directory.name)}: {name}: File does not exist")
-    try:
-        array: np.ndarray[Any, Any] = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ConfigError(f"{name} is no array of numbers: {error}") from None
+def _unbatched(array: Array) -> Array:
+    """Without the batch dimension that TensorRT-LLM's have."""
     return array[0] if array.ndim == 3 and len(array) == 1 else array
 
 
@@ -152,18 +139,11 @@ def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_ran
 def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
     """A directory that PEFT's save_pretrained has written. Raises ConfigError, InvalidRequest and Unsupported."""
     raw = read_peft_config(directory)
-    path = find_file(directory, WEIGHTS, MAX_WEIGHTS_BYTES)
-    if path is None:
-        raise ConfigError(f"{shown(directory.name)}: {WEIGHTS}: File does not exist; save it as safetensors")
+    path = peft_weights(directory)
     tensors = open_tensors([path])
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for name in tensors:
-        match = _TENSOR.fullmatch(name)
-        if match is None or match[2] not in MODULES[1:]:
-            raise Unsupported(
-                f"{WEIGHTS}: tensor {shown(name)} is no LoRA of a decoder layer's projection; leave it out"
-            )
-        halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensors[name]
+    for each in half_tensors(path):
+        halves.setdefault((each.layer, each.module), {})[each.half] = tensors[each.name]
     found: dict[tuple[int, str], Part] = {}
     known = places(config)
     for (layer, module), pair in halves.items():
@@ -213,8 +193,8 @@ def _scale(raw: Mapping[str, Any], layer: int, module: str, rank: int) -> float:
             break
         if not re.fullmatch(r"[\w.]*", pattern):
             raise Unsupported(f"{CONFIG}: alpha_pattern {shown(pattern)} is an expression; write module names")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{CONFIG}: lora_alpha is {shown(alpha)}, a number is needed")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise ConfigError(f"{CONFIG}: lora_alpha is {shown(alpha)}, a number up to {MAX_ALPHA:g} is needed")
     return float(alpha) / (math.sqrt(rank) if raw.get("use_rslora") else rank)
 
 
@@ -223,11 +203,7 @@ def _add(
 ) -> None:
     if layer >= config.num_layers:
         raise InvalidRequest(f"it has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}")
-    if part.rank > max_rank:
-        raise InvalidRequest(
-            f"it has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); use an adapter of a "
-            f"lower rank, or ask the server's operator to raise it"
-        )
+    check_rank(part.rank, layer, module, max_rank)
     same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(
         module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ()
     )

@@ -10,29 +10,21 @@ Source: OmniServe's converter; kernels/common/qserve_checkpoint.py describes the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from msgspec import Struct
 
 from backend.api.errors import ConfigError
-from backend.api.model_files import convert
-from backend.models.quantized import QuantizedLayers, Scheme, first_obstacle, unsupported
+from backend.api.quantised import QoqFormat
+from backend.models.quantized import QuantizedLayers, Scheme
 from backend.models.tensors import TensorSource
 from kernels.common.qserve_checkpoint import from_qserve
 from kernels.int8_rows import GROUP
 from kernels.w4a8 import Weight4A8
 
 
-class _Config(Struct):
-    wbits: int
-    group_size: int
-
-
 @dataclass(frozen=True)
-class QoqLayers(QuantizedLayers):
-    is_grouped: bool
-
+class QoqLayers(QoqFormat, QuantizedLayers):
     scheme: Scheme = field(default="w4a8", init=False)
     marker: ClassVar[str] = ".qweight"
 
@@ -54,15 +46,3 @@ class QoqLayers(QuantizedLayers):
             return from_qserve(qweight, s1_scales, s1_szeros, s2_scales, s2_zeros)
         except ValueError as error:
             raise ConfigError(f"{name} cannot be read as QoQ: {error}") from None
-
-
-def parse(section: dict[str, Any]) -> QoqLayers:
-    """Read quantization_config. Raises ConfigError."""
-    config = convert(section, _Config, "config.json", "quantization_config")
-    wrong = {
-        f"{config.wbits} bits": config.wbits != 4,
-        f"group_size {config.group_size}": config.group_size not in (-1, GROUP),
-    }
-    if reason := first_obstacle(wrong):
-        raise unsupported("qoq", reason)
-    return QoqLayers(config.group_size == GROUP)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.api.model_files import shown
 from backend.layers.linear import QuantizedWeight
 from backend.models.tensors import TensorSource
 from kernels.common import super_blocks
@@ -26,13 +25,6 @@ Scheme = Literal["int8", "w8a8", "w4a16", "w4a8"]
 Held = QuantizedWeight | Weight4 | Weight4A8 | SuperBlocks
 Part = TypeVar("Part", QuantizedWeight, Weight4, Weight4A8, SuperBlocks)
 
-MAX_GROUP = 1 << 16  # columns that share a scale
-SUPPORTED = (
-    "compressed-tensors (int8, symmetric, scaled by channel or group, with activations that are float or dynamic int8 by "
-    "token; pack-quantized 4 bits), AWQ (4 bits, version gemm), GPTQ (4 bits, without desc_act) or QoQ (4 bits, group_size "
-    "-1 or 128)"
-)
-
 
 class QuantizedLayers(ABC):
     """How a checkpoint's quantised linear layers are stored. Immutable."""
@@ -43,24 +35,6 @@ class QuantizedLayers(ABC):
     @abstractmethod
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Held:
         """The projection `name` of n outputs and k inputs. Raises ConfigError."""
-
-
-def unsupported(method: str, reason: str = "") -> ConfigError:
-    named = shown(f"{method}: {reason}" if reason else method)
-    return ConfigError(
-        f"config.json: quantization_config: the checkpoint is quantised ({named}), which is not supported; "
-        f"use a float checkpoint, or {SUPPORTED}"
-    )
-
-
-def first_obstacle(wrong: dict[str, bool]) -> str | None:
-    """`wrong` maps reasons against a configuration to whether they apply. Returns the first that does, or None."""
-    return next((reason for reason, is_wrong in wrong.items() if is_wrong), None)
-
-
-def is_group_size_of_4_bits(size: int | None) -> bool:
-    """Whether `kernel_group` can cut groups of this size; None and -1 mean a whole row."""
-    return size in (None, -1) or (0 < size <= MAX_GROUP and size % min(GROUPS) == 0)
 
 
 def kernel_group(name: str, group: int | None, k: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ class TensorSource:
         self.dtype, self.device = dtype, device
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds a tensor that has not been taken yet."""
+        """True if the checkpoint holds a tensor that has not been taken yet."""
         return name in self._left
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:

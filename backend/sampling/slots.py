@@ -32,7 +32,7 @@ NEVER = (
 class TopPDecay(NamedTuple):
     """How top_p changes with the output; see kernels.sampling.decayed_top_p."""
 
-    top_p: float  # at first
+    top_p: float  # the initial value
     decay: float
     least: float
     reset_id: int  # -1 = none
@@ -54,7 +54,7 @@ class SlotOptions(Struct, frozen=True):
     decay: TopPDecay | None = None
     return_log_probs: bool = False
     top_log_probs: int = 0
-    is_guided: bool = False  # others mask its logits
+    is_guided: bool = False  # GuidedRows masks its logits
 
     @property
     def wants_log_probs(self) -> bool:
@@ -106,7 +106,7 @@ class SlotParameters:
         self.plain_from = [UNKNOWN] * num_slots
         self.special_until = [0] * num_slots
         self.log_prob_widths = np.full(num_slots, -1)
-        self.options = [SlotOptions()] * num_slots  # nobody reads the options of a slot without a row
+        self.options = [SlotOptions()] * num_slots  # options of a slot without a row are never read
 
     def set_row(self, row: NewRow) -> None:
         """Replace all parameters of `row.slot`."""

@@ -1,1 +1,1 @@
-"""Who runs in the next step, and how many tokens of each: capacity, then micro-batch, then one commit. Pure."""
+"""Chooses the sequences of the next step and their tokens: capacity, then micro-batch, then one commit. Pure."""

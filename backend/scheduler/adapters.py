@@ -3,6 +3,7 @@
     host     least recently used first; an adapter stays while an accepted request has it
     device   a subset of the host's; an adapter stays while a sequence with it runs
 
+Both are counted in pages: an adapter's sizes are those of its whole pages (worker/adapter_pages.py).
 An adapter is its content. A client's task id is a name for one, within the client's namespace; given with other weights it names
 another, and whoever runs with the old one keeps it.
 """
@@ -48,7 +49,7 @@ class Level:
         return sum(self._bytes[content] for content in self._users)
 
     def has_room(self, wanted: dict[str, int]) -> bool:
-        """Whether these (content -> bytes) can be held beside all that is in use."""
+        """True if these (content -> bytes) can be held beside all that is in use."""
         more = sum(num_bytes for content, num_bytes in wanted.items() if content not in self._users)
         return self.num_used_bytes + more <= self.capacity
 
@@ -82,9 +83,8 @@ class AdapterCache:
     def __init__(self, config: LoraSection = _OFF, model: ModelInfo | None = None, free_bytes: int = 0) -> None:
         """free_bytes: of the device, beside the weights of the model."""
         self.is_enabled = config.enabled
-        unit = model.lora_module_bytes if model is not None else 0
-        host = config.host_module_layers * unit or config.host_bytes
-        device = config.device_module_layers * unit or int(config.device_fraction * free_bytes)
+        host = _in_pages(config.host_module_layers, model) or config.host_bytes
+        device = _in_pages(config.device_module_layers, model) or int(config.device_fraction * free_bytes)
         if not config.device_module_layers and model is not None and model.device == "cpu":
             device = host  # both are the same memory
         self.host, self.device = Level(host), Level(device)
@@ -152,7 +152,7 @@ class AdapterCache:
             self.host.leave(content)
 
     def has_room(self, contents: Iterable[str]) -> bool:
-        """Whether sequences with these adapters can run beside those that do."""
+        """True if sequences with these adapters can run beside those that do."""
         wanted = {content: self._adapters[content].device_bytes for content in contents if content}
         return not wanted or self.device.has_room(wanted)
 
@@ -187,3 +187,10 @@ class AdapterCache:
             self._going.append(content)
         self._names = {name: each for name, each in self._names.items() if each != content}
         self._names_for_all = {task_id: each for task_id, each in self._names_for_all.items() if each != content}
+
+
+def _in_pages(module_layers: int, model: ModelInfo | None) -> int:
+    """Bytes of the pages that so many projections of one layer at rank 1 need."""
+    if model is None:
+        return 0
+    return -(-module_layers * model.lora_module_bytes // model.lora_page_bytes) * model.lora_page_bytes

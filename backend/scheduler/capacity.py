@@ -1,13 +1,12 @@
-"""CapacityScheduler: which sequences have room in the KV pool. It decides on a KVPlan and changes nothing else.
+"""CapacityScheduler: decides which sequences fit into the KV pool. It works on a KVPlan and changes nothing else.
 
-    GuaranteedNoEvict   a sequence is admitted only when all admitted ones could run to their longest end together; none is
-                        ever paused
-    StaticBatch         the same, and nobody is admitted while others run
-    MaxUtilization      a sequence is admitted when its known tokens fit; when the pool runs dry, the youngest running
-                        sequence is paused, and computed again when there is room
+    GuaranteedNoEvict   a sequence is admitted only if all admitted sequences fit at their full length; none is ever paused
+    StaticBatch         the same, and no sequence is admitted while others run
+    MaxUtilization      a sequence is admitted if its known tokens fit; when the pool is exhausted, the youngest running
+                        sequence is preempted (paused), and its evicted KV is recomputed when there is room again
 
-Among those that have been admitted, who was admitted first is served first, whatever its request's priority: so the oldest one
-always makes progress, and no set of sequences can starve each other by taking turns at recomputation.
+Admitted sequences get blocks in the order of their admission, whatever the priority of their requests. So the oldest one always
+makes progress, and sequences cannot preempt each other for ever.
 
 After TensorRT-LLM's capacity schedulers of the same names.
 """
@@ -23,22 +22,22 @@ from backend.kvcache.plan import Admission, Grant, KVPlan
 
 
 def max_cells(seq: Sequence) -> int:
-    """KV positions at the longest end; the last sampled token's KV is never needed."""
+    """KV positions of the sequence at its full length. The KV of the last sampled token is never needed."""
     return seq.num_prompt_tokens + max(0, seq.max_output_tokens - 1)
 
 
 def watermark(kv: KVCacheManager, running: list[Sequence], admitted: list[Sequence]) -> int:
-    """Blocks that an admission beside others leaves free. A sequence alone needs none: there is nobody to make room for."""
+    """Blocks that stay free when a sequence is admitted while others run; 0 for the first sequence."""
     return kv.watermark_blocks if running or admitted else 0
 
 
 class CapacityScheduler(Protocol):
     def blocks_needed(self, num_prompt: int, max_output: int, beam_width: int) -> int:
-        """Blocks that the pool must have for a request."""
+        """The blocks that the pool must have to accept a request."""
         ...
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
-        """Plan the admission of the first sequence in line, beside those that run and those admitted in this plan."""
+        """Plan the admission of the first sequence in the queue, given those that run and those that this plan admits."""
         ...
 
 
@@ -47,7 +46,7 @@ class GuaranteedNoEvict:
         self._kv = kv
 
     def blocks_needed(self, num_prompt: int, max_output: int, beam_width: int) -> int:
-        """At the longest end of a request. Beams share the whole blocks of their prompt for as long as they run."""
+        """The blocks of a request at its full length. Beams share the whole blocks of their prompt while they run."""
         cells = num_prompt + max(0, max_output - 1)
         needed = self._kv.blocks_needed(cells)
         return needed + (beam_width - 1) * (needed - self._shared(num_prompt))
@@ -57,7 +56,7 @@ class GuaranteedNoEvict:
         return plan.admit(seq, max_cells(seq), promised + watermark(self._kv, running, admitted))
 
     def _growth(self, plan: KVPlan, seq: Sequence) -> int:
-        """Blocks promised to a sequence that it does not hold yet, not even by this plan."""
+        """Blocks that a sequence may still need beyond those that it holds or that this plan grants."""
         grant = plan.grants.get(seq.seq_id)
         if seq.beam_width > 1:
             return self._growth_of_beam(grant, seq)
@@ -66,9 +65,9 @@ class GuaranteedNoEvict:
         return max(0, self._kv.num_growth_blocks(seq, max_cells(seq)) - (grant.num_new if grant else 0))
 
     def _growth_of_beam(self, grant: Grant | None, seq: Sequence) -> int:
-        """The first of the beams is promised all that it needs, the others what lies behind the whole blocks of the prompt.
+        """The same for a beam. The first counts all of its blocks, the others those behind the whole blocks of the prompt.
 
-        Of the latter only those count as held that no other beam reads: one that is shared will be copied.
+        A block that another beam shares does not count as held, because it is copied before it is written.
         """
         shared, is_first = self._shared(seq.num_prompt_tokens), seq is seq.rows[0]
         needed = self._kv.blocks_needed(max_cells(seq)) - (0 if is_first else shared)
@@ -91,11 +90,11 @@ class MaxUtilization:
         self._kv = kv
 
     def blocks_needed(self, num_prompt: int, max_output: int, beam_width: int) -> int:
-        """At the longest end of a request. Beams that return from a pause may share nothing any more."""
+        """The blocks of a request at its full length. Beams that return from a pause may share no blocks."""
         return beam_width * self._kv.blocks_needed(num_prompt + max(0, max_output - 1))
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
-        # A block's worth of room to generate, so that a readmitted sequence does not leave again at once.
+        # One block beyond the known tokens, so that a readmitted sequence is not paused again at once.
         needed = min(seq.num_tokens + self._kv.block_size, max_cells(seq))
         if self._kv.blocks_needed(max_cells(seq)) > self._kv.usable_blocks:
             return Admission.NEVER
@@ -105,7 +104,7 @@ class MaxUtilization:
 def admit_beams(
     policy: CapacityScheduler, plan: KVPlan, beams: list[Sequence], running: list[Sequence], admitted: list[Sequence]
 ) -> Admission:
-    """Plan the admission of all beams of a request, or of none. Those that lie dormant get a slot only."""
+    """Plan the admission of all beams of a request, or of none. Dormant ones get only a slot."""
     if plan.free_slots < len(beams):
         return Admission.LATER
     mark = plan.mark()
@@ -119,9 +118,9 @@ def admit_beams(
 
 
 def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[SequenceId, int]) -> list[Sequence]:
-    """Plan KV for `num_tokens[seq_id]` more positions of each running sequence (none: it needs none), oldest first.
+    """Plan KV for `num_tokens[seq_id]` more positions of each running sequence (no entry: none), oldest first.
 
-    While there is no room, the youngest is paused, at last the sequence itself. Returns those that keep running.
+    While there is no room, the youngest is paused, which may be the sequence that needs room. Returns those that keep running.
     """
     kept = list(running)
     index = 0
@@ -139,7 +138,7 @@ def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[Sequ
 
 
 def _pop_youngest(kept: list[Sequence]) -> list[Sequence]:
-    """The youngest sequence, or all beams of the youngest request, the youngest first."""
+    """Remove and return the youngest sequence, or all beams of the youngest request, youngest first."""
     victims = [kept.pop()]
     while victims[0].beam_width > 1 and kept and kept[-1].group is victims[0].group:
         victims.append(kept.pop())

@@ -74,7 +74,7 @@ class Drafter:
 
     @property
     def guesses(self) -> bool:
-        """Whether drafts come from anywhere but the requests."""
+        """True if drafts come from anywhere but the requests."""
         return self._config.mode != "none"
 
     def waits(self, rows: list[Sequence]) -> bool:
@@ -85,7 +85,7 @@ class Drafter:
         return any(map(_follows_script, rows)) or self.expects(rows)
 
     def expects(self, rows: list[Sequence]) -> bool:
-        """Whether drafts that no request brings are likely to pay."""
+        """True if drafts that no request brings are likely to pay."""
         if not self._looks_up or self._num_resting or self.cost.is_trial(self._speed):
             return False
         if self._speed < CLEARLY and not self.cost.looks_anew:
@@ -220,6 +220,6 @@ def _script(seq: Sequence) -> list[int]:
 
 
 def _follows_script(seq: Sequence) -> bool:
-    """Whether all of the output is as the request's drafts say, and some of these are left."""
+    """True if all of the output is as the request's drafts say, and some of these are left."""
     script, num_output = seq.request.draft_tokens, seq.num_output_tokens
     return 0 < num_output < len(script) and seq.token_ids[seq.num_prompt_tokens :] == script[:num_output]

@@ -1,37 +1,36 @@
-"""MicroBatchScheduler: how many tokens of each sequence run in one step, under `max_num_tokens` for all.
+"""MicroBatchScheduler: divides the token budget of a step (`max_num_tokens`) among its sequences.
 
-Generation rows come first, one token each, so that running streams keep streaming while long prompts are computed in chunks
-from what is left of the budget.
+Generation rows come first, one token each, so that running streams go on while long prompts are computed in chunks of what is
+left of the budget.
 
-    budget   |1|1|1|...|1|   chunk of A      |  chunk of B  |      FIRST_COME_FIRST_SERVED: A as much as it can, then B
-             |1|1|1|...|1|   chunk of A |  chunk of B       |      EQUAL_PROGRESS: the same for both, until one is done
+    budget   |1|1|1|...|1|   chunk of A      |  chunk of B  |      FIRST_COME_FIRST_SERVED: first A, then B
+             |1|1|1|...|1|   chunk of A |  chunk of B       |      EQUAL_PROGRESS: the same share for both
 
-On a CPU a token of context costs nearly the same in any step, so a large chunk wins little and holds up every stream that
-generates. Prompts are therefore computed in small chunks beside them; when many prompts wait, more wait for a first token than
-for a next one, and chunks grow with their number, as far as that holds nobody up for long:
+On a CPU a context token costs nearly the same in any step, so a large chunk gains little and delays every stream that generates.
+Therefore prompts are computed in small chunks beside generation rows. When many prompts wait, more clients wait for a first token
+than for a next one, so chunks grow with the number of waiting prompts, up to a limit on the delay:
 
-    context tokens of a step  =  max_context_tokens, while nobody generates; otherwise the least of
+    context tokens of a step  =  max_context_tokens, while no row generates; otherwise the least of
                                  max_context_tokens, max_mixed_context_tokens, mixed_context_tokens * waiting prompts
 
-Without matrix units (AMX) a model of 135 M takes some 0.7 ms for each context token, and max_mixed_context_tokens is 96. With 512
-the worst gaps are three times as long, and throughput is the same (docs/cpu-speed.md), because rows that a larger step saves are
-computed later. With them a context token costs a quarter of that, what a small step waits for is weights, and 512 tokens may
-run: a model of 1.1 B takes 78 ms + 0.7 ms for each, so 32 prompts of 128 at once lose 1 % of their tokens/s, where 128 in every
-step would lose 10 %.
+Without matrix units (AMX) a model of 135 M parameters takes about 0.7 ms for each context token, and max_mixed_context_tokens is
+96. With 512 the longest gaps in a stream are three times as long at the same throughput (docs/cpu-speed.md). With AMX a context
+token costs a quarter of that and a small step mostly waits for weights, so 512 tokens may run: a model of 1.1 B takes 78 ms + 0.7
+ms for each, so 32 prompts of 128 tokens lose 1 % of their tokens/s, where 128 tokens in every step would lose 10 %.
 """
 
 from __future__ import annotations
 
 from backend.api.config import SchedulerConfig
 
-CPU_CONTEXT_TOKENS = 512  # more would not make the products faster, and nothing is heard of new requests meanwhile
+CPU_CONTEXT_TOKENS = 512  # more would not make the products faster, and new requests would wait longer
 CPU_MIXED_TOKENS = 128
-CPU_MAX_MIXED_TOKENS = 96  # without matrix units
+CPU_MAX_MIXED_TOKENS = 96  # without AMX
 
 
 class MicroBatchScheduler:
     def __init__(self, config: SchedulerConfig, on_cpu: bool, has_matrix_units: bool = False) -> None:
-        """`has_matrix_units`: of the CPU."""
+        """`has_matrix_units`: True on a CPU with AMX."""
         default, mixed = (CPU_CONTEXT_TOKENS, CPU_MIXED_TOKENS) if on_cpu else (config.max_num_tokens,) * 2
         self.max_num_tokens = config.max_num_tokens
         self.max_context_tokens = min(config.max_num_tokens, config.max_context_tokens or default)
@@ -45,18 +44,18 @@ class MicroBatchScheduler:
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The longest prompt that may be asked for: what one step holds, unless prompts are cut (None).
+        """The longest prompt that requests may have: the tokens of one step, or None if prompts are chunked.
 
-        What is computed again after a pause or an eviction may be longer; it runs in pieces all the same.
+        A sequence that is recomputed after a pause or an eviction may be longer; it is chunked in any case.
         """
         return None if self._chunked else self.max_num_tokens
 
     def context_budget(self, num_generation: int, num_waiting: int, max_num_tokens: int) -> int:
-        """Context tokens of a step beside `num_generation` rows, when `num_waiting` prompts could use them. 0 only without room.
+        """Context tokens of a step with `num_generation` generation rows, while `num_waiting` prompts wait. 0 only if it is full.
 
-        `max_num_tokens`: tokens of the step over all rows, as tuned; not more than those of the configuration.
+        `max_num_tokens`: tokens of the step over all rows, as tuned; at most the configured number.
 
-        Unchunked prompts are not held to the limits on context: a prompt longer than those would never run.
+        Without chunking the limits on context tokens do not hold: a longer prompt would never run.
         """
         budget = max_num_tokens - num_generation
         if not self._chunked:
@@ -66,7 +65,7 @@ class MicroBatchScheduler:
         return min(budget, self.max_context_tokens)
 
     def has_room(self, wants: list[int], budget: int, next_want: int) -> bool:
-        """Whether one more context row that wants `next_want` tokens can join rows that want `wants`."""
+        """True if a further context row of `next_want` tokens fits beside rows of `wants` tokens."""
         if not wants:
             return budget > 0 and (self._chunked or min(next_want, self.max_num_tokens) <= budget)
         if self._chunked and self._equal:
@@ -75,7 +74,7 @@ class MicroBatchScheduler:
         return left > 0 and (self._chunked or next_want <= left)
 
     def cut(self, wants: list[int], budget: int) -> list[int]:
-        """Share `budget` tokens among context rows that want `wants` tokens; some may get 0. Never more than wanted."""
+        """Divide `budget` tokens among context rows of `wants` tokens. A row gets at most its tokens, perhaps 0."""
         if self._chunked and self._equal:
             return self._share_equally(wants, budget)
         shares = []
@@ -83,7 +82,7 @@ class MicroBatchScheduler:
         for want in wants:
             share = min(want, limit, budget)
             if not self._chunked and share < want <= self.max_num_tokens:
-                share = 0  # unchunked: all of it, or nothing in this step
+                share = 0  # without chunking: the whole prompt, or nothing in this step
             shares.append(share)
             budget -= share
         return shares

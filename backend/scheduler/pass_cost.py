@@ -41,7 +41,7 @@ class PassCost:
                 del means[num_passes]
 
     def is_known(self, num_rows: int) -> bool:
-        """Whether a step without guesses was measured."""
+        """True if a step without guesses was measured."""
         return 0 in self._means.get(group_of(num_rows), {})
 
     def seconds(self, num_rows: int, num_passes: int) -> float:

@@ -71,11 +71,11 @@ class StepCost:
 
     @property
     def looks_anew(self) -> bool:
-        """Whether the step that was measured last is one after which all is worked out anew."""
+        """True if the step that was measured last is one after which all is worked out anew."""
         return self._num_steps <= _EARLY or self._num_steps % _BETWEEN_LOOKS == 0
 
     def is_trial(self, speed: float) -> bool:
-        """Whether the next step is to have no guesses. `speed`: of steps with guesses, that of plain ones being 1. Where it is
+        """True if the next step is to have no guesses. `speed`: of steps with guesses, that of plain ones being 1. Where it is
         about the same, trials cost little and decide much.
         """
         between = _BETWEEN_TRIALS[speed < _CLEAR]

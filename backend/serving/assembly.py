@@ -21,12 +21,19 @@ from backend.api.log_lines import set_up_logging
 from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
 from backend.serving import pb
-from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
+from backend.serving.environment import (
+    Health,
+    RunDirectory,
+    check_numpy,
+    drain_grace_s,
+    engine_config,
+    local_path,
+)
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.roles import FRONTS, OWNER
 from backend.serving.fronts.vllm import VLLM
 from backend.serving.model_server import ModelServer
-from backend.serving.named_adapters import read_adapters
+from backend.serving.named_adapters import check_adapters, read_adapters
 from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
@@ -50,10 +57,12 @@ def load_model(args: dict[str, str]) -> ModelServer:
     if executor.hello is not None:
         config = configure(executor.hello.config)
     front, parameters = FRONTS[role], set_parameters(model_config)
-    tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
+    own_tokenizer = parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else ""
+    tools = ToolsLoader(executor, own_tokenizer, config.model.chat_template)
     try:
         arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
         named = read_adapters(Path(args["model_repository"], args["model_version"])) if front is VLLM else {}
+        check_adapters(named, config.lora)
     except ConfigError:
         executor.shutdown()
         raise
@@ -104,22 +113,23 @@ def _attach(model_name: str, config: EngineConfig, run_directory: RunDirectory) 
 
 class ToolsLoader:
     """The tokenizer and chat template of the text models, from `directory`; without one from that of the model, which is
-    known once the engine was reached.
+    known once the engine was reached. `chat_template`: a file in place of the template there.
     """
 
-    def __init__(self, executor: EngineClient, directory: str = "") -> None:
+    def __init__(self, executor: EngineClient, directory: str = "", chat_template: str = "") -> None:
         self._executor = executor
         self._directory = directory
+        self._chat_template = chat_template
         self._tools: TextTools | None = None
         self._lock = threading.Lock()
 
     def prepare(self) -> bool:
         """Load them once they can be; returns whether they are there. Raises ConfigError when the model directory has none."""
         hello = self._executor.hello
-        directory = self._directory or (hello.model_path if hello else "")
+        directory = local_path(self._directory or (hello.model_path if hello else ""))
         with self._lock:
             if self._tools is None and directory:
-                self._tools = TextTools.from_directory(directory)
+                self._tools = TextTools.from_directory(directory, self._chat_template)
             return self._tools is not None
 
     def loaded(self) -> TextTools:
@@ -167,7 +177,7 @@ def role_of(model_name: str, model_config: dict[str, Any]) -> str:
 
 
 def is_true(model_config: dict[str, Any], parameter: str) -> bool:
-    """Whether a parameter of config.pbtxt says so: true or 1, in any case; anything else and its absence mean no."""
+    """True if a parameter of config.pbtxt is true or 1, in upper or lower case; False if it is anything else or absent."""
     value = model_config.get("parameters", {}).get(parameter, {}).get("string_value", "")
     return str(value).strip().lower() in ("true", "1")
 
@@ -182,5 +192,5 @@ def _prepare_process(args: dict[str, str]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The text threads already tokenise in parallel.
 
 
-def _report_to(run_directory: RunDirectory, model_name: str) -> Callable[[Health], None]:
-    return lambda state: run_directory.report_health(model_name, state)
+def _report_to(run_directory: RunDirectory, model_name: str) -> Callable[[Health, int, str], None]:
+    return lambda state, num_live, why: run_directory.report_health(model_name, state, num_live, why)

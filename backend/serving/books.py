@@ -1,4 +1,4 @@
-"""Books: what one model tells of itself, as metrics, as request log, and as TensorRT-LLM's line of statistics.
+"""Books: publishes the figures of one model as metrics, as request log, and as TensorRT-LLM's line of statistics.
 
 Rows that end are noted by the threads that learn of it. Everything else is the housekeeper's.
 """

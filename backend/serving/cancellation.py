@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from backend.serving.pump import Stream
+from backend.serving.stream import Stream
 
 log = logging.getLogger("everbatch.serving")
 SHARE = 0.02

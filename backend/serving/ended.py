@@ -1,4 +1,4 @@
-"""What is known of a request once it has ended: for the metrics and for the request log.
+"""Facts about ended requests, for the metrics and for the request log.
 
 Each row of a Triton request that was handed to the engine ends once, with the engine's final response. That is noted here on
 the thread that learns of it, for some microseconds; everything else is done later, by the housekeeper.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from backend.api import ErrorCode, PerfMetrics, Response
-from backend.serving.pump import Failure, Row, Stream
+from backend.serving.stream import Failure, OutputRow, Stream
 
 log = logging.getLogger("everbatch.serving")
 MAX_WAITING = 100_000  # ended requests that may wait for the housekeeper; beyond it the oldest are forgotten
@@ -26,10 +26,10 @@ class EndedRow(NamedTuple):
     namespace: str
     row: int | None  # its number, in a request of several
     reason: str  # end_id, stop_words, length, timed_out, cancelled, error or refused
-    code: str  # of an error, else ""
+    code: str  # code of the error, or ""
     num_prompt_tokens: int
     num_output_tokens: int  # told to the client
-    received_ns: int  # of CLOCK_MONOTONIC, as the times in `account`
+    received_ns: int  # time of CLOCK_MONOTONIC, as in `account`
     ended_ns: int
     wall_time: float  # seconds since 1970, when it ended
     account: PerfMetrics | None  # the engine's; None when the engine has not accepted it, or has died
@@ -64,13 +64,13 @@ class EndedRow(NamedTuple):
 
 
 class EndedRows:
-    """Those that have ended and wait for the housekeeper. Any thread adds, one takes."""
+    """Ended rows that wait for the housekeeper. Any thread adds rows, one thread takes them."""
 
     def __init__(self) -> None:
         self._waiting: deque[EndedRow] = deque()
         self._num_lost = 0
 
-    def add(self, stream: Stream, row: Row, response: Response) -> None:
+    def add(self, stream: Stream, row: OutputRow, response: Response) -> None:
         """A row of the engine's has had its final response."""
         if not row.is_request:
             return
@@ -85,7 +85,7 @@ class EndedRows:
         self._put(stream, None, reason, str(failure.code), None)
 
     def take(self, budget_s: float) -> Iterator[EndedRow]:
-        """Those that wait, the oldest first, until `budget_s` seconds have passed."""
+        """Take waiting rows, oldest first, until `budget_s` seconds have passed."""
         if self._num_lost:
             log.warning("%d ended requests are missing from metrics and request log", self._num_lost)
             self._num_lost = 0
@@ -93,7 +93,7 @@ class EndedRows:
         while self._waiting and time.monotonic() < deadline:
             yield self._waiting.popleft()
 
-    def _put(self, stream: Stream, row: Row | None, reason: str, code: str, account: PerfMetrics | None) -> None:
+    def _put(self, stream: Stream, row: OutputRow | None, reason: str, code: str, account: PerfMetrics | None) -> None:
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
             self._num_lost += 1
@@ -115,8 +115,8 @@ class EndedRows:
         )
 
 
-def _reason(row: Row, response: Response) -> str:
-    """As the client was told: a text may end by a stop string while the engine ends the row by its length."""
+def _reason(row: OutputRow, response: Response) -> str:
+    """The reason that the client received: a text may end by a stop string while the engine ends the row by its length."""
     if response.has_error():
         return "error"
     return (row.output.finish or response.result.finish_reasons[0]).name.lower()

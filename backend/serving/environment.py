@@ -3,8 +3,8 @@
     EVERBATCH_CONFIG           the whole engine configuration as JSON; the defaults apply when it is not set
     EVERBATCH_RUN_DIR          the directory of the engine's socket; when it is not set, a directory with mode 0700 whose
                                name holds the user id and the server's process id
-    EVERBATCH_RUN_DIR/health/  has one file for each model, from which the launcher reads the model's state
-    EVERBATCH_EXIT_TIMEOUT_S   the server's --exit-timeout-secs; while it drains, running requests may use most of it
+    EVERBATCH_RUN_DIR/health.pipe   the pipe through which the launcher reads the state of each model, if there is a launcher
+    EVERBATCH_EXIT_TIMEOUT_S   how many seconds running requests may go on once the server drains
 
 The launcher sets these variables. A plain tritonserver sets none of them, and its models still find the same directory,
 because all stubs are children of one server process.
@@ -12,6 +12,7 @@ because all stubs are children of one server process.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -27,8 +28,7 @@ import numpy as np
 
 from backend.api import ConfigError, EngineConfig, load_config
 
-DEFAULT_EXIT_TIMEOUT_S = 30.0
-DRAIN_SHARE = 0.6  # the share of the exit timeout for running requests; finalize() and the server need the rest
+DEFAULT_DRAIN_S = 25.0  # under a plain tritonserver, whose own --exit-timeout-secs is 30 unless it is changed
 OWNER_START_S = 5.0  # how long a model waits for a sign of the model that owns the engine
 
 # ready: requests are served. unavailable: requests are refused for now (the engine does not answer, the tokenizer is not
@@ -50,7 +50,12 @@ def engine_config() -> EngineConfig:
 
 def drain_grace_s() -> float:
     """Seconds for which running requests may go on once the server drains."""
-    return DRAIN_SHARE * float(os.environ.get("EVERBATCH_EXIT_TIMEOUT_S") or DEFAULT_EXIT_TIMEOUT_S)
+    return float(os.environ.get("EVERBATCH_EXIT_TIMEOUT_S") or DEFAULT_DRAIN_S)
+
+
+def local_path(path: str) -> str:
+    """A path as this interpreter can open it. That of a stub takes paths for ASCII, whatever the environment says."""
+    return os.fsdecode(path.encode("utf-8", "surrogateescape"))
 
 
 def check_numpy(round_trip_works: Callable[[], bool]) -> None:
@@ -68,13 +73,13 @@ def check_numpy(round_trip_works: Callable[[], bool]) -> None:
 class RunDirectory:
     """The directory that all models of one server share.
 
-    It holds the engine's socket `engine.sock`, the process of the engine's owner in `owner.pid`, and `health/`.
+    It holds the engine's socket `engine.sock`, the process of the engine's owner in `owner.pid`, and `health.pipe`.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._owner = path / "owner.pid"
-        self._health = path / "health"
+        self._health = path / "health.pipe"
 
     @classmethod
     def of_this_server(cls) -> RunDirectory:
@@ -117,18 +122,27 @@ class RunDirectory:
         """Take the claim back, because this process could not start the engine."""
         self._owner.unlink(missing_ok=True)
 
-    def report_health(self, model: str, state: Health) -> None:
-        """Leave a sign of life of this stub in the model's health file, which is replaced in one step.
+    def report_health(self, model: str, state: Health, num_live: int, why: str = "") -> None:
+        """Tell the launcher how this stub is, why, and how many requests it has yet to answer (deploy/signs.py). Never blocks.
 
-        It is a JSON object with `state`, `pid` and `at_ns`, the time of CLOCK_MONOTONIC in nanoseconds.
+        Under a plain tritonserver nobody reads it. A launcher that has been stopped reads later signs.
         """
-        self._health.mkdir(mode=0o700, exist_ok=True)
-        fresh = self._health / f".{model}.new"
-        fresh.write_text(json.dumps({"state": state, "pid": os.getpid(), "at_ns": time.monotonic_ns()}))
-        fresh.replace(self._health / model)
+        sign = {"model": model, "state": state, "pid": os.getpid(), "live": num_live, "why": why}
+        try:
+            pipe = os.open(self._health, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENXIO):  # there is no pipe, or no reader
+                return
+            raise
+        try:
+            os.write(pipe, json.dumps(sign).encode() + b"\n")
+        except (BlockingIOError, BrokenPipeError):  # The pipe is full, or its reader has just gone.
+            pass
+        finally:
+            os.close(pipe)
 
     def has_owner(self) -> bool:
-        """Whether a living process of this user has claimed the engine."""
+        """True if a living process of this user has claimed the engine."""
         try:
             os.kill(int(self._owner.read_text().split()[0]), 0)
         except (FileNotFoundError, ValueError, IndexError, ProcessLookupError, PermissionError):

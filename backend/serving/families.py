@@ -65,7 +65,7 @@ _TRT_LLM = (
         {
             "cpu": lambda s: s.latest.cpu_memory_bytes,
             "gpu": lambda s: s.latest.gpu_memory_bytes,
-            "pinned": lambda s: 0,  # a few buffers of a step's size, which nobody counts
+            "pinned": lambda s: 0,  # a few buffers of a step's size, which are not counted
         },
         ("Runtime CPU Memory Usage", "Runtime GPU Memory Usage", "Runtime Pinned Memory Usage"),
     ),
@@ -154,7 +154,7 @@ _OURS = (
     ),
     Family(
         "everbatch_evictions_total",
-        "Returning sequences that found KV of theirs gone and were recomputed",
+        "Sequences and prompts whose KV had been evicted when they returned, and that were recomputed",
         "COUNTER",
         "",
         {"": lambda s: s.counters.sequences_evicted_total},

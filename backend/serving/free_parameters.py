@@ -1,4 +1,4 @@
-"""What becomes of request parameters that no model knows.
+"""Handles request parameters that no model knows.
 
 Over HTTP `generate` Triton turns each JSON key that is no input of the model into a request parameter, so a mistyped name or one
 of another API arrives here. Names that are known to mean something are refused with the right input's name, because the

@@ -7,11 +7,12 @@ and of ended requests everything at once, some times a second. docs/metrics.md l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from backend.api import EngineStats
 from backend.serving.ended import EndedRow
 from backend.serving.families import FINISHED, Family, engine_families
+from backend.serving.protocols import FamilyHandle, MetricHandle
 
 TOKEN_BUCKETS = [10.0, 50.0, 100.0, 500.0, 1000.0]
 # The buckets of vLLM, which everbatch_* share so that both can be compared; queues and totals may be as short as a first token.
@@ -22,22 +23,6 @@ N_BUCKETS = [1.0, 2.0, 5.0, 10.0, 20.0]
 INTER_TOKEN_BUCKETS = [0.001, 0.0025, 0.005, *PER_TOKEN_BUCKETS]
 REQUEST_BUCKETS = [0.01, 0.05, 0.1, 0.5, *TOTAL_BUCKETS, 120.0, 300.0, 600.0]
 FAILED = ("error", "refused")  # the reasons of rows that answered with an error
-
-
-class MetricHandle(Protocol):
-    """The part of Triton's Metric that is used here."""
-
-    def set(self, value: float) -> None: ...
-
-    def increment(self, value: float) -> None: ...
-
-    def observe(self, value: float) -> None: ...
-
-
-class FamilyHandle(Protocol):
-    """The part of Triton's MetricFamily that is used here."""
-
-    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> MetricHandle: ...
 
 
 NewFamily = Callable[[str, str, str], FamilyHandle]  # (name, description, kind) registers a family with Triton

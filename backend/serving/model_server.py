@@ -38,10 +38,11 @@ from backend.serving.free_parameters import FreeParameters
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.load import EngineLoad
 from backend.serving.protocols import EngineClient, TritonRequest
-from backend.serving.pump import ResponsePump, Row, Stream
+from backend.serving.pump import ResponsePump
 from backend.serving.reading import Batch
 from backend.serving.requests import (
     NO_PARAMETERS,
+    NameAdapter,
     Parameters,
     ServingContext,
     StopSession,
@@ -49,6 +50,7 @@ from backend.serving.requests import (
     read_parameters,
     read_request_id,
 )
+from backend.serving.stream import OutputRow, Stream
 from backend.serving.tensors import ModelTensors
 from backend.serving.text_pool import Job, TextPool
 
@@ -86,7 +88,7 @@ class ModelServer:
         parameters: Mapping[str, str] = NO_PARAMETERS,
         configure: Callable[[EngineConfig], EngineConfig] | None = None,
         prepare: Callable[[], bool] = lambda: True,
-        report_health: Callable[[Health], None] = lambda state: None,
+        report_health: Callable[[Health, int, str], None] = lambda state, num_live, why: None,
         adapters: Mapping[str, str] = NO_PARAMETERS,
     ) -> None:
         """Start all threads. Call it on the main thread, because it installs the drain signal.
@@ -96,8 +98,9 @@ class ModelServer:
         is there that parsing needs, which it may load. The `owner` publishes the engine's metrics; with
         `reports_vllm` a model publishes vLLM's too. `parameters` are those of the model's config.pbtxt. `configure` makes of
         the configuration that the engine tells, maybe later, the one that requests are read by; without it that is `config`.
-        `report_health` gets the state of this model now, and then four times a second. `adapters`: name -> PEFT directory of
-        the LoRA adapters that requests may name.
+        `report_health` gets the state of this model, the number of its live streams, and why it is unavailable, now and then four
+        times a second.
+        `adapters`: name -> PEFT directory of the LoRA adapters that requests may name.
         """
         self._tensors = tensors
         self._parse = parse
@@ -129,7 +132,7 @@ class ModelServer:
             self._stop_at,
             self._books.ended.add,
             on_refused=self._books.ended.add_refused,
-            coalesce=coalesces(config, dialect),
+            coalesce=dialect.coalesces(config),
             dialect=dialect,
         )
         self._load = EngineLoad(config)
@@ -141,7 +144,7 @@ class ModelServer:
             self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
         )
         self._housekeeper.listen_for_drain()
-        self._report_health(self._health())
+        self._give_sign()
         self._poller.start()
         self._housekeeper.start()
 
@@ -159,7 +162,7 @@ class ModelServer:
             self._guarded(stream, self._accept, request)
 
     def is_ready(self) -> bool:
-        """Whether requests are served. Triton asks a model for it from release 26.03 on."""
+        """True if requests are served. Triton asks models for it from release 26.03 on."""
         return self._health() == "ready"
 
     def finalize(self) -> None:
@@ -177,7 +180,7 @@ class ModelServer:
     def _say_that_it_is_unloaded(self) -> None:
         """From now on nobody misses the signs of life of this stub."""
         try:
-            self._report_health("unloaded")
+            self._report_health("unloaded", 0, "")
         except OSError as error:  # The stub must end in any case; at worst the launcher takes it for a dead one.
             log.warning("the end of this model could not be told: %s", error)
 
@@ -191,7 +194,7 @@ class ModelServer:
             stats = self._executor.latest_stats()
             if stats is None or stats.latest.num_active_requests == 0:
                 return
-            time.sleep(0.05)  # Polled, because statistics arrive once in a period and wake nobody.
+            time.sleep(0.05)  # Polled, because the arrival of statistics wakes no thread.
 
     @property
     def num_live_streams(self) -> int:
@@ -232,7 +235,7 @@ class ModelServer:
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
         config = self._configure(hello.config) if self._configure else self._config
-        adapters = {**config.lora.directories, **self._adapters}
+        adapters = {**self._executor.adapters, **self._adapters}
         return ServingContext(config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters, adapters)
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
@@ -270,11 +273,11 @@ class ModelServer:
         if stream.is_over:  # The poller, a stop or the end of a drain has ended it meanwhile.
             self._stop_rows(stream)
 
-    def _submit(self, stream: Stream, row: Row, work: Work) -> None:
+    def _submit(self, stream: Stream, row: OutputRow, work: Work) -> None:
         """Start one row. If the executor refuses it, that is the row's error, and the other rows go on."""
 
         def on_response(response: Response) -> None:
-            if response.is_final and not isinstance(work.request, StopSession):
+            if response.is_final and isinstance(work.request, Request):
                 self._load.leave()
             self._pump.deliver(stream, row, response)
 
@@ -287,6 +290,8 @@ class ModelServer:
                 row.request_id = self._executor.stop_session(
                     stop.session_id, stop.end, on_response, namespace=stop.namespace
                 )
+            elif isinstance(work.request, NameAdapter):
+                row.request_id = self._executor.name_adapter(*work.request, on_response)
             else:
                 self._load.enter()
                 row.request_id = self._executor.submit(work.request, on_response)
@@ -332,7 +337,7 @@ class ModelServer:
             if not row.ended and row.request_id is not None:
                 self._executor.cancel_request(row.request_id)
 
-    def _stop_at(self, row: Row, sequence_index: int, num_output_tokens: int) -> None:
+    def _stop_at(self, row: OutputRow, sequence_index: int, num_output_tokens: int) -> None:
         assert row.request_id is not None, "a row that answered has an id"
         self._executor.cancel_request(row.request_id, num_output_tokens, sequence_index)
 
@@ -346,8 +351,17 @@ class ModelServer:
         can_serve = self._executor.is_ready() and self._is_prepared and not self._text.is_stuck
         return "ready" if can_serve else "unavailable"
 
+    def _why_unavailable(self) -> str:
+        if why := self._executor.why_not_ready():
+            return why
+        return "all text threads are stuck" if self._text.is_stuck else "the tokenizer is not loaded yet"
+
+    def _give_sign(self) -> None:
+        state = self._health()
+        self._report_health(state, self.num_live_streams, self._why_unavailable() if state == "unavailable" else "")
+
     def _pulse(self) -> None:
-        self._report_health(self._health())
+        self._give_sign()
         self._text.expire()
         self._books.publish_rows()
         self._is_prepared = self._is_prepared or self._prepare()  # Last, because it may raise.
@@ -364,10 +378,10 @@ class ModelServer:
         log.warning("draining: %d requests may run for %.0f s more", self.num_live_streams, self._drain_grace_s)
         self._draining = True
         self._drain_ends = time.monotonic() + self._drain_grace_s
-        self._report_health(self._health())
+        self._give_sign()
 
     def _orphaned(self) -> None:
-        """End the engine and this process within two seconds, because the server process is gone and nobody listens."""
+        """End the engine and this process within two seconds, because the server process is gone."""
         print("everbatch: the server process is gone, ending", file=sys.stderr, flush=True)
         worker = threading.Thread(target=self._executor.shutdown, daemon=True)
         worker.start()
@@ -375,13 +389,9 @@ class ModelServer:
         os._exit(1)
 
 
-def coalesces(config: EngineConfig, dialect: Dialect) -> bool:
-    """Whether tokens that wait for a busy sender share a response."""
-    return not dialect.every_step and (config.triton.stream_interval_ms > 0 or not config.triton.one_response_per_token)
-
-
-def _row_of(work: Work) -> Row:
+def _row_of(work: Work) -> OutputRow:
     if not isinstance(work.request, Request):
-        return Row(work.output, is_request=False)
+        return OutputRow(work.output, is_request=False)
     config = work.request.sampling_config
-    return Row(work.output, len(work.request.input_token_ids), config.num_return_sequences or config.beam_width)
+    num_sequences = config.num_return_sequences or config.beam_width
+    return OutputRow(work.output, len(work.request.input_token_ids), num_sequences, takes_long=work.takes_long)

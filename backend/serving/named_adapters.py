@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from backend.api import ConfigError, Unsupported
+from backend.api import ConfigError, EverbatchError, Unsupported
+from backend.api.adapter_files import check_adapter_files
+from backend.api.config import LoraSection
 from backend.api.lora import MAX_NAME_SHOWN, LoraConfig
+from backend.api.model_files import shown
 
 FILE = "multi_lora.json"
 MAX_BYTES = 1 << 20
@@ -57,6 +60,15 @@ def read_adapters(directory: Path) -> dict[str, str]:
     if not isinstance(given, dict) or not all(isinstance(path, str) and path for path in given.values()):
         raise ConfigError(f"{FILE} is no JSON object of adapters' names and the paths of their PEFT directories")
     return {name: str(directory / path) for name, path in given.items()}
+
+
+def check_adapters(adapters: Mapping[str, str], lora: LoraSection) -> None:
+    """Raise ConfigError for an adapter that every request with its name would be refused for."""
+    for name, path in adapters.items() if lora.enabled else ():
+        try:
+            check_adapter_files(Path(path), lora.max_rank)
+        except EverbatchError as error:
+            raise ConfigError(f"{FILE}: adapter {shown(name)}: {error.message}") from None
 
 
 def named_adapter(

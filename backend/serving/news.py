@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backend.api import FinishReason, PerfMetrics, Result
-from backend.api.response import TopLogProb
+from backend.api.response import PromptLogProb, TopLogProb
 from backend.api.tensor import TensorData
 from backend.text.stream import TextStream
 
@@ -35,6 +35,7 @@ class News(NamedTuple):
     stop: str | int | None  # the stop string or the end id that ended it
     num_tokens: int  # output tokens so far
     sequence: int = 0  # which one of the row's sequences, or of its beams
+    prompt_log_probs: list[PromptLogProb] | None = None  # from the prompt's second token on
     context_logits: NDArray[np.float32] | None = None  # [positions of the prompt, vocabulary]
     generation_logits: NDArray[np.float32] | None = None  # [as many as `ids`, vocabulary]
 
@@ -55,7 +56,7 @@ class Reporter(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine has ended the sequence."""
+        """True if the engine has ended the sequence."""
         ...
 
     @property
@@ -77,6 +78,7 @@ class Progress:
         self.log_probs: list[float] | None = None
         self.cum_log_prob: float | None = None
         self.top_log_probs: list[list[TopLogProb]] | None = None
+        self.prompt_log_probs: list[PromptLogProb] | None = None
         self.perf: PerfMetrics | None = None
         self.finish: FinishReason | None = None
         self.stop: str | int | None = None
@@ -88,7 +90,7 @@ class Progress:
 
     @property
     def owes_end(self) -> bool:
-        """Whether the sequence has ended and that has not been told."""
+        """True if the sequence has ended and that has not been told."""
         return self.has_ended and not self._has_told_end
 
     def add(self, result: Result, num_kept: int | None = None) -> None:
@@ -105,6 +107,7 @@ class Progress:
         if result.top_log_probs is not None:
             self.top_log_probs = self.top_log_probs or []
             self.top_log_probs.extend(result.top_log_probs[: len(kept)])
+        self.prompt_log_probs = result.prompt_log_probs or self.prompt_log_probs
         if result.context_logits is not None:
             self._context_logits.append(_array(result.context_logits))
         if result.generation_logits is not None:
@@ -130,10 +133,11 @@ class Progress:
             self.finish if self.has_ended else None,
             self.stop if self.has_ended else None,
             self.num_tokens,
+            prompt_log_probs=self.prompt_log_probs,
             context_logits=_joined(self._context_logits),
             generation_logits=_joined(self._generation_logits),
         )
-        self.ids = []
+        self.ids, self.prompt_log_probs = [], None
         self.log_probs = None if self.log_probs is None else []
         self.top_log_probs = None if self.top_log_probs is None else []
         self._context_logits, self._generation_logits = [], []
@@ -217,7 +221,11 @@ class TextReporter(_Counted):
     @property
     def is_due(self) -> bool:
         # After a stop string the last text waits for the engine's end of the sequence, which rides on it.
-        has_news = self._fresh or (self._every_token and bool(self._progress.ids))
+        has_news = (
+            self._fresh
+            or self._progress.prompt_log_probs is not None
+            or (self._every_token and bool(self._progress.ids))
+        )
         return self._progress.owes_end or (self._streaming and has_news and self.finish is None)
 
     def feed(self, result: Result) -> int | None:

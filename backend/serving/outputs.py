@@ -152,7 +152,7 @@ def _of_beam(result: Result, beam: int) -> Result:
 
 
 class Answer:
-    """The output of a row that needs no engine: what it has to say is known."""
+    """The output of a row that needs no engine: its response is known."""
 
     num_output_tokens = 0
     finish = None
@@ -165,6 +165,19 @@ class Answer:
 
     def render(self) -> list[Arrays]:
         return [self._arrays]
+
+
+class Confirmation(Answer):
+    """The known response to a command, once the engine has carried it out. A refused command has only its error."""
+
+    _is_done = False
+
+    def feed(self, result: Result) -> int | None:
+        self._is_done = True
+        return None
+
+    def render(self) -> list[Arrays]:
+        return super().render() if self._is_done else []
 
 
 def text_array(texts: Sequence[str | bytes]) -> NDArray[Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from backend.api import ErrorCode
 from backend.serving import string_tensors
-from backend.serving.metrics import FamilyHandle
+from backend.serving.protocols import FamilyHandle
 
 # For each STRING input the stub looks the function up in that module, so this takes the place of Triton's own.
 pb_utils.deserialize_bytes_tensor = string_tensors.deserialize
@@ -60,7 +60,7 @@ def log_verbose(line: str) -> None:
 
 
 def numpy_round_trip_works() -> bool:
-    """Whether Triton's Python backend and this numpy agree on the layout of a dtype (see environment.check_numpy)."""
+    """True if Triton's Python backend and this numpy agree on the layout of a dtype (see environment.check_numpy)."""
     sent = np.arange(6, dtype=np.int32).reshape(2, 3)
     handed_over = pb_utils.Tensor("probe", sent)
     received = pb_utils.Tensor.from_dlpack("probe", handed_over).as_numpy()

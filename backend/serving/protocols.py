@@ -1,17 +1,24 @@
-"""What a ModelServer is given: Triton's requests and the executor, as far as it uses them. Tests bring their own."""
+"""The parts of Triton's Python backend and of the executor that the serving room uses. Tests bring their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from backend.api import EngineStats, Request, RequestId, Response, SessionId
 from backend.core.messages import Hello
-from backend.serving.pump import ResponseSender
 from backend.serving.reading import NamedTensor
 from backend.serving.requests import RequestHeader
 
 OnResponse = Callable[[Response], None]
+
+
+class ResponseSender(Protocol):
+    """The part of Triton's response sender that is used here. `response` is an object that pb.py has made."""
+
+    def send(self, response: Any = None, flags: int = 0) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
 
 
 class TritonRequest(RequestHeader, Protocol):
@@ -38,13 +45,38 @@ class EngineClient(Protocol):
         self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
     ) -> RequestId: ...
 
+    @property
+    def adapters(self) -> Mapping[str, str]: ...
+
+    def name_adapter(self, name: str, directory: str | None, on_response: OnResponse) -> RequestId: ...
+
     def latest_stats(self) -> EngineStats | None: ...
 
     def is_ready(self) -> bool: ...
 
+    def why_not_ready(self) -> str:
+        """One clause for a person; empty while it is ready."""
+        ...
+
     @property
     def has_given_up(self) -> bool:
-        """Whether the engine will not be started again. Only the model that owns the engine knows."""
+        """True if the engine will not be started again. Only the model that owns the engine knows."""
         ...
 
     def shutdown(self) -> None: ...
+
+
+class MetricHandle(Protocol):
+    """The part of Triton's Metric that is used here."""
+
+    def set(self, value: float) -> None: ...
+
+    def increment(self, value: float) -> None: ...
+
+    def observe(self, value: float) -> None: ...
+
+
+class FamilyHandle(Protocol):
+    """The part of Triton's MetricFamily that is used here."""
+
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> MetricHandle: ...

@@ -3,8 +3,9 @@
     engine reader --deliver()--> stream.inbox --(stream queued at most once)--> lane --> sender --send()--> Triton
 
 A lane is the queue of one sender thread. These are the rules:
-  - A stream is one Triton request of one or more rows. It stays with one lane, so its responses keep their order, and only
-    that lane's thread touches its row outputs and sends with its Triton sender.
+  - A stream is one Triton request of one or more rows. From its rows on it stays with one lane, so its responses keep their
+    order, and only that lane's thread touches its row outputs and sends with its Triton sender.
+  - A stream with a row whose response takes long to build goes to a lane for such streams, where it holds up no others.
   - Responses that arrive while a send is in flight are joined into the next response, unless each token is to have one of its own
     (`coalesce` off).
   - FINAL is sent exactly once per stream, with its last data or error response. It has no response of its own, unless
@@ -24,81 +25,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from backend.api import ErrorCode, EverbatchError, RequestId, Response
+from backend.api import ErrorCode, EverbatchError, Response
 from backend.serving import pb
 from backend.serving.dialect import PLAIN, Dialect
-from backend.serving.outputs import RowOutput
+from backend.serving.protocols import ResponseSender
+from backend.serving.stream import Failure, Lane, OutputRow, Stream
 
 log = logging.getLogger("everbatch.serving")
-Lane = queue.SimpleQueue["Stream | None"]  # None ends the lane's sender thread
-
-
-class ResponseSender(Protocol):
-    """The part of Triton's response sender that is used here. `response` is an object that pb.py has made."""
-
-    def send(self, response: Any = None, flags: int = 0) -> None: ...
-
-    def is_cancelled(self) -> bool: ...
-
-
-class Failure(NamedTuple):
-    """Why a row or a stream failed."""
-
-    code: ErrorCode
-    message: str
-
-
-class Row:
-    """One engine request of a stream.
-
-    `request_id` is set by the thread that submits the request, or with the first response. The sender sets all else.
-    """
-
-    def __init__(
-        self, output: RowOutput, num_input_tokens: int = 0, num_sequences: int = 1, is_request: bool = True
-    ) -> None:
-        self.output = output
-        self.num_input_tokens = num_input_tokens
-        self.num_sequences = num_sequences  # that the engine returns, beams included
-        self.is_request = (
-            is_request  # whether tokens are asked for; a row that stops a session, or is answered at once, is none
-        )
-        self.request_id: RequestId | None = None
-        self.failure: Failure | None = None
-        self.ended = False
-
-
-class Stream:
-    """One Triton request while it is answered. `lock` guards the fields below the line."""
-
-    def __init__(self, sender: ResponseSender, client_request_id: str, rows: list[Row], lane: Lane) -> None:
-        self.sender = sender
-        self.client_request_id = client_request_id  # Only the main thread writes it, and `namespace`.
-        self.namespace = ""
-        self.rows = rows  # empty until the request has been read; then all rows are added together, under `lock`
-        self.first_failure: Failure | None = None  # the failure that came first of any row
-        self.lane = lane
-        self.received_ns = time.monotonic_ns()
-        self.closed = False  # whether FINAL has been sent or is on its way; written with both locks held
-        self.gate = threading.Lock()  # held to ask the Triton sender or to close the stream; never taken within `lock`
-        self.lock = threading.Lock()
-        # ----
-        self.inbox: deque[tuple[Row, Response]] = deque()
-        self.failure: Failure | None = None
-        self.answers_nothing = False  # whether one empty response is the whole answer
-        self.queued = False  # whether it waits in its lane
-        self.cancelled = False  # whether its end has been asked for
-        self.abandoned = False  # whether its client is gone, so that only its end is still sent
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the stream has ended or is about to end, so that nothing of it need be started any more."""
-        return self.cancelled or self.closed or self.failure is not None
 
 
 class ResponsePump:
@@ -115,8 +52,8 @@ class ResponsePump:
         self,
         num_lanes: int,
         stop_rows: Callable[[Stream], None],
-        stop_at: Callable[[Row, int, int], None],
-        on_row_end: Callable[[Stream, Row, Response], None] = lambda stream, row, response: None,
+        stop_at: Callable[[OutputRow, int, int], None],
+        on_row_end: Callable[[Stream, OutputRow, Response], None] = lambda stream, row, response: None,
         *,
         on_refused: Callable[[Stream, Failure], None] = lambda stream, failure: None,
         coalesce: bool = True,
@@ -129,19 +66,20 @@ class ResponsePump:
         self._on_row_end = on_row_end
         self._on_refused = on_refused
         self._lanes: list[Lane] = [queue.SimpleQueue() for _ in range(num_lanes)]
+        self._long_lane: Lane = queue.SimpleQueue()
         self._live: dict[int, Stream] = {}  # by the stream's id(); the oldest stream comes first
         self._live_lock = threading.Lock()
         self._num_opened = 0
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"everbatch-sender-{n}", daemon=True)
-            for n, lane in enumerate(self._lanes)
+            for n, lane in enumerate([*self._lanes, self._long_lane])
         ]
         for thread in self._threads:
             thread.start()
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
-    def open(self, sender: ResponseSender, client_request_id: str = "", rows: Sequence[Row] = ()) -> Stream:
+    def open(self, sender: ResponseSender, client_request_id: str = "", rows: Sequence[OutputRow] = ()) -> Stream:
         """Make a stream and assign it to a lane. It is live from now on."""
         with self._live_lock:
             lane = self._lanes[self._num_opened % len(self._lanes)]
@@ -150,7 +88,7 @@ class ResponsePump:
             self._live[id(stream)] = stream
         return stream
 
-    def deliver(self, stream: Stream, row: Row, response: Response) -> None:
+    def deliver(self, stream: Stream, row: OutputRow, response: Response) -> None:
         """Queue one engine response of `row` for the stream's sender thread."""
         with stream.lock:
             is_late = stream.closed
@@ -180,7 +118,7 @@ class ResponsePump:
         else:
             self.fail(stream, code, message)
 
-    def begin(self, stream: Stream, rows: list[Row]) -> bool:
+    def begin(self, stream: Stream, rows: list[OutputRow]) -> bool:
         """Give a stream its rows, before the first of them can answer.
 
         Returns False when the stream has been cancelled or has failed meanwhile; then nothing of it may run.
@@ -189,6 +127,8 @@ class ResponsePump:
             if stream.is_over:
                 return False
             stream.rows.extend(rows)
+            if any(row.takes_long for row in rows) and not stream.queued:
+                stream.lane = self._long_lane
             return True
 
     def finish_empty(self, stream: Stream, cancelled: str = "") -> None:
@@ -206,7 +146,7 @@ class ResponsePump:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let the senders finish what is queued, then end them. Waits up to `timeout_s` seconds for each."""
-        for lane in self._lanes:
+        for lane in (*self._lanes, self._long_lane):
             lane.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
@@ -238,7 +178,7 @@ class ResponsePump:
             if stream.closed:
                 self._note_late_ends(stream, arrived)
 
-    def _serve(self, stream: Stream, arrived: Iterable[tuple[Row, Response]]) -> None:
+    def _serve(self, stream: Stream, arrived: Iterable[tuple[OutputRow, Response]]) -> None:
         with stream.lock:
             failure, answers_nothing, abandoned = stream.failure, stream.answers_nothing, stream.abandoned
         if stream.closed:
@@ -262,9 +202,9 @@ class ResponsePump:
             if not self._send(stream, reply, last=ending and n == len(replies) - 1):
                 return
 
-    def _feed(self, stream: Stream, arrived: Iterable[tuple[Row, Response]]) -> list[Row]:
+    def _feed(self, stream: Stream, arrived: Iterable[tuple[OutputRow, Response]]) -> list[OutputRow]:
         """Give each response to its row. Returns the rows that got one, in the order in which they got their first."""
-        touched: dict[int, Row] = {}
+        touched: dict[int, OutputRow] = {}
         for row, response in arrived:
             if row.ended:
                 continue
@@ -283,12 +223,12 @@ class ResponsePump:
                 self._stop_at(row, response.result.sequence_index, num_kept)
         return list(touched.values())
 
-    def _end_row(self, stream: Stream, row: Row, response: Response) -> None:
+    def _end_row(self, stream: Stream, row: OutputRow, response: Response) -> None:
         row.ended = True
         self._on_row_end(stream, row, response)
 
-    def _note_late_ends(self, stream: Stream, arrived: Iterable[tuple[Row, Response]]) -> None:
-        """Rows of a stream that was closed still end in the engine, which nobody is told but `on_row_end`."""
+    def _note_late_ends(self, stream: Stream, arrived: Iterable[tuple[OutputRow, Response]]) -> None:
+        """Rows of a closed stream still end in the engine; only `on_row_end` is notified."""
         try:
             for row, response in arrived:
                 if response.is_final and not row.ended:
@@ -337,7 +277,7 @@ class ResponsePump:
         return pb.error_response(failure.code, self._dialect.error_text(failure.code, failure.message))
 
     def _close(self, stream: Stream) -> None:
-        """Mark the stream as closed before its FINAL is sent. From then on nobody may ask its sender anything.
+        """Mark the stream as closed before its FINAL is sent. From then on its sender must not be used.
 
         `is_cancelled` after FINAL, or at the same moment, ends the whole server with a segmentation fault (seen with Triton
         24.10).
@@ -350,7 +290,7 @@ class ResponsePump:
             self._live.pop(id(stream), None)
 
 
-def _failures(rows: list[Row]) -> str:
+def _failures(rows: list[OutputRow]) -> str:
     """The text of a stream's error. It holds each message once, with the numbers of the rows that failed with it."""
     if len(rows) == 1:
         return "" if rows[0].failure is None else rows[0].failure.message

@@ -77,7 +77,7 @@ class Batch:
         self._arrays = {name: np.array(array) for name, array in self._arrays.items()}
 
     def has(self, name: str) -> bool:
-        """Whether the input is there and has at least one element."""
+        """True if the input is present and has at least one element."""
         array = self._arrays.get(name)
         return array is not None and array.size > 0
 

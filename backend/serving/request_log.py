@@ -63,7 +63,7 @@ def describe(model: str, row: EndedRow) -> dict[str, Value]:
 
 
 def hash_of(namespace: str) -> str:
-    """What the log shows of a namespace."""
+    """The form in which the log shows a namespace."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:HASH_CHARS]
 
 
@@ -80,5 +80,8 @@ def _as_text(fields: dict[str, Value]) -> str:
 
 def _to_stderr(line: str) -> None:
     # One line at a time: what is written at once stays together, though all stubs share the file.
-    sys.stderr.write(line)
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    except OSError:  # The disk is full, say. The launcher tells of it; the request has been answered all the same.
+        pass

@@ -18,6 +18,7 @@ from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
+MANY_LOG_PROBS = 4096  # of a response, which takes some ten milliseconds to build
 MAX_REQUEST_ID = 256  # the most characters of a request id
 MAX_NAMESPACE = 256  # the most characters of a namespace
 MAX_PARAMETERS = 65_536  # the most characters of JSON in which a request's parameters may come
@@ -54,7 +55,7 @@ class Parameters(NamedTuple):
 
 
 class ServingContext(NamedTuple):
-    """What parsing needs to know besides the request."""
+    """The context in which a request is parsed."""
 
     config: EngineConfig
     model: ModelInfo
@@ -72,11 +73,34 @@ class StopSession(NamedTuple):
     namespace: str = ""
 
 
+class NameAdapter(NamedTuple):
+    """Let requests name the LoRA adapter in a directory; without one, let them not any more."""
+
+    name: str
+    directory: str | None = None
+
+
 class Work(NamedTuple):
     """One row, ready to be handed to the executor. Without a request the row is answered at once."""
 
-    request: Request | StopSession | None
+    request: Request | StopSession | NameAdapter | None
     output: RowOutput
+
+    @property
+    def takes_long(self) -> bool:
+        """True if a response may take long to build, as one with many log-probabilities does: of the prompt, or of a whole
+        output.
+        """
+        if not isinstance(self.request, Request):
+            return False
+        sampling, output = self.request.sampling_config, self.request.output_config
+        of_prompt = 0 if output.prompt_log_probs is None else 1 + output.prompt_log_probs
+        if len(self.request.input_token_ids) * of_prompt > MANY_LOG_PROBS:
+            return True
+        if self.request.streaming:
+            return False
+        told = 1 + output.top_log_probs if output.return_log_probs else 0
+        return (sampling.num_return_sequences or 1) * self.request.max_tokens * told > MANY_LOG_PROBS
 
 
 def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:

@@ -1,7 +1,7 @@
 """Reads STRING tensors as bytes objects, up to a limit on their number.
 
 Triton's Python backend reads every STRING input with a loop of Python on the stub's main thread, before it calls the model.
-For 4 MB of empty strings that takes a second, in which nobody else is served. pb.py puts `deserialize` in the place of that
+For 4 MB of empty strings that takes a second, in which no other request is served. pb.py puts `deserialize` in the place of that
 loop. It does not read a tensor with more strings than a request may hold, and reading.py then refuses the request.
 """
 

@@ -69,7 +69,7 @@ class ModelTensors(NamedTuple):
 
     @property
     def batched(self) -> bool:
-        """Whether clients send a batch dimension in front."""
+        """True if clients send a batch dimension in front."""
         return self.max_batch_size > 0
 
     def by_name(self) -> dict[str, Input]:

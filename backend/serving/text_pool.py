@@ -123,8 +123,8 @@ class TextPool:
                 raise EngineUnavailable("all text threads are stuck; the server must be started again")
             if len(self._queued) >= self._max_jobs or self._num_bytes + job.num_bytes > MAX_BYTES:
                 raise Overloaded(
-                    f"{len(self._queued)} requests of {self._num_bytes} bytes wait for a text thread, the limits are "
-                    f"{self._max_jobs} (limits.max_queue_size) and {MAX_BYTES}; try again later"
+                    f"Exceeds maximum queue size: {len(self._queued)} requests of {self._num_bytes} bytes wait for a text "
+                    f"thread, the limits are {self._max_jobs} (limits.max_queue_size) and {MAX_BYTES}; try again later"
                 )
             self._queued[job] = self._clock()
             self._num_bytes += job.num_bytes
@@ -161,7 +161,7 @@ class TextPool:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no thread is left that could read a job, and none may be started."""
+        """True if no thread is left that could read a job, and none may be started."""
         with self._lock:
             return not self._threads and not self._may_start()
 

@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a model's config.pbtxt makes of the configuration, with a sentence on each parameter for the log."""
+    """The configuration with the parameters of a model's config.pbtxt, and a sentence about each for the log."""
 
     config: EngineConfig
     sentences: list[str]
@@ -64,7 +64,7 @@ def _number(text: str) -> float:
 
 
 def _chosen(choices: Mapping[str, str | None]) -> Convert:
-    """Of a choice that is None nothing is set."""
+    """Map a choice to the keys that it sets; None sets none."""
 
     def convert(text: str) -> str | None:
         if text.lower() not in choices:
@@ -154,7 +154,7 @@ _ENGINE = (
     _honoured("lora_cache_max_adapter_size", "lora.max_rank", _whole),
     _honoured("lora_cache_gpu_memory_fraction", "lora.device_fraction", _number),
     _honoured("lora_cache_host_memory_bytes", "lora.host_bytes", _whole),
-    *_no_effect("adapters are held whole, not in pages", "lora_cache_optimal_adapter_size"),
+    _honoured("lora_cache_optimal_adapter_size", "lora.page_rank", _whole),
     _honoured("lora_prefetch_dir", "lora.prefetch_dir", str, "where `lora.enabled` is set"),
     *_no_effect("kernels are chosen by `model.kernels`", "multi_block_mode"),
     *_no_effect("attention always accumulates in float32", "enable_context_fmha_fp32_acc"),
@@ -241,7 +241,9 @@ def _read(parameter: Parameter, text: str) -> Any:
     try:
         return parameter.convert(text)
     except ValueError as error:
-        word = "Invalid " if parameter.key == "gpt_model_type" else ""  # what upstream's tests look for in the log
+        word = (
+            "Invalid " if parameter.key == "gpt_model_type" else ""
+        )  # texts that upstream's tests look for in the log
         raise ConfigError(f"{word}{parameter.key} {text[:80]!r} in config.pbtxt: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""What the python-based backend `vllm` (deploy/backends/vllm) does besides serving: upstream's models bring a 1/model.json with
+"""Set-up of the python-based backend `vllm` (deploy/backends/vllm): upstream's models bring a 1/model.json with
 engine arguments, and a config.pbtxt without tensors.
 """
 

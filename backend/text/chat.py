@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,13 @@ class ChatTemplate:
         self._tools_template = self._template if tools_source is None else _compile(tools_source)
 
     @classmethod
-    def from_directory(cls, path: str | Path, tokenizer: Tokenizer, **caps: int) -> ChatTemplate:
+    def from_directory(cls, path: str | Path, tokenizer: Tokenizer, file: str = "", **caps: int) -> ChatTemplate:
         """Read the files of FILES, else `chat_template` of tokenizer_config.json: a string, or a list with those names.
 
-        `path` may also be a GGUF file, or a directory that holds one.
+        `path` may also be a GGUF file, or a directory that holds one. `file`: a template of the operator's, which then serves
+        requests with and without tools in place of the model's own. Raises ConfigError.
         """
-        sources = _read_templates(Path(path))
+        sources = read_templates(Path(path), file)
         return cls(sources.get("default"), tokenizer.special_tokens, tools_source=sources.get("tool_use"), **caps)
 
     @property
@@ -74,19 +76,38 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        further: dict[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> str:
         """The prompt text, as transformers' apply_chat_template has it: see `_as_given` for what a template sees.
+
+        `further`: more variables for the template, such as enable_thinking. `continue_final`: the text ends with the last
+        message's own, so that the output goes on with it; no generation prompt is added then.
 
         Raises Unsupported without a template, and InvalidRequest for messages that are over the limits or that the template
         refuses.
         """
         template = self._template if tools is None else self._tools_template
         if template is None:
-            raise Unsupported("this model has no chat template; send the prompt as text instead of messages")
-        self._check(messages, tools)
-        variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+            raise Unsupported(
+                "this model has no chat template; send the prompt as text instead of messages, or start the server with "
+                "--chat-template FILE"
+            )
+        further = {} if further is None else further
+        self._check(messages, tools, further)
+        own = {"tools": tools, "add_generation_prompt": add_generation_prompt and not continue_final}
+        if taken := sorted(({"messages"} | own.keys()) & further.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs holds {taken[0]}, which the request has a key for; send it there"
+            )
+        if continue_final and not _text_of(messages[-1]):
+            raise InvalidRequest(
+                "continue_final_message needs text in the last message; give it some, or leave the key out"
+            )
+        given = [_as_given(message) for message in messages]
         try:
-            return self._run(template, messages=[_as_given(message) for message in messages], **variables)
+            text = self._run(template, {"documents": None, **further, **own, "messages": given})
+            return _up_to_final(text, messages[-1]) if continue_final else text
         except EverbatchError:
             raise
         except Exception as error:
@@ -95,7 +116,7 @@ class ChatTemplate:
                 f"the chat template cannot render these messages ({type(error).__name__}); check roles and content"
             ) from error
 
-    def _run(self, template: jinja2.Template, **variables: Any) -> str:
+    def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         parts: list[str] = []
         room = self._max_chars
         for part in template.generate({**self._special_tokens, **variables}):
@@ -105,7 +126,9 @@ class ChatTemplate:
             parts.append(part)
         return "".join(parts)
 
-    def _check(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+    def _check(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, further: dict[str, Any]
+    ) -> None:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise InvalidRequest("messages must be a list of objects, each with a role and a content")
         if not 1 <= len(messages) <= self._max_messages:
@@ -114,7 +137,7 @@ class ChatTemplate:
         for message in messages:
             if not isinstance(message.get("role"), str):
                 raise InvalidRequest("a message has no role; give it one such as user, assistant or system")
-        chars = _count_chars(messages, MAX_DEPTH + 2) + _count_chars(tools, MAX_DEPTH + 2)
+        chars = sum(_count_chars(part, MAX_DEPTH + 2) for part in (messages, tools, further))
         if chars > self._max_chars:
             raise InvalidRequest(f"the messages hold {chars} characters, allowed is {self._max_chars}; shorten them")
 
@@ -137,6 +160,24 @@ def _count_chars(value: Any, depth: int) -> int:
     raise InvalidRequest(f"a message holds a {type(value).__name__}, allowed are JSON values; convert it")
 
 
+def _up_to_final(text: str, message: dict[str, Any]) -> str:
+    """The rendered text up to the end of the last message's content, as transformers cuts it (continue_final_message)."""
+    final = _text_of(message)
+    start = text.rfind(final.rstrip())
+    if start < 0:
+        raise InvalidRequest(
+            "the chat template changes the last message, so it cannot be continued; send it as a prompt"
+        )
+    kept = final if text.startswith(final, start) else final.rstrip()
+    return text[: start + len(kept)]
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    """The text of a message from its first visible character on; '' where there is none."""
+    content = message.get("content")
+    return content.lstrip() if isinstance(content, str) else ""
+
+
 def _as_given(message: dict[str, Any]) -> dict[str, Any]:
     """A message as transformers hands it to a template: without null values, an answer's reasoning under two names."""
     given = {key: value for key, value in message.items() if value is not None}
@@ -144,11 +185,14 @@ def _as_given(message: dict[str, Any]) -> dict[str, Any]:
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-def _read_templates(path: Path) -> dict[str, str]:
-    """The sources of a model's templates by the names of FILES. With one of the files the config's are left aside.
+def read_templates(path: Path, operators: str = "") -> dict[str, str]:
+    """The sources of a model's templates by the names of FILES. With one of the files the config's are left aside, and with a
+    file of the operator's both.
 
     Raises ConfigError for one that cannot be read, or is too long or has too many tags to be compiled.
     """
+    if operators:
+        return {"default": _operators_template(Path(operators))}
     if (gguf := gguf_file(path)) is not None:
         return templates_of(read_header(gguf))
     found = {name: (read_text(path, file, MAX_JSON_BYTES), file) for name, file in FILES.items()}
@@ -157,6 +201,14 @@ def _read_templates(path: Path) -> dict[str, str]:
         listed = _listed((read_object(path, CONFIG) or {}).get("chat_template"), place)
         found = {name: (listed.get(name), place) for name in FILES}
     return {name: _checked(source, place) for name, (source, place) in found.items() if source is not None}
+
+
+def _operators_template(path: Path) -> str:
+    file = Path(os.path.realpath(path))  # A link of the operator's own may lead anywhere.
+    source = read_text(file.parent, file.name, MAX_JSON_BYTES)
+    if source is None:
+        raise ConfigError(f"{shown(str(path))}: File does not exist; give a file with a Jinja template")
+    return _checked(source, shown(path.name))
 
 
 def templates_of(header: GgufHeader) -> dict[str, str]:

@@ -46,11 +46,11 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 class Stage:
     """One decoder of the chain."""
 
-    forgets = True  # whether all that it does next depends on the last few tokens only (see IncrementalDetokenizer)
+    forgets = True  # True if all that it does next depends on the last few tokens only (see IncrementalDetokenizer)
 
     @property
     def holds(self) -> bool:
-        """Whether something has been taken in and not yet emitted."""
+        """True if something has been taken in and not yet emitted."""
         raise NotImplementedError
 
     def push(self, token: str) -> Iterable[str]:
@@ -253,7 +253,7 @@ class DecodePipeline:
 
     @property
     def forgets(self) -> bool:
-        """Whether every stage forgets. ByteLevel must be the first stage, because IncrementalDetokenizer judges the bytes of
+        """True if every stage forgets. ByteLevel must be the first stage, because IncrementalDetokenizer judges the bytes of
         tokens as the vocabulary has them.
         """
         in_place = not any(isinstance(stage, BytesOfTokens) for stage in self._stages[1:])

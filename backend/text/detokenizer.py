@@ -17,7 +17,7 @@ from os.path import commonprefix
 from backend.text.decoding import REPLACEMENT, DecodePipeline, byte_level_bytes, fallback_byte
 from backend.text.tokenizer import Tokenizer
 
-# So many visible tokens at the end of the prompt fix the state of any pipeline that forgets.
+# The last visible tokens of the prompt, as many as determine the state of any decoder with a bounded memory.
 _CONTEXT_TOKENS = 64
 
 
@@ -28,13 +28,14 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._pipeline = tokenizer.new_pipeline()
+        self._rest: str | None = None  # cached result of the pipeline's `finish`; None if unknown
         for token_id in _relevant_tail(prompt_ids, tokenizer, self._pipeline, skip_special_tokens):
             self._feed(token_id)
         self._to_skip = self._pipeline.copy().finish()  # the end of the prompt's text, which is not final yet
 
     @property
     def holds(self) -> bool:
-        """Whether text of tokens that have been pushed is still held back."""
+        """True if some text of the pushed tokens is not final yet."""
         return self._pipeline.holds
 
     def push(self, ids: Sequence[int]) -> str:
@@ -46,20 +47,23 @@ class IncrementalDetokenizer:
         return self._without_prompt(self._pipeline.finish())
 
     def peek(self) -> str:
-        """What `flush` would return now. The state does not change."""
+        """The text that `flush` would return now. The state does not change."""
         rest = self._pipeline.copy().finish()
         return rest[len(commonprefix([rest, self._to_skip])) :]
 
     def text_with(self, token_id: int) -> str:
-        """The text that this token would add as the last one; changes nothing. Half a character is none."""
-        now, longer = self._pipeline.copy(), self._pipeline.copy()
+        """The text that this token would add as the last one. An incomplete UTF-8 sequence yields no text. Changes nothing."""
+        longer = self._pipeline.copy()
         token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)
-        before = now.finish()
+        if self._rest is None:
+            self._rest = self._pipeline.copy().finish()
+        before = self._rest
         after = ("" if token is None else longer.push(token)) + longer.finish()
         return after[len(commonprefix([before, after])) :].rstrip(REPLACEMENT)
 
     def _feed(self, token_id: int) -> str:
         token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)
+        self._rest = None
         return "" if token is None else self._pipeline.push(token)
 
     def _without_prompt(self, text: str) -> str:

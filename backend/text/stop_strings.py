@@ -1,7 +1,7 @@
-"""StopMatcher: finds the first stop string in a stream of text, and holds back each text that may be the start of one.
+"""StopMatcher: finds the first stop string in a stream of text, and holds back text that may be the start of one.
 
-The match that ends first counts, and the longest of those that end at the same character. So the result depends on the text
-alone, however it is split into pieces, and a match is reported as soon as its last character is there.
+The match that ends first counts; if several end at the same character, the longest. So the result depends only on the text, not
+on how it is split into pieces, and a match is reported with its last character.
 
 The automaton is that of Aho and Corasick (Efficient String Matching, CACM 1975). After each character its state stands for
 the longest end of the text with which a stop string begins, and exactly that end is held back. The time is linear in the

@@ -20,7 +20,7 @@ from backend.text.tokenizer import Tokenizer
 
 
 class TextDelta(Struct, frozen=True):
-    """What one push has added to the text."""
+    """The text that one push has added."""
 
     text: str
     finished_by: str | None = None

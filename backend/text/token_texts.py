@@ -27,6 +27,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes | None] = {}  # of the tokens that were met
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=False)
 
     def alternative(self, token_id: int) -> TokenText:
@@ -42,10 +43,52 @@ class TokenTexts:
         return self._detokenizer.flush()
 
     def _token(self, token_id: int, text: str) -> TokenText:
+        return TokenText(text, self.bytes_of(token_id, text))
+
+    def bytes_of(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that adds `text` in its place."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._own_bytes(token_id)
+        own = self._bytes[token_id]
+        return text.encode("utf-8", "replace") if own is None else own
+
+    def _own_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that stands for the same ones in every place; None for one that is known by its text only."""
         token = self._tokenizer.visible_token(token_id, skip_special_tokens=False) or ""
         byte = fallback_byte(token)
         if byte is not None:
-            return TokenText(text, bytes([byte]))
+            return bytes([byte])
         if self._tokenizer.is_byte_level and token_id not in self._tokenizer.special_ids:
-            return TokenText(text, byte_level_bytes(token))
-        return TokenText(text, text.encode("utf-8", "replace"))
+            return byte_level_bytes(token)
+        return None
+
+
+class PromptTexts:
+    """Follows the tokens of a prompt, whose text is `text`.
+
+    The bytes of all tokens, one after the other, are the text. So a special token that the text does not hold, such as one
+    that the tokenizer puts in front, has no bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._shown = IncrementalDetokenizer(tokenizer)
+        self._num_chars = 0  # of the text, which the tokens so far have added
+        self._texts = TokenTexts(tokenizer)
+
+    def alternative(self, token_id: int) -> TokenText:
+        """What another token would add here; changes nothing."""
+        return self._texts.alternative(token_id)
+
+    def push(self, token_id: int) -> TokenText:
+        """The next token of the prompt."""
+        self._texts.push(token_id)
+        if token_id in self._tokenizer.special_ids:
+            name = self._tokenizer.visible_token(token_id, skip_special_tokens=False) or ""
+            is_held = bool(name) and self._text.startswith(name, self._num_chars)
+            self._num_chars += len(name) if is_held else 0
+            return TokenText(name, name.encode() if is_held else b"")
+        added = self._shown.push((token_id,))
+        self._num_chars += len(added)
+        return TokenText(added, self._texts.bytes_of(token_id, added))

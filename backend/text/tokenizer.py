@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 from msgspec import Struct
@@ -95,7 +95,7 @@ class Tokenizer:
         self._tokens: dict[int, str | None] = {}
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer:
+    def from_directory(cls, path: str | Path) -> Self:
         """Read tokenizer.json and the files that belong to it. Without it, transformers converts older files.
 
         `path` may also be a GGUF file, or a directory that holds one. Raises ConfigError when there is no tokenizer that can
@@ -143,7 +143,7 @@ class Tokenizer:
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def to_json(self) -> str:
-        """What a tokenizer.json of it would hold."""
+        """The content of a tokenizer.json for this tokenizer."""
         text: str = self._backend.to_str()
         return text
 

@@ -173,7 +173,8 @@ class ExecutorConfig(Record, dynamic=True):
     """How an Executor runs its model. The parts are given by reference: `config.kv_cache_config.max_tokens = 42` sticks.
 
     `max_batch_size`: requests that run at once (None: 64). `max_num_tokens`: tokens of one iteration (None: 8192).
-    `max_queue_size`: requests that wait (None: any number). Attributes of any other name may be set; they are pickled, too.
+    `max_queue_size`: requests that wait (None, 0 or -1: any number). `peft_cache_config`: None refuses requests with
+    a LoRA adapter. Attributes of any other name may be set; they are pickled, too.
     """
 
     max_beam_width: int = field(POSITIVE, default=1)
@@ -187,7 +188,7 @@ class ExecutorConfig(Record, dynamic=True):
     max_batch_size: int | None = field(optional(POSITIVE), default=None)
     max_num_tokens: int | None = field(optional(POSITIVE), default=None)
     parallel_config: ParallelConfig | None = field(optional(copy_of(ParallelConfig)), default=None)
-    peft_cache_config: PeftCacheConfig | None = field(optional(copy_of(PeftCacheConfig)), default=None)
+    peft_cache_config: PeftCacheConfig | None = field(optional(copy_of(PeftCacheConfig)), factory=PeftCacheConfig)
     logits_post_processor_config: LogitsPostProcessorConfig | None = field(
         optional(copy_of(LogitsPostProcessorConfig)), default=None
     )

@@ -136,11 +136,14 @@ class DecodingConfig(Record):
 class LogitsPostProcessorConfig(Record):
     """Functions that change logits: by name, for requests that name one, or one for all requests that opt in.
 
-    `processor_map`: name -> f(request id, logits, tokens of each beam, stream, client id). `processor_batched`: the same with a
-    list in place of each value. `replicate`: on several ranks, called on all of the first tensor-parallel group.
+    `processor_map`: name -> f(request id, logits, tokens of each beam, stream, client id); a name without a function is none.
+    `processor_batched`: the same with a list in place of each value. `replicate`: on several ranks, called on all of the first
+    tensor-parallel group.
     """
 
-    processor_map: dict[str, Callable[..., Any]] | None = field(optional(dict_of(STR, CALLABLE)), default=None)
+    processor_map: dict[str, Callable[..., Any] | None] | None = field(
+        optional(dict_of(STR, optional(CALLABLE))), default=None
+    )
     processor_batched: Callable[..., Any] | None = field(optional(CALLABLE), default=None)
     replicate: bool = field(BOOL, default=True)
 

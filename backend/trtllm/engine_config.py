@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from backend.api import ConfigError
 from backend.api.config import DEBUG_INPUTS, EngineConfig
+from backend.api.config_file import checked_config
 from backend.api.config_ranges import MAX_SECONDS, RANGES
 from backend.core.gathered import LOGITS
 from backend.trtllm.configs import ExecutorConfig, ParallelConfig
@@ -17,6 +20,7 @@ BASE = "engine_config"  # a dynamic attribute of ExecutorConfig: an EngineConfig
 MAX_NUM_TOKENS = 8192  # what TensorRT-LLM builds an engine for, unless it is told otherwise
 MAX_DRAFT_TOKENS = int(RANGES["speculation.max_draft_tokens"][1])
 _ANY_NUMBER = 1 << 40
+_KEY = re.compile(rf"\b({'|'.join(EngineConfig.__struct_fields__)})\.[a-z_]+")
 
 # attribute of ExecutorConfig -> the values that are served, and what to do instead
 _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -29,16 +33,14 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_gpu_direct_storage": ((False,), "leave it out"),
     "gpu_weights_percent": ((1.0,), "all weights lie on the device; leave it out"),
     "mm_embedding_offloading": ((False,), "only tokens are taken; leave it out"),
-    "enable_trt_overlap": ((False,), "leave it out"),
 }
 _DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch", "Lookahead")
 
 # Any value is right, because what it tunes is not there: kv_cache_config.onboard_blocks, secondary_offload_min_priority (no
 # host cache), copy_on_partial_reuse (a matching part is always copied), attention_dp_events_gather_period_ms (one rank),
-# recv_poll_period_ms (nothing polls), max_seq_idle_microseconds (idle KV goes when room is needed), normalize_log_probs (of
-# beams), gather_generation_logits (logits are there for who asks), peft_cache_config.optimal_adapter_size and
-# max_pages_per_block_* (adapters are held whole, not in pages), num_ensure_workers, num_copy_streams (they come to the device
-# with the step that needs them), multi_block_mode, enable_context_fmha_fp32_acc.
+# recv_poll_period_ms (nothing polls), enable_trt_overlap (upstream has removed it), max_seq_idle_microseconds (idle KV goes when
+# room is needed), normalize_log_probs (of beams), gather_generation_logits (logits are there for who asks), multi_block_mode,
+# enable_context_fmha_fp32_acc.
 
 _POLICIES = {
     CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: "guaranteed_no_evict",
@@ -89,59 +91,56 @@ def _guided_backend(config: ExecutorConfig) -> str:
     return "none" if guided is None else guided.backend.name.lower()
 
 
-def _dynamic(name: str) -> Callable[[ExecutorConfig], Any]:
-    def value(config: ExecutorConfig) -> Any:
-        return getattr(config.scheduler_config.dynamic_batch_config, name, None)
-
-    return value
+def _max_queue_size(config: ExecutorConfig) -> int:
+    """None, 0 and -1 set no limit, as in TensorRT-LLM."""
+    return _ANY_NUMBER if config.max_queue_size in (None, 0, -1) else config.max_queue_size
 
 
-def _unless_unset(name: str, otherwise: Any) -> Callable[[ExecutorConfig], Any]:
-    def value(config: ExecutorConfig) -> Any:
-        given = _at(config, name)
-        return otherwise if given is None else given
-
-    return value
-
-
-def _peft(name: str) -> Callable[[ExecutorConfig], Any]:
-    return lambda config: _at(config, f"peft_cache_config.{name}")
-
-
+# key of EngineConfig -> the attribute of ExecutorConfig that it has its value from; None leaves the base's
+_TAKEN: dict[str, str] = {
+    "scheduler.max_batch_size": "max_batch_size",
+    "scheduler.max_beam_width": "max_beam_width",
+    "scheduler.enable_batch_size_tuning": "scheduler_config.dynamic_batch_config.enable_batch_size_tuning",
+    "scheduler.enable_max_num_tokens_tuning": "scheduler_config.dynamic_batch_config.enable_max_num_tokens_tuning",
+    "scheduler.tuning_requests": "scheduler_config.dynamic_batch_config.dynamic_batch_moving_average_window",
+    "scheduler.enable_chunked_context": "enable_chunked_context",
+    "kv_cache.enable_block_reuse": "kv_cache_config.enable_block_reuse",
+    "kv_cache.enable_partial_reuse": "kv_cache_config.enable_partial_reuse",
+    "kv_cache.max_tokens": "kv_cache_config.max_tokens",
+    "kv_cache.free_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "kv_cache.sink_tokens": "kv_cache_config.sink_token_length",
+    "lora.max_rank": "peft_cache_config.max_adapter_size",
+    "lora.host_bytes": "peft_cache_config.host_cache_size",
+    "lora.device_fraction": "peft_cache_config.device_cache_percent",
+    "lora.host_module_layers": "peft_cache_config.num_host_module_layer",
+    "lora.device_module_layers": "peft_cache_config.num_device_module_layer",
+    "lora.page_rank": "peft_cache_config.optimal_adapter_size",
+    "lora.host_pages_per_block": "peft_cache_config.max_pages_per_block_host",
+    "lora.device_pages_per_block": "peft_cache_config.max_pages_per_block_device",
+    "lora.put_workers": "peft_cache_config.num_put_workers",
+    "lora.ensure_workers": "peft_cache_config.num_ensure_workers",
+    "lora.copy_streams": "peft_cache_config.num_copy_streams",
+    "lora.prefetch_dir": "peft_cache_config.lora_prefetch_dir",
+    "records.max_iterations": "iter_stats_max_iterations",
+    "records.max_request_iterations": "request_stats_max_iterations",
+    "records.max_kv_events": "kv_cache_config.event_buffer_max_size",
+}
 # key of EngineConfig -> its value, made of the ExecutorConfig; None leaves the base's
-_HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
-    "scheduler.max_batch_size": lambda config: config.max_batch_size,
-    "scheduler.max_beam_width": lambda config: config.max_beam_width,
-    "scheduler.max_num_tokens": _unless_unset("max_num_tokens", MAX_NUM_TOKENS),
+_MADE: dict[str, Callable[[ExecutorConfig], Any]] = {
+    "scheduler.max_num_tokens": lambda config: config.max_num_tokens or MAX_NUM_TOKENS,
     "scheduler.policy": lambda config: _POLICIES[config.scheduler_config.capacity_scheduler_policy],
     "scheduler.batching": lambda config: "static" if config.batching_type is BatchingType.STATIC else None,
     "scheduler.chunking_policy": lambda config: _CHUNKING[config.scheduler_config.context_chunking_policy],
-    "scheduler.enable_batch_size_tuning": _dynamic("enable_batch_size_tuning"),
-    "scheduler.enable_max_num_tokens_tuning": _dynamic("enable_max_num_tokens_tuning"),
-    "scheduler.tuning_requests": _dynamic("dynamic_batch_moving_average_window"),
-    "scheduler.enable_chunked_context": lambda config: config.enable_chunked_context,
-    "kv_cache.enable_block_reuse": lambda config: config.kv_cache_config.enable_block_reuse,
-    "kv_cache.enable_partial_reuse": lambda config: config.kv_cache_config.enable_partial_reuse,
-    "kv_cache.max_tokens": lambda config: config.kv_cache_config.max_tokens,
-    "kv_cache.free_memory_fraction": lambda config: config.kv_cache_config.free_gpu_memory_fraction,
     "kv_cache.max_attention_window": _windows,
-    "kv_cache.sink_tokens": lambda config: config.kv_cache_config.sink_token_length,
     # One program owns the engine: all its requests may share KV per token, as with TensorRT-LLM.
     "kv_cache.sharing": lambda config: "all",
-    "lora.enabled": lambda config: True if config.peft_cache_config is not None else None,
-    "lora.max_rank": _peft("max_adapter_size"),
-    "lora.host_bytes": _peft("host_cache_size"),
-    "lora.device_fraction": _peft("device_cache_percent"),
-    "lora.host_module_layers": _peft("num_host_module_layer"),
-    "lora.device_module_layers": _peft("num_device_module_layer"),
-    "lora.put_workers": _peft("num_put_workers"),
-    "lora.prefetch_dir": _peft("lora_prefetch_dir"),
+    "lora.enabled": lambda config: config.peft_cache_config is not None or None,
     # Nothing is kept of them unless a request asks.
     "model.gather_context_logits": lambda config: True,
     "model.gather_generation_logits": lambda config: True,
     "model.additional_outputs": lambda config: tuple(each.name for each in config.additional_model_outputs or ()),
     "model.cuda_graphs": lambda config: config.extended_runtime_perf_knob_config.cuda_graph_mode or None,
-    "limits.max_queue_size": _unless_unset("max_queue_size", _ANY_NUMBER),
+    "limits.max_queue_size": _max_queue_size,
     "limits.max_queued_tokens": lambda config: _ANY_NUMBER,
     "limits.default_timeout_s": lambda config: MAX_SECONDS,  # no deadline, unless a request has one
     "limits.max_timeout_s": lambda config: MAX_SECONDS,
@@ -151,11 +150,15 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "guided.backend": _guided_backend,
     "speculation.mode": _speculation,
     "speculation.max_draft_tokens": _max_draft_tokens,
-    "records.max_iterations": lambda config: config.iter_stats_max_iterations,
-    "records.max_request_iterations": lambda config: config.request_stats_max_iterations,
-    "records.max_kv_events": lambda config: config.kv_cache_config.event_buffer_max_size,
     "records.max_debug_iterations": _max_debug_iterations,
     "records.debug_tensors": _debug_tensors,
+}
+# What errors call a key: the attribute that the program has set.
+_NAMES = _TAKEN | {
+    "scheduler.max_num_tokens": "max_num_tokens",
+    "kv_cache.max_attention_window": "kv_cache_config.max_attention_window",
+    "limits.max_queue_size": "max_queue_size",
+    "records.max_debug_iterations": "debug_config.debug_tensors_max_iterations",
 }
 
 
@@ -165,18 +168,30 @@ def engine_config(config: ExecutorConfig) -> EngineConfig:
     base = config.__dict__.get(BASE, EngineConfig())
     if not isinstance(base, EngineConfig):
         raise TypeError(f"ExecutorConfig.{BASE} is a {type(base).__name__}, a backend.api.EngineConfig is needed")
-    sections: dict[str, dict[str, Any]] = {}
-    for key, make in _HONOURED.items():
+    values = {key: _at(config, path) for key, path in _TAKEN.items()} | {
+        key: make(config) for key, make in _MADE.items()
+    }
+    tree = msgspec.to_builtins(base)
+    for key, value in values.items():
         section, _, name = key.partition(".")
-        value = make(config)
         if value is not None:
-            sections.setdefault(section, {})[name] = value
-    replaced = {name: msgspec.structs.replace(getattr(base, name), **values) for name, values in sections.items()}
-    return msgspec.structs.replace(base, **replaced)
+            tree[section][name] = value
+    if config.max_batch_size is None:  # every row needs a token of each step
+        tree["scheduler"]["max_batch_size"] = min(base.scheduler.max_batch_size, tree["scheduler"]["max_num_tokens"])
+    try:
+        return checked_config(tree)
+    except ConfigError as error:
+        raise RuntimeError(_in_their_words(str(error))) from None
+
+
+def _in_their_words(error: str) -> str:
+    """An error of the configuration, with the attributes of ExecutorConfig in place of keys, and without the command line."""
+    told = error.removeprefix("configuration: ").partition("; change it with --set")[0]
+    return _KEY.sub(lambda found: f"ExecutorConfig.{_NAMES.get(found[0], f'{BASE}.{found[0]}')}", told)
 
 
 def runs_in_own_process(parallel: ParallelConfig | None) -> bool:
-    """Whether the engine is to be a process of its own. Raises RuntimeError for more ranks than there are."""
+    """True if the engine is to be a process of its own. Raises RuntimeError for more ranks than there are."""
     if parallel is None:
         return False
     for name, ids in (("device_ids", parallel.device_ids), ("participant_ids", parallel.participant_ids)):

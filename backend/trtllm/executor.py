@@ -6,6 +6,7 @@ RuntimeError, as the bindings do.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -32,6 +33,7 @@ from backend.trtllm.enums import ModelType
 from backend.trtllm.kinds import PATH, STR, UINT64, Kind, list_of, of, optional
 from backend.trtllm.kv_cache import KVCacheEvent, KVCacheEventManager
 from backend.trtllm.record import Record, field, shown
+from backend.trtllm.repeats import Repeats
 from backend.trtllm.request import Request
 from backend.trtllm.results import Response
 from backend.trtllm.statistics import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
@@ -120,10 +122,11 @@ class Executor:
             raise RuntimeError(f"model_type is {given.model_type}: only ModelType.DECODER_ONLY is served")
         self._config: ExecutorConfig = given.executor_config.copied()
         self._own_processors = OwnProcessors()
+        self._repeats = Repeats()
         with _runtime_errors():
             self._core, directory = _started(given, engine_config(given.executor_config), self._own_processors)
         # Also when this object is let go of, or the program ends.
-        self._close = weakref.finalize(self, _shut_down, self._core, directory)
+        self._close = weakref.finalize(self, _shut_down, self._core, directory, os.getpid())
         with _runtime_errors():
             self._check_window()
 
@@ -157,11 +160,11 @@ class Executor:
                 converted = to_core(request, self._model.vocab_size, self._config.max_beam_width)
             except EverbatchError as error:
                 return self._core.enqueue_refusal(error, request.client_id)
-            if request.logits_post_processor is None:
-                return self._core.enqueue_request(converted)
-            with self._own_processors.adding:
+            with self._repeats.adding, self._own_processors.adding:
                 request_id = self._core.enqueue_request(converted)
-                self._own_processors.add(request_id, request.logits_post_processor)
+                self._repeats.add(request_id, converted)
+                if request.logits_post_processor is not None:
+                    self._own_processors.add(request_id, request.logits_post_processor)
             return request_id
 
     def enqueue_requests(self, requests: list[Request]) -> list[int]:
@@ -192,7 +195,7 @@ class Executor:
     def _told(self, answer: Answer) -> Response:
         if answer.is_final:
             self._own_processors.forget(answer.request_id)
-        return from_core.response(answer)
+        return self._repeats.complete(from_core.response(answer), answer.is_final)
 
     def get_num_responses_ready(self, id: int | None = None) -> int:
         """How many responses wait to be fetched, of one request or of all (None)."""
@@ -206,7 +209,7 @@ class Executor:
             self._core.cancel_request(_ID.check(id))
 
     def can_enqueue_requests(self) -> bool:
-        """Whether the engine takes requests. False after `shutdown`."""
+        """True if the engine takes requests. False after `shutdown`."""
         return self._core.can_enqueue_requests()
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
@@ -278,7 +281,7 @@ def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnP
     processors = given.executor_config.logits_post_processor_config
     by_name: dict[str, PostProcessor] = {OF_REQUEST: own}
     if processors is not None:
-        by_name |= processors.processor_map or {}
+        by_name |= {name: each for name, each in (processors.processor_map or {}).items() if each is not None}
     batched = None if processors is None else processors.processor_batched
     if parallel is not None and parallel.device_ids:
         config = _on_device(config, parallel.device_ids[0])
@@ -294,7 +297,7 @@ def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnP
         if not own_process:
             return Core.from_directory(given.model_path, config, by_name, batched), directory
         config = _own_process(given, config, by_name, batched)
-        return Core.launch(config, f"{directory}/engine.sock"), directory
+        return Core.launch(config, f"{directory}/engine.sock", owns_directory=True), directory
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -346,7 +349,10 @@ def _tensors(given: FromBuffers) -> dict[str, Any]:
     return {**tensors, **given.managed_weights}
 
 
-def _shut_down(core: Core, directory: str) -> None:
+def _shut_down(core: Core, directory: str, owner_pid: int) -> None:
+    """End the engine. Does nothing in a process that was forked from the engine's owner."""
+    if os.getpid() != owner_pid:
+        return
     core.shutdown()
     if directory:
         shutil.rmtree(directory, ignore_errors=True)

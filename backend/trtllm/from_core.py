@@ -71,8 +71,6 @@ def response(answer: core.Response) -> Response:
 
 
 def result(given: core.Result) -> Result:
-    """Performance metrics are told with the final result only."""
-    perf = given.perf_metrics if given.is_final else None
     return Result(
         output_token_ids=given.output_token_ids,
         finish_reasons=[_REASONS[reason] for reason in given.finish_reasons],
@@ -80,7 +78,7 @@ def result(given: core.Result) -> Result:
         context_logits=_tensor(given.context_logits),
         generation_logits=_tensor(given.generation_logits),
         additional_outputs=_additional(given),
-        request_perf_metrics=None if perf is None else perf_metrics(perf, given.decoding_iter),
+        request_perf_metrics=_perf_metrics(given),
         **{name: getattr(given, name) for name in _RESULT},
     )
 
@@ -104,8 +102,14 @@ def _additional(given: core.Result) -> list[AdditionalOutput]:
     ]
 
 
-def perf_metrics(given: PerfMetrics, last_iter: int) -> RequestPerfMetrics:
-    """As TensorRT-LLM counts, a block that began as a copy is one that was reused."""
+def _perf_metrics(given: core.Result) -> RequestPerfMetrics | None:
+    if given.perf_metrics is None:
+        return None
+    return perf_metrics(given.perf_metrics, given.decoding_iter, given.is_sequence_final)
+
+
+def perf_metrics(given: PerfMetrics, iteration: int, is_last: bool) -> RequestPerfMetrics:
+    """As TensorRT-LLM counts: a block that began as a copy is one that was reused, and was taken from the free blocks too."""
     new, reused = given.num_new_blocks - given.num_copied_blocks, given.num_reused_blocks + given.num_copied_blocks
     return RequestPerfMetrics(
         TimingMetrics(
@@ -114,10 +118,11 @@ def perf_metrics(given: PerfMetrics, last_iter: int) -> RequestPerfMetrics:
             _span(given.first_token_ns),
             _span(given.last_token_ns),
         ),
-        KvCacheMetrics(new + reused, new, reused, new, hit_rate(reused, new)),
+        KvCacheMetrics(given.num_new_blocks, new, reused, new, hit_rate(reused, new)),
         SpeculativeDecodingMetrics(given.acceptance_rate, given.num_accepted_draft_tokens, given.num_draft_tokens),
-        last_iter=last_iter,
-        iter=last_iter,
+        first_iter=given.first_iteration,
+        last_iter=iteration if is_last else None,
+        iter=iteration,
     )
 
 
@@ -177,7 +182,7 @@ def _kv_cache_stats(given: core_stats.KvCacheStats) -> KvCacheStats:
         free_num_blocks=given.max_num_blocks - given.used_num_blocks,
         used_num_blocks=given.used_num_blocks,
         tokens_per_block=given.tokens_per_block,
-        alloc_total_blocks=new + reused,
+        alloc_total_blocks=new,
         alloc_new_blocks=new,
         reused_blocks=reused,
         missed_blocks=missed,
@@ -199,7 +204,7 @@ def _one_request(given: core_stats.RequestStats) -> RequestStats:
         avg_num_decoded_tokens_per_iter=given.tokens_per_step,
         scheduled=given.is_scheduled,
         paused=given.is_paused,
-        alloc_total_blocks_per_request=new + reused,
+        alloc_total_blocks_per_request=new,
         alloc_new_blocks_per_request=new,
         reused_blocks_per_request=reused,
         missed_blocks_per_request=new,
@@ -219,7 +224,7 @@ def _event_data(
     if isinstance(data, core_stats.BlocksRemoved):
         return kv_cache.KVCacheRemovedData(data.block_hashes)
     if isinstance(data, core_stats.BlockUpdated):
-        return kv_cache.KVCacheUpdatedData(data.block_hash, priority=kv_cache.KVCacheEventDiff(None, data.priority))
+        return kv_cache.KVCacheUpdatedData(data.block_hash, priority=kv_cache.KVCacheEventDiffInt(None, data.priority))
     blocks = [
         kv_cache.KVCacheStoredBlockData(
             block.block_hash, [kv_cache.UniqueToken(token) for token in block.token_ids], block.lora_id

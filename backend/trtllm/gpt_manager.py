@@ -105,7 +105,7 @@ class GptManager:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker thread runs."""
+        """True if the worker thread runs."""
         return self._core.worker_thread.is_alive()
 
     def shutdown(self) -> None:

@@ -37,12 +37,17 @@ def _is_of(*types: type) -> Check:
 
 def _integer(least: int, greatest: int) -> Check:
     def check(value: Any) -> int:
-        number = operator.index(value)
+        number = operator.index(_scalar(value))
         if not least <= number <= greatest:
             raise TypeError
         return number
 
     return check
+
+
+def _scalar(value: Any) -> Any:
+    """The element of an array that has one, which numpy itself takes for an index only where it has no dimension."""
+    return value.item() if hasattr(value, "__array__") and getattr(value, "size", 0) == 1 else value
 
 
 def _boolean(value: Any) -> bool:
@@ -59,7 +64,7 @@ def _real(value: Any) -> float:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is a torch tensor. Imports no torch: who has none loaded has no tensor either."""
+    """True if it is a torch tensor. Imports no torch: who has none loaded has no tensor either."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

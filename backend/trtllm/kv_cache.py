@@ -46,7 +46,7 @@ class KVCacheRemovedData(Record):
     block_hashes: list[int] = field(list_of(UINT64), factory=list, read_only=True)
 
 
-class KVCacheEventDiff(Record):
+class KVCacheEventDiffInt(Record):
     """A value after a change, and before it: None where that is not known."""
 
     old_value: Any = constant(ANY)
@@ -57,8 +57,8 @@ class KVCacheUpdatedData(Record):
     """A block that moved to another level of the cache, or got another priority."""
 
     block_hash: int = constant(UINT64)
-    cache_level: KVCacheEventDiff | None = constant(optional(of(KVCacheEventDiff)), default=None)
-    priority: KVCacheEventDiff | None = constant(optional(of(KVCacheEventDiff)), default=None)
+    cache_level: KVCacheEventDiffInt | None = constant(optional(of(KVCacheEventDiffInt)), default=None)
+    priority: KVCacheEventDiffInt | None = constant(optional(of(KVCacheEventDiffInt)), default=None)
 
 
 EventData = KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData

@@ -193,7 +193,10 @@ def shown(value: Any) -> str:
     """`repr`, with the shape in place of a tensor's values, and cut where it is long."""
     if is_tensor(value):
         return f"<tensor {value.dtype} {list(value.shape)}>"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a number with more digits than Python writes
+        text = f"<{type(value).__name__} of thousands of digits>"
     return text if len(text) <= 500 else f"{text[:500]}..."
 
 

@@ -141,7 +141,7 @@ class Response:
         return self._client_id
 
     def has_error(self) -> bool:
-        """Whether this is an error."""
+        """True if this is an error."""
         return isinstance(self._given, str)
 
     @property

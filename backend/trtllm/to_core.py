@@ -10,6 +10,7 @@ from backend.api.draft_limits import drafts_of_lookahead
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.api.sampling_rules import tensorrt_llm_sampling
 from backend.executor.own_processors import OF_REQUEST
 from backend.executor.tensors import as_data
 from backend.trtllm import request as theirs
@@ -102,6 +103,7 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         timeout_s=_seconds(request.allotted_time_ms),
         retention=None if request.kv_cache_retention_config is None else _retention(request.kv_cache_retention_config),
         draft_tokens=[] if drafts is None else drafts.tokens,
+        ends_after_drafts=drafts is not None,
         max_draft_tokens=None if request.lookahead_config is None else _drafts(request.lookahead_config),
         **_prompt_tuning(request.prompt_tuning_config),
         lora=None if request.lora_config is None else _lora(request.lora_config),
@@ -122,18 +124,13 @@ def _drafts(lookahead: configs.LookaheadDecodingConfig) -> int:
 
 
 def _sampling(request: theirs.Request, vocab_size: int) -> SamplingConfig:
-    """As in TensorRT-LLM a temperature alone does not sample, and a top-p of 0 is none."""
     values = {name: getattr(request.sampling_config, name) for name in _SAMPLING}
-    for name in ("top_p", "top_p_decay", "top_p_min"):
-        values[name] = values[name] or None
     if values["top_p_reset_ids"] is not None and values["top_p_reset_ids"] < 0:
         values["top_p_reset_ids"] = None
-    if not (values["top_k"] or values["top_p"] or values["min_p"]):
-        values["temperature"] = values["top_k"] = None
     if values["num_return_sequences"] is None and request.num_return_sequences != 1:
         values["num_return_sequences"] = request.num_return_sequences
     bias = None if request.embedding_bias is None else _bias(request.embedding_bias, vocab_size)
-    return SamplingConfig(logit_bias=bias, **values)
+    return tensorrt_llm_sampling(logit_bias=bias, **values)
 
 
 def _output(given: configs.OutputConfig) -> OutputConfig:

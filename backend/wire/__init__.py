@@ -1,1 +1,1 @@
-"""The way between the engine process and its clients: frames over a private AF_UNIX socket. Pure but for sockets and threads."""
+"""Connects the engine process and its clients: frames over a private AF_UNIX socket. Pure, except for sockets and threads."""

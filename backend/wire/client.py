@@ -1,4 +1,4 @@
-"""SocketTransport: a client's end of the connection to the engine process; tries to reach it again until it is closed."""
+"""SocketTransport: a client's end of the connection to the engine process. It reconnects until it is closed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import time
 from collections.abc import Callable
 
 from backend.api.errors import EngineUnavailable, InvalidRequest
+from backend.api.stats import EngineStats
 from backend.core.messages import Command, Message
 from backend.wire.framing import Undecodable, decode_message, encode_frame, receive_frame
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
+from backend.wire.peer import peer
 
 log = logging.getLogger("everbatch.executor")
 RECONNECT_S = 0.05
 
 
 class SocketTransport:
-    """A connection to an engine process. Survives its restarts, and does not block when it does not read."""
+    """A connection to an engine process. It survives restarts of the engine, and never blocks when the engine does not read."""
 
     is_remote = True
 
     def __init__(self, socket_path: str) -> None:
         self._path = socket_path
+        self.engine_pid: int | None = None  # of the latest connection
         self._sock: socket.socket | None = None
         self._outgoing: Outgoing | None = None
         self._lock = threading.Lock()
@@ -45,6 +48,9 @@ class SocketTransport:
             raise EngineUnavailable("the engine does not read its requests; try again in a few seconds") from None
         except OSError:
             raise EngineUnavailable("the connection to the engine broke; try again in a few seconds") from None
+
+    def ask_stats(self) -> EngineStats | None:
+        return None
 
     def close(self, drain: bool) -> None:
         with self._lock:
@@ -77,6 +83,7 @@ class SocketTransport:
                 sock.close()
                 return None
             self._sock = sock
+        self.engine_pid = peer(sock).pid or None  # 0 where it is in a container of its own
         outgoing = Outgoing(sock, "engine-client-writer")
         outgoing.start()
         self._outgoing = outgoing
@@ -86,7 +93,7 @@ class SocketTransport:
         outgoing, self._outgoing = self._outgoing, None
         with self._lock:
             sock, self._sock = self._sock, None
-        assert sock is not None and outgoing is not None  # _run comes here after _connect only
+        assert sock is not None and outgoing is not None  # _run calls this only after _connect
         hang_up(sock)
         outgoing.finish()  # closes the socket
         self._on_lost()

@@ -1,9 +1,9 @@
 """EngineServer: lets several clients talk to one EngineLoop over a private AF_UNIX socket.
 
-Each connection has a reader thread, which decodes commands into the loop's inbox, and a bounded backlog with a writer thread of
-its own, so the engine's thread never waits for a socket. A client that does not read its responses is cut off; the requests of
-a client that is gone are cancelled. A command that cannot be read fails alone, as does a response that is too large to be sent:
-only a stream whose frames cannot be told apart any more is ended. A thread tells all clients that the engine lives (Heart).
+Each connection has a reader thread, which decodes commands into the loop's inbox, and a bounded backlog with its own writer
+thread, so that the engine's thread never waits for a socket. A client that does not read its responses is disconnected; the
+requests of a disconnected client are cancelled. A command that cannot be decoded, or a response that is too large, fails alone; a
+connection ends only if its frames can no longer be separated. A thread sends heartbeats to all clients (Heart).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import itertools
 import logging
 import os
 import socket
-import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,7 @@ from backend.api.response import Response
 from backend.api.stats import EngineStats, Records
 from backend.core.messages import (
     CLIENT_SHIFT,
+    Adapters,
     Cancel,
     ClientGone,
     Command,
@@ -47,6 +47,7 @@ from backend.wire.framing import (
 )
 from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
+from backend.wire.peer import peer
 
 log = logging.getLogger("everbatch.engine")
 UNREADABLE = (
@@ -75,9 +76,9 @@ class Connection:
         threading.Thread(target=self._read, name=f"engine-reader-{self.index}", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Never blocks; a client that does not read is cut off. Raises InvalidRequest for what makes no frame.
+        """Never blocks; a client that does not read is disconnected. Raises InvalidRequest for a message that makes no frame.
 
-        Debug tensors are dropped, and nobody is cut off for them, while much waits for the client already.
+        While much waits for the client already, debug tensors are dropped instead of disconnecting it.
         """
         waiting = self._outgoing.num_waiting_bytes
         if waiting > MAX_FRAME_BYTES and isinstance(message, Recorded) and message.records.debug_tensors:
@@ -95,10 +96,10 @@ class Connection:
             log.error("client %d does not read its responses; it is cut off", self.index)
             hang_up(self._sock)
         except OSError:
-            pass  # the reader sees the same end and cleans up
+            pass  # the reader notices the end and cleans up
 
     def deliver(self, responses: list[Response]) -> None:
-        """Send responses in one message, in several when it would be too large. One that is itself too large becomes an error."""
+        """Send responses in one message, or in several if it is too large. A response that is too large becomes an error."""
         try:
             self.send(Responses(responses))
         except InvalidRequest as error:
@@ -110,7 +111,7 @@ class Connection:
             self.deliver(responses[half:])
 
     def finish(self) -> None:
-        """End after what is queued."""
+        """End the connection after the queued frames."""
         self._outgoing.finish()
 
     def _read(self) -> None:
@@ -125,7 +126,7 @@ class Connection:
             self._outgoing.finish()
 
     def _read_one(self) -> bool:
-        """Take in one command, whatever it is worth; False at the end of the stream."""
+        """Read one command and post or refuse it. Returns False at the end of the stream."""
         try:
             frame = receive_frame(self._sock)
         except FrameTooLarge as error:
@@ -145,7 +146,7 @@ class Connection:
         return True
 
     def _fail(self, request_id: RequestId, message: str) -> None:
-        """Answer a request with an error from here; should the engine know it, it ends there too."""
+        """Answer a request with an error, and cancel it in the engine."""
         error = Response(request_id, error_or_none=message, error_code=ErrorCode.INVALID_ARGUMENT)
         self._post(Cancel(request_id))
         self.send(Responses([error]))
@@ -171,6 +172,7 @@ class EngineServer:
         self._connections: dict[int, Connection] = {}
         self._next_index = itertools.count(1)
         self._lock = threading.Lock()
+        self._is_closed = False
         Path(socket_path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(socket_path).unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -182,7 +184,7 @@ class EngineServer:
         self._heart.start()
 
     def deliver(self, responses: list[Response]) -> None:
-        """Route the responses of one step: one message per client."""
+        """Send the responses of one step: one message for each client."""
         by_client: dict[int, list[Response]] = defaultdict(list)
         for response in responses:
             by_client[response.request_id >> CLIENT_SHIFT].append(response)
@@ -194,10 +196,13 @@ class EngineServer:
     def publish_stats(self, stats: EngineStats) -> None:
         self._broadcast(Stats(stats))
 
-    def publish_records(self, records: Records) -> None:
-        """Tell all clients. Records that make no frame are dropped: nobody may wait for the responses behind them.
+    def publish_adapters(self, adapters: Mapping[str, str]) -> None:
+        self._broadcast(Adapters(adapters))
 
-        The debug tensors of each step go alone, so that no other records are lost with them.
+    def publish_records(self, records: Records) -> None:
+        """Send records to all clients. Records that are too large for a frame are dropped, for responses wait behind them.
+
+        The debug tensors of each step are sent apart, so that they do not make other records too large.
         """
         others = msgspec.structs.replace(records, debug_tensors=[])
         for part in (others, *(Records(debug_tensors=[each]) for each in records.debug_tensors)):
@@ -209,11 +214,14 @@ class EngineServer:
                 log.warning("records of %d bytes were dropped, the limit is %d", error.num_bytes, error.limit)
 
     def close(self) -> None:
-        """Stop listening; connections end once what is queued for them has been sent."""
+        """Stop listening. Connections end once their queued frames have been sent."""
         self._heart.stop()
         hang_up(self._listener)
         self._listener.close()
-        for connection in list(self._connections.values()):
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections.values())
+        for connection in connections:
             connection.finish()
 
     def _broadcast(self, message: Message) -> None:
@@ -228,16 +236,23 @@ class EngineServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            if _peer_uid(sock) not in (os.getuid(), 0):
-                log.warning("a connection of user %d was refused", _peer_uid(sock))
+            if peer(sock).uid not in (os.getuid(), 0):
+                log.warning("a connection of user %d was refused", peer(sock).uid)
                 sock.close()
                 continue
-            index = next(self._next_index)
-            connection = Connection(index, sock, self._post, self._forget)
-            connection.send(self._hello(index))
-            with self._lock:
-                self._connections[index] = connection
-            connection.start()
+            self._greet(sock)
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Register a connection and send its Hello. From then on it is notified of the server's end."""
+        index = next(self._next_index)
+        with self._lock:
+            if self._is_closed:
+                sock.close()
+                return
+            hello = self._hello(index)  # here, so that it misses no change that others are told
+            connection = self._connections[index] = Connection(index, sock, self._post, self._forget)
+            connection.send(hello)
+        connection.start()
 
     def _forget(self, index: int) -> None:
         with self._lock:
@@ -245,16 +260,10 @@ class EngineServer:
 
 
 def _refusal(error: InvalidRequest) -> str:
-    """What a client is told whose response cannot be sent."""
+    """The error message for a response that cannot be sent."""
     if not isinstance(error, FrameTooLarge):
         return "the response holds a value that cannot be sent; ask for no log-probs"
     return (
         f"the response has {error.num_bytes} bytes, the limit is {error.limit}; let it stream, or ask for fewer tokens "
         f"or top_log_probs"
     )
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)

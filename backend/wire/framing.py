@@ -23,18 +23,18 @@ from backend.core.messages import Command, Message
 # a prompt (5 MiB for a context of a million), 0.3 MiB of words and bias. An answer takes the most when it is not streamed and
 # tells 20 alternatives of each position: 340 bytes a token, 43 MiB for 131,072 tokens.
 MAX_FRAME_BYTES = 64 << 20
-MAX_DROPPED_BYTES = 4 * MAX_FRAME_BYTES  # of a frame beyond the cap, before its sender is hung up on
+MAX_DROPPED_BYTES = 4 * MAX_FRAME_BYTES  # a larger frame ends the connection instead of being skipped
 _LENGTH = struct.Struct("<I")
 
 
 class _Addressed(Struct):
-    """What can still be read of a command of which the rest cannot."""
+    """The part of a command that is read when the rest cannot be decoded."""
 
     request_id: RequestId
 
 
 class FrameTooLarge(InvalidRequest):
-    """A frame is beyond MAX_FRAME_BYTES. Nothing of it was sent; or all of it was read and dropped."""
+    """A frame exceeds MAX_FRAME_BYTES. It was not sent, or was read and dropped."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(
@@ -49,12 +49,16 @@ _encoder = msgspec.msgpack.Encoder()
 _decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 _decode_message: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 _decode_addressed = msgspec.msgpack.Decoder(_Addressed).decode
-# msgspec's own error, and what passes through it: text that is not UTF-8, nesting without end.
+# msgspec's own error, and those that pass through it: text that is not UTF-8, nesting that is too deep.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+LEAST_INTEGER, MOST_INTEGER = -(1 << 63), (1 << 64) - 1  # that msgpack has
+_INTEGERS = f"integers of a request are {LEAST_INTEGER} to {MOST_INTEGER}; send one of these"
+
+
 class Undecodable(Exception):
-    """A frame arrived whole and is none of the messages. For logs: the text is the library's."""
+    """A complete frame holds none of the messages. The text is the library's, for the log."""
 
 
 def encode_frame(value: Command | Message) -> bytes:
@@ -62,17 +66,17 @@ def encode_frame(value: Command | Message) -> bytes:
     try:
         body = _encoder.encode(value)
     except (ValueError, OverflowError, TypeError):
-        raise InvalidRequest(
-            f"{_unsendable(value) or 'the request holds a value'} that cannot be sent to the engine; allowed are integers "
-            "of 64 bits and text without lone surrogates"
-        ) from None
+        unknown = (
+            "the request holds a value that is neither a number nor text, nor a list or an object of them; leave it out"
+        )
+        raise InvalidRequest(_unsendable(value) or unknown) from None
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLarge(len(body))
     return _LENGTH.pack(len(body)) + body
 
 
 def _unsendable(value: object, name: str = "the request") -> str:
-    """Which value of a message msgpack does not have, in words; empty when it is none of those that are known."""
+    """A description of the value that msgpack cannot encode; empty if it is unknown."""
     fields: list[tuple[str, object]] = []
     if isinstance(value, Struct):
         fields = [(field, getattr(value, field)) for field in value.__struct_fields__]
@@ -81,11 +85,16 @@ def _unsendable(value: object, name: str = "the request") -> str:
     elif isinstance(value, list | tuple):
         fields = [(name, part) for part in value]
     elif isinstance(value, int):
-        return "" if -(1 << 63) <= value < 1 << 64 else f"{name} is an integer of {value.bit_length()} bits"
+        return "" if LEAST_INTEGER <= value <= MOST_INTEGER else f"{name} is {_shown(value)}; {_INTEGERS}"
     else:
         lone = re.search("[\ud800-\udfff]", value) if isinstance(value, str) else None
-        return f"{name} has a lone surrogate at character {lone.start()}" if lone else ""
+        return f"{name} has a lone surrogate at character {lone.start()}, which is no text; remove it" if lone else ""
     return next((found for field, part in fields if (found := _unsendable(part, field))), "")
+
+
+def _shown(number: int) -> str:
+    """The number, or what is known of one that is too long to be read."""
+    return str(number) if number.bit_length() <= 256 else "an integer of more than 77 digits"
 
 
 def decode_command(frame: bytes) -> Command:
@@ -105,7 +114,7 @@ def decode_message(frame: bytes) -> Message:
 
 
 def request_id_of(frame: bytes) -> RequestId | None:
-    """The request id of a command that cannot be decoded as a whole, None when that cannot be read either."""
+    """The request id of a command that cannot be decoded; None if the id cannot be read either."""
     try:
         return _decode_addressed(frame).request_id
     except _UNREADABLE:
@@ -115,8 +124,8 @@ def request_id_of(frame: bytes) -> RequestId | None:
 def receive_frame(connection: socket.socket) -> bytes | None:
     """Return the next frame's body, None at the end of the stream.
 
-    Raises FrameTooLarge for a frame beyond the cap, which is dropped: the next call returns the next frame. Raises
-    ConnectionError when even that is not worth while.
+    Raises FrameTooLarge for a frame beyond the limit, which is skipped: the next call returns the next frame. Raises
+    ConnectionError if it is too large even to be skipped.
     """
     head = _receive_exactly(connection, _LENGTH.size)
     if head is None:
@@ -131,7 +140,7 @@ def receive_frame(connection: socket.socket) -> bytes | None:
 
 
 def _drop(connection: socket.socket, length: int) -> None:
-    """Read so many bytes and forget them. Raises ConnectionError when the stream ends before."""
+    """Read and discard so many bytes. Raises ConnectionError if the stream ends before."""
     while length:
         chunk = connection.recv(min(1 << 20, length))
         if not chunk:

@@ -1,8 +1,7 @@
-"""Heart: says every HEARTBEAT_S that the engine process lives, and for how long the loop has been in its present turn.
+"""Heart: sends a heartbeat every HEARTBEAT_S, with the time that the loop has spent in its present iteration.
 
-It has a thread of its own and asks nothing of the loop's: it beats on while a step takes long, because native code runs without
-the interpreter's lock. Time is counted in its own beats. A process that was stopped and goes on has not worked for all that time,
-and must not look as if it had hung.
+It has its own thread and needs nothing of the loop: it beats during a long step too, because native code releases the
+interpreter's lock. Time is counted in beats, so that a process that was suspended and resumed does not look as if it had hung.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from backend.core.messages import HEARTBEAT_S, Heartbeat
 
 class Heart:
     def __init__(self, present_turn: Callable[[], int | None], send: Callable[[Heartbeat], None]) -> None:
-        """`present_turn`: the number of the loop's turn, None while it sleeps. `send` must not block."""
+        """`present_turn`: the number of the loop's iteration, None while it sleeps. `send` must not block."""
         self._present_turn = present_turn
         self._send = send
-        self._turn: int | None = None  # at the last beat
-        self._num_beats = 0  # in this turn
+        self._turn: int | None = None  # iteration at the last beat
+        self._num_beats = 0  # beats in this iteration
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-heart", daemon=True)
 

@@ -1,4 +1,4 @@
-"""Outgoing: frames on their way through one socket, sent without ever waiting for the other side."""
+"""Outgoing: sends frames through one socket without ever waiting for the receiver."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import socket
 import threading
 from collections import deque
 
-MAX_BACKLOG = 20_000  # frames that the socket did not take; a reader that lags this far behind is gone
+MAX_BACKLOG = 20_000  # frames; a receiver that is further behind is disconnected
 MAX_BACKLOG_BYTES = 256 << 20
 
 
 class ReaderTooSlow(Exception):
-    """The other side leaves what is sent to it unread."""
+    """The receiver does not read its frames."""
 
 
 class Outgoing:
-    """Sends a frame at once while the socket takes it, and leaves it to a thread when it does not. Both sides send with it.
+    """Sends a frame directly while the socket accepts it, else through a thread. Used by both ends of a connection.
 
-    To wake a thread for every step would cost more than the sending does, on the cores that the model computes on.
+    Waking a thread for every step would cost more than the sending itself, on the cores that compute the model.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self._sock = sock
-        self._backlog: deque[memoryview] = deque()  # the first one is being sent by the thread
-        self._num_bytes = 0  # of the backlog
+        self._backlog: deque[memoryview] = deque()  # the thread is sending the first one
+        self._num_bytes = 0  # bytes in the backlog
         self._lock = threading.Lock()
-        self._to_do = threading.Semaphore(0)  # frames of the backlog, and one more for the end
+        self._to_do = threading.Semaphore(0)  # one for each frame in the backlog, and one for the end
         self._thread = threading.Thread(target=self._write, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def send(self, frame: bytes, droppable: bool = False) -> None:
-        """Never blocks. `droppable`: not worth waiting in the backlog, for a newer one will say more.
+        """Never blocks. `droppable`: skip the frame instead of queueing it, because a newer one replaces it.
 
-        Raises OSError when the other side is gone, ReaderTooSlow when the backlog is full.
+        Raises OSError if the receiver is gone, ReaderTooSlow if the backlog is full.
         """
         with self._lock:
             if droppable and self._backlog:
@@ -50,11 +50,11 @@ class Outgoing:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """What the other side has still to take."""
+        """Bytes in the backlog."""
         return self._num_bytes
 
     def finish(self) -> None:
-        """Let the thread end after what is queued, and hang up."""
+        """Let the thread end after the queued frames, and close the socket."""
         self._to_do.release()
 
     def _try_to_send(self, frame: bytes) -> int:
@@ -77,8 +77,8 @@ class Outgoing:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Wake whoever blocks on a socket: closing alone would not."""
+    """Shut a socket down, which wakes threads that block on it; closing alone would not."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # the other side was first
+        pass  # the other end was first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -15,6 +16,7 @@ from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row, StepInput
 from backend.models.config import ModelConfig
 from backend.models.lora import Layers, content_of, files_of, parts_of, read_adapter
+from backend.worker.copy_streams import CopyStreams
 from backend.worker.input_batch import InputBatch
 
 T = TypeVar("T")
@@ -59,9 +61,19 @@ class DeviceAdapters(Generic[T]):
     """The adapters that sequences of the batch have, by content, in the form of the tier."""
 
     def __init__(
-        self, place: Callable[[PreparedAdapter], T], release: Callable[[T], None] = lambda placed: None
+        self,
+        place: Callable[[PreparedAdapter], T],
+        release: Callable[[T], None] = lambda placed: None,
+        copy: Callable[[T, PreparedAdapter], None] | None = None,
+        num_workers: int = 1,
+        streams: CopyStreams | None = None,
     ) -> None:
-        self._place, self._release = place, release
+        """place: gives an adapter its form, or a place on the device
+        copy: brings its weights there, on one of `num_workers` threads; None where they need not be moved
+        """
+        self._place, self._release, self._copy = place, release, copy
+        self._num_workers, self._streams = num_workers, streams
+        self._workers: ThreadPoolExecutor | None = None  # from the first copy on
         self._held: dict[str, T] = {}
 
     def update(self, step: StepInput) -> None:
@@ -69,9 +81,33 @@ class DeviceAdapters(Generic[T]):
         for content in step.adapters_out:
             if content in self._held:
                 self._release(self._held.pop(content))
-        for adapter in step.adapters_in:
-            if adapter.content not in self._held:
-                self._held[adapter.content] = self._place(adapter)
+        coming = {each.content: each for each in step.adapters_in if each.content not in self._held}
+        placed = {content: self._place(adapter) for content, adapter in coming.items()}
+        try:
+            if self._copy is not None and placed:
+                self._ensure([(placed[content], adapter) for content, adapter in coming.items()])
+        except BaseException:  # they come again with a later step
+            for each in placed.values():
+                self._release(each)
+            raise
+        self._held |= placed
+
+    def _ensure(self, coming: list[tuple[T, PreparedAdapter]]) -> None:
+        """Copy all of them; the device has them before it begins what follows."""
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(self._num_workers, thread_name_prefix="everbatch-ensure-adapters")
+        streams = self._streams or CopyStreams(torch.device("cpu"), 0)
+        streams.begin()
+        copies = [self._workers.submit(self._one_copy, streams, *each) for each in enumerate(coming)]
+        wait(copies)
+        streams.end()
+        for copy in copies:
+            copy.result()
+
+    def _one_copy(self, streams: CopyStreams, number: int, each: tuple[T, PreparedAdapter]) -> None:
+        assert self._copy is not None
+        with streams.turn(number):
+            self._copy(*each)
 
     def of_rows(self, batch: InputBatch, rows: Sequence[Row]) -> list[T | None] | None:
         """Each row's adapter; None when no row has one."""
@@ -79,10 +115,6 @@ class DeviceAdapters(Generic[T]):
             return None
         contents = [batch.adapters[row.slot] for row in rows]
         return [self._held[content] if content else None for content in contents] if any(contents) else None
-
-
-def num_bytes_of(layers: Layers) -> int:
-    return sum(tensor.numel() * tensor.element_size() for part in parts_of(layers) for tensor in (part.a, part.b))
 
 
 def _files(path: str) -> Files | None:

@@ -20,14 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.core.adapter import PreparedAdapter
+from backend.api.config import LoraSection
 from backend.core.step import Row, SlotId, StepInput, StepOutput
-from backend.layers.lora import StackedAdapted, Stacks
+from backend.layers.lora import StackedAdapted
 from backend.models.llama import Llama
-from backend.models.lora import Layers, stack_shapes
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
-from backend.worker.adapters import DeviceAdapters
 from backend.worker.draft_model import DraftModel
 from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.graphs import Graphs
@@ -35,6 +33,7 @@ from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.model_runner import Done, Pending, prepare, right_samples
+from backend.worker.stacked_adapters import make_stacks, stacked_adapters
 from kernels.common.kv_format import PoolLayout
 from kernels.common.transfer import even, place
 from kernels.decode_attention import split_for
@@ -76,12 +75,6 @@ class QueuedStep(NamedTuple):
         return StepOutput(self.step_id, samples, gathered, failed, debug_tensors)
 
 
-def make_stacks(model: Llama, max_rank: int) -> Stacks:
-    """Empty places for adapters of `model`."""
-    config = model.config
-    return Stacks(stack_shapes(config), config.num_layers, max_rank, model.dtype, model.embedding.device)
-
-
 class DeviceRunner:
     def __init__(
         self,
@@ -93,7 +86,8 @@ class DeviceRunner:
         graphs: Graphs,
         extras: Extras | None = None,
         guided: GuidedRows | None = None,
-        max_lora_rank: int = 1,
+        lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
+        lora_page_bytes: int = 0,
         draft_model: DraftModel | None = None,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
@@ -114,8 +108,8 @@ class DeviceRunner:
         self._kept_logits: Tensor | None = None
         self._nothing = Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None)
         self._views = [layout.view(pool) for pool in storage.pools]
-        self._stacks = make_stacks(model, max_lora_rank)
-        self.adapters: DeviceAdapters[int] = DeviceAdapters(self._place, self._stacks.take)
+        self._stacks = make_stacks(model, lora.max_rank, lora.device_pages_per_block * lora_page_bytes)
+        self.adapters = stacked_adapters(self._stacks, lora, self._device)
 
     def execute(self, step: StepInput) -> StepOutput:
         return self.launch(step).wait()
@@ -138,7 +132,8 @@ class DeviceRunner:
             queued = self._launch_with_extras(step, passes, guided)
         else:
             only_generates = all(row.num_tokens == 1 and row.samples for row in step.rows)
-            if step.rows and only_generates and self.adapters.of_rows(self.batch, step.rows) is None:
+            is_plain = not self.batch.brings_inputs(step.rows) and self.adapters.of_rows(self.batch, step.rows) is None
+            if step.rows and only_generates and is_plain:
                 slots, chosen = self._run_generation(step.rows, guided)
             else:
                 slots, chosen = self._run_mixed(step.rows, guided)
@@ -316,12 +311,10 @@ class DeviceRunner:
             config.sink_tokens,
         )
         adapted = self._adapted(rows)
-        hidden = self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views, adapted=adapted)
+        hidden = self._model.forward(
+            flat.token_ids, flat.positions, flat.cells, plans, self._views, flat.embedded, adapted
+        )
         return hidden, flat
-
-    def _place(self, adapter: PreparedAdapter) -> int:
-        layers: Layers = adapter.weights  # type: ignore[assignment]  # what the group packs for this tier
-        return self._stacks.put(layers)
 
     def _adapted(self, rows: list[Row]) -> StackedAdapted | None:
         """The adapters of the flat batch; None when no row has one."""

@@ -65,7 +65,7 @@ class SlotWants(NamedTuple):
         return max([row.num_samples, *wanted])
 
     def concerns(self, row: Row) -> bool:
-        """Whether anything is to be done for this row of a step."""
+        """True if anything is to be done for this row of a step."""
         if row.samples and (self.post_processor or any(asked.generation for asked in self.gather)):
             return True
         return any(self.context_rows(row, asked) for asked in self.gather)

@@ -7,8 +7,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -28,11 +28,8 @@ from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
-from backend.guided.compiler import GuideCompiler
-from backend.guided.setup import make_guides
 from backend.models import loader
 from backend.models.llama import Llama
-from backend.models.lora import widest_module
 from backend.sampling.sampler import Sampler
 from backend.sampling.slots import SlotParameters
 from backend.worker.adapters import AdapterReader
@@ -49,6 +46,9 @@ from backend.worker.model_runner import ModelRunner, Pending, full_step
 from backend.worker.post_processors import PostProcessors
 from backend.worker.prompt_inputs import PromptInputs
 from kernels.cpu.isa import supported_isas
+
+if TYPE_CHECKING:
+    from backend.guided.compiler import GuideCompiler
 
 log = logging.getLogger("everbatch.worker")
 _DUMMY_BLOCK_SIZE = 32  # tokens
@@ -134,23 +134,30 @@ class InProcessWorkerGroup:
         else:
             checkpoint = loader.open_directory(self.model_path)
             eos_ids = loader.read_eos_ids(self.model_path)
-        loaded = self._loaded = LoadedModel(checkpoint, section, self._kv_cache, self.device, self._progress)
+        loaded = self._loaded = LoadedModel(
+            checkpoint, section, self._kv_cache, self.device, self._progress, self._lora
+        )
         config, dtype, tier_name = loaded.config, loaded.dtype, loaded.tier_name
         if tier_name == "triton" and not section.cuda_graphs:
             log.info("CUDA graphs: off, because model.cuda_graphs is false")
         log.info("weights: %s", loaded.model.memory)
         check_outputs(section.additional_outputs, loaded.model)
-        kv_bytes = loaded.kv_bytes_per_token(self._kv_cache.block_size)
+        models, wanted = [loaded], self._kv_cache.block_size
         if self._speculation.mode == "draft_model":
             self._draft = load_draft_model(self._speculation.draft_model, loaded, section, self._kv_cache)
             log.info("weights of the draft model: %s", self._draft.model.memory)
-            kv_bytes += self._draft.kv_bytes_per_token(self._kv_cache.block_size)
+            models.append(self._draft)
+        block_size = max(each.choice.block_size(wanted) for each in models)  # one table of blocks serves both
+        remarks = tuple(dict.fromkeys(remark for each in models for remark in each.remarks))
+        for remark in remarks:
+            log.warning("%s", remark)
         if self._lora.enabled:
             loaded.model.takes_adapters = True
-            pack = partial(loaded.pack, max_rank=self._lora.max_rank)
-            self._adapter_reader = AdapterReader(config, dtype, self._lora.max_rank, pack)
+            self._adapter_reader = AdapterReader(config, dtype, self._lora.max_rank, loaded.pack)
         refusal = NOT_SET_UP
         if self._guided is not None:
+            from backend.guided.setup import make_guides  # only here: GPU benchmarks run without what it needs
+
             tokenizer = None if self._buffers is not None else self.model_path
             self.guides, refusal = make_guides(self._guided, tokenizer, config.vocab_size, eos_ids)
         return ModelInfo(
@@ -158,7 +165,9 @@ class InProcessWorkerGroup:
             vocab_size=config.vocab_size,
             max_seq_len=loaded.max_seq_len,
             sliding_window=config.sliding_window,
-            kv_bytes_per_token=kv_bytes,
+            kv_bytes_per_token=sum(each.kv_bytes_per_token(block_size) for each in models),
+            kv_block_size=block_size if block_size != wanted else 0,
+            remarks=remarks,
             eos_ids=eos_ids,
             dtype=str(dtype).removeprefix("torch."),
             device=str(self.device),
@@ -169,9 +178,10 @@ class InProcessWorkerGroup:
             additional_outputs=section.additional_outputs,
             output_widths={name: output.width for name, output in loaded.model.outputs.items()},
             post_processors=self._processors.names,
-            prompt_embedding_width=config.hidden_size if tier_name == "torch" else 0,
+            prompt_embedding_width=config.hidden_size,
             guide_refusal=refusal,
-            lora_module_bytes=self._lora.max_rank * widest_module(config) * dtype.itemsize if self._lora.enabled else 0,
+            lora_module_bytes=loaded.lora_module_bytes if self._lora.enabled else 0,
+            lora_page_bytes=loaded.pages.page_bytes,
             takes_drafts=True,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
         )
@@ -215,6 +225,8 @@ class InProcessWorkerGroup:
         self._in_flight.clear()
         self.runner = None
         self._loaded = self._draft = None
+        if self.guides is not None:
+            self.guides.close()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -255,15 +267,18 @@ class InProcessWorkerGroup:
         model, max_len, vocab_size = loaded.model, loaded.max_seq_len, loaded.config.vocab_size
         storage = loaded.storage(block_size, num_blocks)
         extras = Extras(self._processors, self._debug)
+        prompts = PromptInputs(vocab_size, model.dtype, device)
         if loaded.tier_name == "triton":
-            batch = InputBatch(slots + 1, max_len, block_size, device)
+            batch = InputBatch(slots + 1, max_len, block_size, device, prompts)
             parameters = SlotParameters(slots, vocab_size, device)
             guided = GuidedRows(self.guides, slots + 1, vocab_size)
             layout = loaded.layout(block_size)
-            graphs, rank = self._graphs(), self._lora.max_rank
+            graphs = self._graphs()
             draft = self._make_draft_model(batch, block_size, num_blocks)
-            return DeviceRunner(model, layout, storage, batch, parameters, graphs, extras, guided, rank, draft)
-        prompts = None if loaded.tier_name == "native" else PromptInputs(vocab_size, model.dtype, device)
+            page = loaded.pages.page_bytes
+            return DeviceRunner(
+                model, layout, storage, batch, parameters, graphs, extras, guided, self._lora, page, draft
+            )
         batch = InputBatch(slots, max_len, block_size, device, prompts)
         sampler = Sampler(slots, vocab_size, device, loaded.choice.library)
         guided = GuidedRows(self.guides, slots, vocab_size)

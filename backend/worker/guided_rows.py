@@ -101,7 +101,7 @@ class GuidedRow:
 
     @staticmethod
     def is_limit(error: str) -> bool:
-        """Whether a matcher's error is that its work has a limit, not that a token is forbidden."""
+        """True if a matcher's error is that its work has a limit, not that a token is forbidden."""
         return any(word in error.lower() for word in ("max is", "too complex", "fuel", "limit", "too large"))
 
 

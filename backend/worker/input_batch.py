@@ -117,6 +117,16 @@ class InputBatch:
         for slot in slots:
             self.num_tokens[slot] += 1
 
+    def brings_inputs(self, rows: Sequence[Row]) -> bool:
+        """True if a row's prompt has embeddings or positions of its own."""
+        return self._prompt_inputs is not None and self._prompt_inputs.has_any(rows)
+
+    def own_inputs(self, rows: Sequence[Row]) -> tuple[Tensor, Embedded | None]:
+        """The positions of a step's tokens, and the embeddings that requests give."""
+        assert self._prompt_inputs is not None, "ask brings_inputs first"
+        places = torch.cat([torch.arange(row.num_computed, row.num_computed + row.num_tokens) for row in rows])
+        return self._prompt_inputs.apply(rows, places)
+
     def row_numbers(self, rows: list[Row], num_logits: Sequence[int]) -> NDArray[np.int32]:
         """An array [rows, 4]: slot, computed tokens, tokens to run, how many of its last tokens yield logits.
 

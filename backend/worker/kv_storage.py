@@ -64,6 +64,6 @@ class KVStorage:
 
 
 def _is_chain(copies: Sequence[tuple[int, int]]) -> bool:
-    """Whether the order of the copies matters: a block is written twice, or is both read and written."""
+    """True if the order of the copies matters: a block is written twice, or is both read and written."""
     destinations = [destination for _, destination in copies]
     return len(set(destinations)) < len(copies) or not set(destinations).isdisjoint(source for source, _ in copies)

@@ -1,4 +1,4 @@
-"""LoadedModel: a checkpoint in memory, in the form of the tier that runs it, and what the tier makes of it."""
+"""LoadedModel: a checkpoint in memory, in the form that its tier runs, and the factory of the tier's parts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from backend.api.config import KvCacheConfig, ModelConfigSection, Quantization
+from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, Quantization
 from backend.api.errors import ConfigError
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.linears import WHOLE_ROW, LinearOptions
-from backend.models.lora import Layers
-from backend.worker.adapters import num_bytes_of
-from backend.worker.device_runner import make_stacks
+from backend.models.lora import Layers, Place
+from backend.worker.adapter_pages import (
+    AdapterPages,
+    PagedLayers,
+    PagePool,
+    hold_layers,
+    module_bytes,
+    page_bytes,
+    part_bytes,
+)
 from backend.worker.kv_storage import KVStorage
 from backend.worker.native_tier import NativeTier, PackLinears
+from backend.worker.stacked_adapters import make_stacks
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
 from kernels.cpu.linear import RoundToFourBits
-from kernels.cpu.lora import PackedAdapter
+from kernels.cpu.lora import PackedAdapter, packed_bytes
 
 log = logging.getLogger("everbatch.worker")
 
@@ -35,16 +43,22 @@ class LoadedModel:
         kv_cache: KvCacheConfig,
         device: torch.device,
         progress: Callable[[str], None] = lambda line: None,
+        lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
     ) -> None:
         """Raises ConfigError when the checkpoint, or the tier that `section` names, cannot be used."""
         checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
-        self.config, self.dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
+        self.config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
         self._device = device
         self._kv_dtype = kv_dtype(kv_cache, self.config)
-        self.choice = choose_tier(section, kv_cache, device, self.config, self.dtype, progress)
+        self.choice = choose_tier(section, kv_cache, device, self.config, progress)
+        self.dtype = self.choice.computes_in(dtype)
+        self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device)
         linears = linear_options(self.choice, section.quantization, self.dtype)
         self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
         self._native: NativeTier | None = None
+        self._lora = lora
+        page = page_bytes(self.config, self._part_bytes, lora.page_rank, lora.max_rank)
+        self.pages = PagePool(page, lora.host_pages_per_block)
 
     @property
     def tier_name(self) -> str:
@@ -62,7 +76,7 @@ class LoadedModel:
         return KVBlock(layout.block_shape, layout.dtype)
 
     def kv_bytes_per_token(self, block_size: int) -> int:
-        """Of all layers."""
+        """Bytes of KV of one token in all layers."""
         return -(-self.config.num_layers * self.kv_block(block_size).num_bytes // block_size)
 
     def layout(self, block_size: int) -> PoolLayout:
@@ -82,20 +96,35 @@ class LoadedModel:
         return storage
 
     def tier(self, block_size: int) -> Tier:
-        """What runs steps on the native and torch tiers, and those of a draft model on every tier."""
+        """The object that runs steps: on the native and torch tiers, and for a draft model on every tier."""
         if self.tier_name == "native":
             return self._native_tier(block_size)
         return TorchTier(self.model, self.layout(block_size))
 
-    def pack(self, layers: Layers, max_rank: int) -> tuple[object, int, int]:
-        """An adapter in the form of the tier, its bytes, and those that it takes on the device."""
+    @property
+    def lora_module_bytes(self) -> int:
+        return module_bytes(self.config, self._part_bytes)
+
+    def pack(self, layers: Layers) -> tuple[object, int, int]:
+        """An adapter in the form of the tier, in pages; their bytes, and those that it takes on the device."""
+        pages = AdapterPages(self.pages)
+        weights: PackedAdapter | PagedLayers
         if self.tier_name == "native":
-            packed = PackedAdapter(layers, self.model.dtype)
-            return packed, packed.num_bytes, packed.num_bytes
-        num_bytes = num_bytes_of(layers)
+            weights = PackedAdapter(layers, self.model.dtype, pages.hold)
+            pages.belong_to(weights)
+        else:
+            weights = hold_layers(layers, pages)
         if self.tier_name == "triton":
-            return layers, num_bytes, make_stacks(self.model, max_rank).bytes_per_adapter
-        return layers, num_bytes, num_bytes
+            page = self.pages.page_bytes
+            num_pages = -(-make_stacks(self.model, self._lora.max_rank).bytes_per_adapter // page)
+            return weights, pages.num_bytes, num_pages * page
+        return weights, pages.num_bytes, pages.num_bytes
+
+    def _part_bytes(self, place: Place, rank: int) -> int:
+        itemsize = self.model.dtype.itemsize
+        if self.tier_name == "native":
+            return packed_bytes(place.first, place.n, place.k, rank, itemsize)
+        return part_bytes(place, rank, itemsize)
 
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
@@ -103,6 +132,27 @@ class LoadedModel:
             kv_bits = {"int8": 8, "int4": 4}.get(self._kv_dtype, 0)
             self._native = NativeTier(self.model, self.choice.library, block_size, kv_bits)
         return self._native
+
+
+def _remarks(choice: Choice, block_size: int, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
+    """Sentences for the operator about how the model runs, where the configuration alone does not say it."""
+    remarks = []
+    if choice.name == "torch" and device.type == "cpu":
+        remarks.append(
+            f"the model runs on torch operators, because {choice.reason}: the last bits of a reply may then depend on the "
+            f"requests beside it and on evictions, and with them a token, and steps are slower, often by a factor of 2 to 3"
+        )
+    if (used := choice.block_size(block_size)) != block_size:
+        remarks.append(
+            f"kv_cache.block_size is {block_size}, and the native kernels hold KV in blocks of at least {used} tokens: "
+            f"it is {used} in this server"
+        )
+    if choice.computes_in(dtype) != dtype:
+        remarks.append(
+            "the model is float16, and the native kernels compute it in float32 from weights that are held in float16, which "
+            "loses nothing; --set model.dtype=bfloat16 halves the KV cache and is faster, but rounds the weights to 8 bits"
+        )
+    return tuple(remarks)
 
 
 def load_draft_model(
@@ -150,6 +200,6 @@ def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtyp
                     "model.quantization is w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that "
                     "./everbatch quantize --scheme w4a8 makes"
                 )
-            group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel takes
+            group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel supports
             return LinearOptions(quantization, group, make_triton_linear(dtype))
     return LinearOptions(quantization)

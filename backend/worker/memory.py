@@ -1,4 +1,4 @@
-"""How much memory is free for the KV pool, and how much the process holds."""
+"""Measures the memory that is free for the KV pool, and that the process holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def memory_use(device: torch.device, proc: Path = PROC) -> MemoryUse:
-    """What this process holds: resident memory, and on a CUDA device what torch's allocator has given out."""
+    """Memory of this process: resident, and on a CUDA device that of torch's allocator."""
     num_pages = int((proc / "self" / "statm").read_text().split()[1])
     gpu_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return MemoryUse(num_pages * resource.getpagesize(), gpu_bytes)
@@ -57,7 +57,7 @@ def _has_limit(group: Path) -> bool:
 
 
 def _room_bytes(group: Path) -> int:
-    """Limit less use. Cached file pages that nobody used lately do not count as use: the kernel gives them back."""
+    """Limit less use of a control group. Inactive file pages do not count as use, because the kernel frees them on demand."""
     used = int((group / "memory.current").read_text())
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return max(0, int((group / "memory.max").read_text()) - used + int(stat.get("inactive_file", 0)))

@@ -1,7 +1,7 @@
 """ModelRunner: runs one step on one rank.
 
-Effects in order: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks, let the draft model
-guess, run the model, sample, append the sampled tokens.
+Effects in order: release and upload adapters, grow the KV pool, copy blocks, store new rows, append blocks, run the draft model,
+run the model, sample, append the sampled tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelRunner:
         self.draft_model = draft_model
 
     def launch(self, step: StepInput) -> Done:
-        """Run a step; there is nothing to wait for afterwards."""
+        """Run a step to its end."""
         return Done(self.execute(step))
 
     def execute(self, step: StepInput) -> StepOutput:

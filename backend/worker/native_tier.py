@@ -18,11 +18,12 @@ from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.models.llama import LayerWeights, Llama
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
+from backend.worker.prompt_inputs import Embedded
 from backend.worker.tier import KVBlock
 from kernels import w4a16
 from kernels.common import four_bits
 from kernels.common.super_blocks import SuperBlocks
-from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
+from kernels.cpu.decoder import Given, NativeDecoder, NativeLayer, NativeShape, UnknownCell
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena
@@ -115,6 +116,7 @@ class NativeTier:
             library, shape, model.embedding, model.cos, model.sin, layers, norm, lm_head, screen
         )
         self._dtype = torch.uint8 if kv_bits else model.embedding.dtype
+        self._hidden_size, self._outputs = config.hidden_size, model.outputs
         self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(_packed_adapter)
 
     def kv_block(self) -> KVBlock:
@@ -130,16 +132,32 @@ class NativeTier:
         wants_logits: bool,
         outputs: dict[str, Tensor] | None = None,
     ) -> tuple[NDArray[np.int64], Tensor | None]:
-        assert not outputs, "choose_tier lets nobody ask for these"
         numbers = batch.row_numbers(rows, num_logits)
+        hidden = torch.empty(sum(num_logits), self._hidden_size) if outputs else None
+        wants_logits = wants_logits or bool(outputs)
         try:
             adapters = self.adapters.of_rows(batch, rows) or ()
-            return self._decoder.step(numbers, batch.token_ids, batch.block_tables, pools, wants_logits, adapters)
+            given = self._given(*batch.own_inputs(rows)) if batch.brings_inputs(rows) else None
+            greedy, logits = self._decoder.step(
+                numbers, batch.token_ids, batch.block_tables, pools, wants_logits, adapters, hidden, given
+            )
         except UnknownCell as error:
             raise IndexError(
                 f"slot {rows[error.row].slot} is to run a token that it does not know, or that lies in a block that was let go; "
                 f"engine and worker disagree"
             ) from None
+        if outputs and hidden is not None and logits is not None:
+            outputs.update({name: self._outputs[name].compute(hidden, logits) for name in outputs})
+        return greedy, logits
+
+    def _given(self, positions: Tensor, embedded: Embedded | None) -> Given:
+        if embedded is None:
+            return Given(None, positions.numpy())
+        vectors = embedded.vectors.float().contiguous()
+        addresses = np.zeros(len(positions), dtype=np.uintp)
+        row_bytes = vectors.element_size() * self._hidden_size
+        addresses[embedded.where.numpy()] = vectors.data_ptr() + np.arange(len(vectors), dtype=np.uintp) * row_bytes
+        return Given(addresses, positions.numpy(), vectors)
 
 
 def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:

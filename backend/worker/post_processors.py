@@ -3,10 +3,10 @@
     one request    f(request_id, logits, token_ids, stream, client_id)         logits [1, beams, vocab], ids a list for each beam
     batched        f(request_ids, logits, token_ids, stream, client_ids)       lists of these, once a step for all that opted in
 
-A callable that takes four arguments is not told the last one. It changes the logits in place, or returns others of the same
-shape. They are the model's own, before penalties and temperature; log-probabilities are of what it leaves. `stream` is 0 on a
-CPU, else the number of the CUDA stream that the logits belong to. A callable that raises ends the requests it was called for, and
-nobody else.
+A callable with four parameters is called without the last argument. It changes the logits in place, or returns new ones of the
+same shape. They are the model's own, before penalties and temperature; log-probabilities are computed from the changed ones.
+`stream` is 0 on a CPU, else the CUDA stream of the logits. A callable that raises, or calls sys.exit, ends only the requests for
+which it was called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Opted(NamedTuple):
     name: str
     request_id: int
     logits: Tensor  # [1, beams, vocab], a view
-    token_ids: list[list[int]]  # of each beam, the prompt's too
+    token_ids: list[list[int]]  # prompt and output of each beam
     client_id: int | None
 
 
@@ -51,7 +51,7 @@ class PostProcessors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may name."""
+        """The names that requests may give."""
         return (*self._named, *(() if self._batched is None else (BATCHED,)))
 
     def with_configured(self, section: ModelConfigSection) -> PostProcessors:
@@ -82,12 +82,12 @@ class PostProcessors:
         arguments = row.request_id, row.logits, row.token_ids, _stream(row.logits), row.client_id
         try:
             _take_over(row.logits, function(*arguments[:count]))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return [_failure(row, error)]
         return []
 
     def _run_batch(self, rows: list[Opted]) -> list[Failure]:
-        assert self._batched is not None  # the engine lets nobody name it otherwise
+        assert self._batched is not None  # the engine refuses the name if there is none
         function, count = self._batched
         logits = [row.logits for row in rows]
         ids, clients = [row.request_id for row in rows], [row.client_id for row in rows]
@@ -97,13 +97,15 @@ class PostProcessors:
             if returned is not None:
                 for row, result in zip(rows, returned, strict=True):
                     _take_over(row.logits, result)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return [_failure(row, error) for row in rows]
         return []
 
 
-def _failure(row: Opted, error: Exception) -> Failure:
-    """Whatever the owner's code raises ends the request, not the step; the log has all of it, the client its class."""
+def _failure(row: Opted, error: BaseException) -> Failure:
+    """Whatever the owner's code raises, a call of sys.exit included, ends the request and not the engine. The log has the
+    traceback, the client the name of the exception's class.
+    """
     log.error("logits post-processor %s failed for request %d", row.name, row.request_id, exc_info=error)
     return row.row, f"logits post-processor {row.name!r} failed ({type(error).__name__}); the engine's log says why"
 
@@ -137,7 +139,7 @@ def _checked(name: str | None, function: Callable[..., Any]) -> tuple[Callable[.
 
 
 def _imported(key: str, path: str, entry: str) -> Callable[..., Any]:
-    """What an import path leads to. `entry`: the value of the configuration that it is from."""
+    """Import the object at a path. `entry`: the value of the configuration that holds the path, for errors."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{key} has {entry!r}; write it as [name=]module:function")

@@ -1,4 +1,4 @@
-"""What prompts bring besides their tokens, for each slot: embeddings of ids beyond the vocabulary, and positions.
+"""Inputs of prompts other than tokens, for each slot: embeddings of ids beyond the vocabulary, and positions.
 
 Token id `vocab + n` of a prompt stands for row n of the request's table. Behind the positions that a request gives, they go on
 by one for each token.
@@ -49,6 +49,9 @@ class PromptInputs:
         positions = None if row.position_ids is None else np.array(row.position_ids, dtype=np.int64)
         self._slots[row.slot] = SlotPrompt(virtual, vectors, positions)
 
+    def has_any(self, rows: Sequence[Row]) -> bool:
+        return bool(self._slots) and any(row.slot in self._slots for row in rows)
+
     def apply(self, rows: Sequence[Row], positions: Tensor) -> tuple[Tensor, Embedded | None]:
         """The positions of a step's flat batch [tokens] as the requests want them, and the embeddings that they give."""
         if not self._slots:
@@ -75,7 +78,7 @@ class PromptInputs:
 
 
 def _positions(given: NDArray[np.int64], start: int, end: int) -> NDArray[np.int64]:
-    """Of tokens start to end: those given, then one more for each token."""
+    """Positions of tokens `start` to `end`: those that were given, then one more for each further token."""
     places = np.arange(start, end)
     beyond = given[-1] + 1 + places - len(given)
     return np.where(places < len(given), given[np.minimum(places, len(given) - 1)], beyond)

@@ -1,6 +1,7 @@
 """Tier: how a rank runs the model. It is chosen once, while the model loads.
 
-native    the whole step is one call of the native CPU kernels (kernels/cpu); float32 and bfloat16 on a CPU
+native    the whole step is one call of the native CPU kernels (kernels/cpu), computed in float32 or bfloat16; a float16 model is
+          computed in float32, which holds its weights exactly
 triton    Triton kernels on a GPU; steps are queued and replayed as CUDA graphs (device_runner.py)
 torch     layer by layer on any device and dtype: torch operators on a CPU, which are the reference, and kernels where Triton runs
 
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection
 from backend.api.errors import ConfigError
-from backend.core.gathered import LOGITS
 from backend.core.step import Row
 from backend.models.config import ModelConfig
 from backend.worker.adapters import DeviceAdapters
@@ -78,6 +78,15 @@ class Choice(NamedTuple):
 
     name: str
     library: build.NativeLibrary | None = None  # the compiled kernels, for the native tier
+    reason: str = ""  # why it is the torch tier
+
+    def block_size(self, wanted: int) -> int:
+        """Tokens of a KV block: as many as are wanted, or the fewest that the tier's kernels take. Both are powers of two."""
+        return max(wanted, UNIT) if self.name == "native" else wanted
+
+    def computes_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the tier computes a model of `dtype` in."""
+        return torch.float32 if self.name == "native" and dtype == torch.float16 else dtype
 
 
 def choose_tier(
@@ -85,7 +94,6 @@ def choose_tier(
     kv_cache: KvCacheConfig,
     device: torch.device,
     config: ModelConfig,
-    dtype: torch.dtype,
     progress: Callable[[str], None],
 ) -> Choice:
     """Choose the tier and log the choice with its reason.
@@ -100,7 +108,7 @@ def choose_tier(
     if wanted == "triton":
         reason = _triton_objection(kv_cache, device, config)
     elif wanted == "native":
-        reason = _native_objection(kv_cache, device, config, dtype) or _objection_to_outputs(section.additional_outputs)
+        reason = _native_objection(device, config)
         if reason is None:
             try:
                 library = load_kernels(progress=progress)
@@ -116,7 +124,7 @@ def choose_tier(
     log.info("kernels: torch, because %s", reason)
     if section.kernels != "torch":
         progress(f"loading the model, on torch operators because {reason}")
-    return Choice("torch")
+    return Choice("torch", reason=reason)
 
 
 def _variant(library: build.NativeLibrary) -> str:
@@ -142,26 +150,12 @@ def kv_layout(config: ModelConfig, block_size: int, dtype: torch.dtype, kv: str 
     return QuantizedPool(block_size, config.num_kv_heads, config.head_dim, int(kv.removeprefix("int")))
 
 
-def _native_objection(
-    kv_cache: KvCacheConfig, device: torch.device, config: ModelConfig, dtype: torch.dtype
-) -> str | None:
+def _native_objection(device: torch.device, config: ModelConfig) -> str | None:
     """Why the native kernels do not fit, or None."""
     if device.type != "cpu":
         return f"the device is {device}, and they are for CPUs"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"the dtype is {str(dtype).removeprefix('torch.')}; use --set model.dtype=bfloat16 or float32"
-    if kv_cache.block_size % UNIT:
-        return f"kv_cache.block_size is {kv_cache.block_size}; use a multiple of {UNIT}"
     if config.head_dim > MAX_HEAD_DIM:
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
-    return None
-
-
-def _objection_to_outputs(names: Sequence[str]) -> str | None:
-    """Why the native kernels cannot give these outputs of the model, or None."""
-    hidden = [name for name in names if name != LOGITS]
-    if hidden:
-        return f"model.additional_outputs has {', '.join(hidden)}, and they give logits only; use --set model.kernels=torch"
     return None
 
 

@@ -67,6 +67,8 @@ class TorchTier:
     def _place(self, adapter: PreparedAdapter) -> Layers:
         device = self._model.embedding.device
         layers: Layers = adapter.weights  # type: ignore[assignment]  # what the group packs for this tier
+        if device.type == "cpu":
+            return layers  # the object itself, which keeps the adapter's pages
         return [
             {
                 name: [part._replace(a=part.a.to(device), b=part.b.to(device)) for part in parts]

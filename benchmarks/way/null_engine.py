@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 
-from backend.api.config import load_config
+from backend.api.config_file import load_config
 from backend.api.errors import InvalidRequest
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter

@@ -1,6 +1,7 @@
-"""Many requests at once, read from a file of token ids (a request per line), streamed or not, and the Executor's statistics.
+r"""Many requests at once, read from a file of token ids (a request per line), streamed or not, and the Executor's statistics.
 
-    .venv/bin/python docs/examples/executor_advanced.py --model_path models/default --input_tokens_csv_file prompts.csv
+    .venv/bin/python docs/examples/executor_advanced.py --model_path models/default \
+        --input_tokens_csv_file docs/examples/prompts.csv
 
 With --use_orchestrator_mode the engine is a process of its own.
 """

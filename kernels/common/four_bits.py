@@ -39,7 +39,7 @@ def round_weight(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def in_super_blocks(columns: int, group: int) -> bool:
-    """Whether groups share scales."""
+    """True if groups share scales."""
     return group == 32 and columns % COLUMNS == 0
 
 

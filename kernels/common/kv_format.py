@@ -1,7 +1,25 @@
-"""The formats of keys and values: plain, int8 and int4, and the layout of one layer's pool.
+"""The formats of keys and values: plain, int8 and int4, and the layout of a layer's pool on the triton and torch tiers.
 
-For each token and kv head, its key (after RoPE) and its value are each quantised as a row, asymmetrically and in float32. This is
-TurboMind's form; QServe (Lin et al. 2024) stores -least / scale instead, which overflows float16 if a row is nearly constant:
+For each token and kv head, its key (after RoPE) and its value are each quantised as a row, in float32. What a row becomes
+depends on the tier that runs the model:
+
+             native (kernels/cpu)                  triton and torch
+    int8     symmetric, one float32 scale          asymmetric, scale and least
+    int4     asymmetric, scale and least           the same
+
+Both take four bytes beside the numbers, so a pool is as large on every tier. The native int8 has at least twice the step for a
+row whose values all have one sign, and the same for a row around zero; in return a product reads plain integers, and nothing is
+added for an offset. So replies with int8 KV are not the same, bit for bit, on the native kernels as on a GPU or on torch
+operators. On each tier a row's numbers depend on that row alone.
+
+Symmetric (quantize_group of kernels/cpu/native/rows.h), q as int8:
+
+    scale = max(|x|) / 127
+    q     = round(x / scale), ties to even              0 where the scale is 0
+    x     ~ q * scale
+
+Asymmetric is TurboMind's form; QServe (Lin et al. 2024) stores -least / scale instead, which overflows float16 if a row is
+nearly constant:
 
     least = float16(clamp(min, -65504, 65504))
     scale = float16(clamp((max - least) / (2^bits - 1), 0, 65504))
@@ -11,6 +29,8 @@ TurboMind's form; QServe (Lin et al. 2024) stores -least / scale instead, which 
 65504 is float16's largest number, so scale and least are finite whatever the row holds. Values below -65504, or more than
 65504 * (2^bits - 1) above least, are clipped. Otherwise the error is at most scale / 2 + |least| / 2048 + 2^-17; the last two
 terms matter only in rows that are nearly constant.
+
+The pool of the triton and torch tiers (that of the native tier is described in kernels/cpu/native/kv_pool.h):
 
     pool, uint8 [num_blocks, block_bytes]; a block is
         data        [kv_heads][key, value][block_size][head_dim * bits / 8]

@@ -61,12 +61,12 @@ class Variant(NamedTuple):
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether launchers may hand `x` to a Triton kernel; otherwise they compute the reference."""
+    """True if launchers may hand `x` to a Triton kernel; otherwise they compute the reference."""
     return runs_at(x.device)
 
 
 def runs_at(device: torch.device) -> bool:
-    """Whether launchers may hand tensors on `device` to a Triton kernel."""
+    """True if launchers may hand tensors on `device` to a Triton kernel."""
     return INTERPRETED or (AVAILABLE and device.type == "cuda")
 
 

@@ -37,6 +37,9 @@ log = logging.getLogger("everbatch.kernels")
 SOURCES = Path(__file__).parent / "native"
 CACHE_VARIABLE = "EVERBATCH_CACHE"
 
+COMPILE_TIME = (
+    "half a minute to two minutes on two cores"  # 26 to 96 s were seen; docs/cpu.md and the README say the same
+)
 _FLAGS = "-std=c++17 -fopenmp -fPIC -fno-math-errno -fno-trapping-math -Wall -Wextra".split()
 _OPTIMISED = ["-O3"]
 _SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address"]
@@ -138,7 +141,7 @@ class _Recipe:
 
     @property
     def is_known(self) -> bool:
-        """Whether the compiler knows the flags."""
+        """True if the compiler knows the flags."""
         return not _run([*self.compiler, *self.flags, "-fsyntax-only", "-x", "c++", os.devnull]).returncode
 
     def cached(self) -> Path | None:
@@ -159,7 +162,7 @@ class _Recipe:
                 if not self._is_whole(library):
                     started = time.monotonic()
                     if progress:
-                        progress(f"compiling the native kernels for {self.isa} (once, some seconds)")
+                        progress(f"compiling the native kernels for {self.isa} (once, {COMPILE_TIME})")
                     self._compile_into(library)
                     self._remove_others(directory)
                     if progress:
@@ -196,11 +199,11 @@ class _Recipe:
                 )
             with result.open("ab") as file:
                 file.write(self.key.encode())
-            result.chmod(0o755)  # independent of the umask, others may read it and nobody else may write it
+            result.chmod(0o755)  # independent of the umask: others may read it, only this user may write it
             os.replace(result, library)
 
     def _is_whole(self, library: Path) -> bool:
-        """Whether the entry is complete, trusted, and made from these sources and flags."""
+        """True if the entry is complete, trusted, and made from these sources and flags."""
         try:
             with open_trusted(library) as file:
                 file.seek(-len(self.key), os.SEEK_END)

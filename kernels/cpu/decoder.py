@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ctypes import CDLL, POINTER, byref, c_void_p, cast
 from dataclasses import dataclass
 from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +55,14 @@ class NativeShape:
     block_size: int  # tokens, a multiple of UNIT
     kv_bits: int  # of a number of the KV pool: 8 or 4; 0: what is computed in
     sink_tokens: int = 0  # in layers with a window
+
+
+class Given(NamedTuple):
+    """What the tokens of a step, all rows behind one another, have other than by their ids and their places."""
+
+    embedded: NDArray[np.uintp] | None  # address of a token's embedding, float32 [hidden]; 0: that of its id
+    positions: NDArray[np.int64] | None  # by which queries and keys are rotated
+    vectors: Tensor | None = None  # what `embedded` points to
 
 
 class NativeDecoder:
@@ -121,11 +130,14 @@ class NativeDecoder:
         pools: Sequence[Tensor],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype
         wants_logits: bool,
         adapters: Sequence[PackedAdapter | None] = (),  # of each row; empty: no row has one
+        hidden: Tensor | None = None,  # where hidden states are wanted
+        given: Given | None = None,
     ) -> tuple[NDArray[np.int64], Tensor | None]:
         """Run rows one after the other as one flat batch, and write their KV to `pools`.
 
         Returns, for each token that yields logits, the most likely next token, and if wanted the logits [those tokens, vocab]
-        float32. Raises UnknownCell, before anything is written, for a token or a block that does not exist.
+        float32. `hidden` [those tokens, hidden size] float32 is filled with what the last norm makes of them. Raises
+        UnknownCell, before anything is written, for a token or a block that does not exist.
         """
         num_logits = sum(rows[:, 3].tolist())
         logits = torch.empty(num_logits, self.vocab_size) if wants_logits else None
@@ -135,8 +147,11 @@ class NativeDecoder:
         self._rows[: len(rows)] = rows
         batch.num_rows = len(rows)
         batch.logits = None if logits is None else logits.data_ptr()
+        batch.hidden = None if hidden is None else hidden.data_ptr()
         batch.threads = torch.get_num_threads()
         held = self._place_adapters(adapters)
+        batch.embedded = None if given is None or given.embedded is None else given.embedded.ctypes.data
+        batch.positions = None if given is None or given.positions is None else given.positions.ctypes.data
         bad = self._library.everbatch_step(byref(self._model), byref(batch), self._workspace)
         del held
         if bad >= 0:

@@ -11,9 +11,25 @@ from kernels.common.four_bits import VALUES
 from kernels.common.quantize import row_slices
 from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks
 from kernels.cpu.memory import Arena
-from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, K_MIX, PANEL, Q4_K, Q5_K, Q6_K, V4_K, W4A8, W8A8, LinearStruct
+from kernels.cpu.structs import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    K_MIX,
+    PANEL,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    V4_K,
+    W4A8,
+    W8A8,
+    LinearStruct,
+)
 
-_FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+_FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+# The dtypes of inputs that each format takes; quantised ones take both.
+_INPUTS = {FLOAT32: [torch.float32], BFLOAT16: [torch.bfloat16], FLOAT16: [torch.float32]}
 _SUPER_FORMATS: dict[Kind, int] = {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "mixed": K_MIX, "values": V4_K}
 
 
@@ -25,14 +41,17 @@ class PackedLinear:
     def __init__(self, library: CDLL, held: tuple[Tensor | None, ...], struct: LinearStruct):
         self._library = library
         self._held = held  # kept alive, because `struct` points to them
-        self._takes = [
-            dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format == kind or struct.format >= INT8
-        ]
+        self._takes = _INPUTS.get(struct.format, [torch.float32, torch.bfloat16])
         self.struct = struct
 
     @classmethod
     def of_floats(cls, library: CDLL, arena: Arena, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Packs weight [n, k] float32 or bfloat16, on the CPU; it may be freed afterwards."""
+        """Packs weight [n, k] float32 or bfloat16, on the CPU; it may be freed afterwards.
+
+        A float32 weight all of whose numbers are float16's is held in float16: half the memory, and results of the same bits.
+        """
+        if weight.dtype == torch.float32 and _is_float16(weight):
+            weight = weight.half()
         return cls._pack(library, arena, weight, _FLOAT_FORMATS[weight.dtype], 0, None, bias)
 
     @classmethod
@@ -124,7 +143,7 @@ class PackedLinear:
         return sum(tensor.nbytes for tensor in self._held if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x must have the dtype of float weights, or float32 or bfloat16 for quantised ones. Raises TypeError or ValueError."""
+        """x must be of a dtype that the layer's format takes. Raises TypeError or ValueError."""
         if x.dtype not in self._takes:
             raise TypeError(f"x is {x.dtype}, this layer takes {' or '.join(map(str, self._takes))}; convert x")
         if x.shape[-1] != self.struct.k:
@@ -157,6 +176,15 @@ class RoundToFourBits:
             into = q[rows].data_ptr(), scale[rows].data_ptr()
             self._library.everbatch_round(part.data_ptr(), len(part), k, group, values, *into, torch.get_num_threads())
         return q, scale
+
+
+def _is_float16(weight: Tensor) -> bool:
+    """True if float16 holds every number of a float32 weight exactly. Infinity counts as one that it does not hold."""
+    for rows in row_slices(*weight.shape):
+        half = weight[rows].half()
+        if not (half.isfinite().all() and torch.equal(half.float(), weight[rows])):
+            return False
+    return True
 
 
 def _check_group(group: int) -> None:

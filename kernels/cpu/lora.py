@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from kernels.common.adapter import LINEARS, MAX_PARTS, Layer, Part
 from kernels.cpu.structs import PANEL, LoraLayerStruct, LoraPartStruct
 
 K_UNIT = 64  # LORA_K_UNIT of native/lora.h
+Hold = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # A and B of a part -> where they lie from then on
 
 
 class PackedAdapter:
-    def __init__(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, hold: Hold = lambda a, b: (a, b)) -> None:
         """`layers`: those of the whole model, in order. dtype: the one that the model computes in."""
-        self._held: list[Tensor] = []  # what the structures point to
-        self._dtype = dtype
+        self._held: list[Tensor] = []  # keeps alive the memory that the structures point to
+        self._dtype, self._hold = dtype, hold
         self.max_rank = max((part.rank for layer in layers for parts in layer.values() for part in parts), default=0)
         self.structs = (LoraLayerStruct * len(layers))(*map(self._layer, layers))
 
@@ -34,9 +35,15 @@ class PackedAdapter:
         return LoraLayerStruct(*linears)
 
     def _part(self, part: Part) -> LoraPartStruct:
-        a, b = pack_a(part.a.to(self._dtype)), pack_b(part.b.to(self._dtype), part.first)
+        a, b = self._hold(pack_a(part.a.to(self._dtype)), pack_b(part.b.to(self._dtype), part.first))
         self._held += [a, b]
         return LoraPartStruct(a.data_ptr(), b.data_ptr(), part.first, len(part.b), part.rank, part.scale)
+
+
+def packed_bytes(first: int, n: int, k: int, rank: int, itemsize: int) -> int:
+    """What `pack_a` and `pack_b` make of a part."""
+    panels = -(-(first % PANEL + n) // PANEL)
+    return rank * (k + -k % K_UNIT + panels * PANEL) * itemsize
 
 
 def pack_a(a: Tensor) -> Tensor:

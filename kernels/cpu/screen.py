@@ -8,7 +8,7 @@ import torch
 
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
-from kernels.cpu.structs import BFLOAT16, FLOAT32, PANEL, W8A8, LinearStruct, ScreenStruct
+from kernels.cpu.structs import INT8, PANEL, W8A8, LinearStruct, ScreenStruct
 
 GROUP = 32  # columns that share a scale, as native/screen.h requires
 
@@ -32,8 +32,8 @@ class Screen:
 
     @staticmethod
     def fits(lm_head: PackedLinear) -> bool:
-        """Whether a layer can be screened."""
-        return lm_head.struct.format in (FLOAT32, BFLOAT16) and not lm_head.struct.bias
+        """True if a layer can be screened."""
+        return lm_head.struct.format < INT8 and not lm_head.struct.bias
 
     @property
     def num_bytes(self) -> int:

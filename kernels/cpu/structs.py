@@ -6,7 +6,8 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
 from kernels.common.adapter import LINEARS, MAX_PARTS
 
-FLOAT32, BFLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, V4_K = range(10)  # the enum Format of native/formats.h
+# The enum Format of native/formats.h.
+FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, V4_K = range(11)
 PANEL = 32
 
 
@@ -98,9 +99,12 @@ class BatchStruct(Structure):
         ("num_blocks", c_int64),
         ("pools", POINTER(c_void_p)),
         ("logits", c_void_p),
+        ("hidden", c_void_p),
         ("greedy", c_void_p),
         ("adapters", POINTER(POINTER(LoraLayerStruct))),
         ("adapter_of", c_void_p),
         ("max_rank", c_int64),
+        ("embedded", c_void_p),
+        ("positions", c_void_p),
         ("threads", c_int32),
     ]

@@ -1,4 +1,4 @@
-"""Checks that nobody else could have written a cache of compiled code.
+"""Checks that no other user could have written a cache of compiled code.
 
 Only this process's user and root are trusted. A directory or a file is not trusted if it belongs to anybody else, or if its group
 or others may write it; nor is a link in a directory that others may write. A parent directory that others may write is trusted

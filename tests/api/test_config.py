@@ -74,9 +74,15 @@ def test_a_mistake_is_named(override: str, named: str) -> None:
             "guaranteed_no_evict, max_utilization, static_batch (scheduler.policy is from engine.json)",
         ),
         (
+            {},
+            ["triton.decoupled=maybe"],
+            "triton.decoupled is \"maybe\": Invalid enum value 'maybe'; allowed are true, false, both (triton.decoupled is from "
+            "--set triton.decoupled=maybe)",
+        ),
+        (
             {"kv_cache": {"max_tokens": 0}},
             [],
-            "kv_cache.max_tokens is 0, allowed is 1 or more; change it with --set "
+            "kv_cache.max_tokens is 0, allowed is 1 to 1e+15; change it with --set "
             "kv_cache.max_tokens=VALUE (kv_cache.max_tokens is from engine.json)",
         ),
         (
@@ -192,3 +198,20 @@ def test_adapters_are_not_named_where_none_are_served() -> None:
         ConfigError, match="lora.adapters names adapters and lora.enabled is false; set lora.enabled=true"
     ):
         load_config(None, ['lora.adapters=["a=b"]'])
+    with pytest.raises(ConfigError, match="lora.allowed_dir is set and lora.enabled is false; set lora.enabled=true"):
+        load_config(None, ["lora.allowed_dir=/loras"])
+
+
+@pytest.mark.parametrize(
+    "value", ["1" + "0" * 400, "1" + "0" * 5000, "[" * 20_000, "[" + "1," * 100_000 + "1]", "18446744073709551616"]
+)
+def test_a_value_that_no_number_holds_is_refused_in_one_short_sentence(tmp_path: Path, value: str) -> None:
+    """A configuration crosses processes as msgpack, whose integers have 64 bits."""
+    with pytest.raises(ConfigError, match="kv_cache.max_tokens is ") as caught:
+        load_config(None, [f"kv_cache.max_tokens={value}"])
+    assert len(str(caught.value)) < 500
+    file = tmp_path / "engine.json"
+    file.write_text(f'{{"kv_cache": {{"max_tokens": {value}}}}}')
+    with pytest.raises(ConfigError, match="engine.json") as caught:
+        load_config(file)
+    assert len(str(caught.value)) < 500

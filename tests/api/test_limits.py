@@ -20,6 +20,7 @@ from backend.api import (
 )
 from backend.api.config import LimitsConfig
 from backend.api.limits import RequestLimits, check_request
+from backend.api.request import RetentionConfig, TokenRangeRetention
 
 LIMITS = RequestLimits(100, 20, LimitsConfig(max_words=3, max_word_tokens=4, max_logit_bias=2, max_timeout_s=60.0))
 
@@ -197,3 +198,14 @@ def test_extra_ids_are_one_number_for_each_token(extra_ids: list[int], session: 
     request = Request([1, 2], 1, extra_ids=extra_ids, session=None if session is None else SessionConfig(session, True))
     with pytest.raises(InvalidRequest, match="extra_ids"):
         check_request(request, RequestLimits(100, 50))
+
+
+def test_lists_that_every_step_walks_through_are_short() -> None:
+    limits = RequestLimits(1000, 1000)
+    check_request(Request([1], 1, end_ids=(5,) * 256), limits)
+    with pytest.raises(InvalidRequest, match="the request has 257 end ids, the limit is 256; leave some out"):
+        check_request(Request([1], 1, end_ids=(5,) * 257), limits)
+    ranges = tuple(TokenRangeRetention(i, i + 1) for i in range(257))
+    check_request(Request([1], 1, retention=RetentionConfig(ranges[:256])), limits)
+    with pytest.raises(InvalidRequest, match="the request has 257 retention ranges, the limit is 256; join some"):
+        check_request(Request([1], 1, retention=RetentionConfig(ranges)), limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import SamplingConfig
+from backend.api.sampling_rules import tensorrt_llm_sampling
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,27 @@ def test_a_neutral_penalty_is_none(name: str, neutral: float) -> None:
     assert not SamplingConfig().has_penalties
     assert not SamplingConfig(**{name: neutral}).has_penalties
     assert SamplingConfig(**{name: neutral + 0.5}).has_penalties
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_greedy"),
+    [
+        ({}, True),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0}, True),
+        ({"top_k": 0}, True),
+        ({"temperature": 1.0, "top_k": 1, "top_p": 0.9}, True),
+        ({"temperature": 1.0, "top_k": 2}, False),
+        ({"temperature": 1.0, "top_p": 1.0}, False),
+        ({"top_p": 0.5}, False),
+        ({"min_p": 0.1}, False),
+    ],
+)
+def test_by_tensorrt_llms_rule_a_temperature_alone_decodes_greedily(fields: dict[str, float], is_greedy: bool) -> None:
+    assert tensorrt_llm_sampling(**fields).is_greedy == is_greedy
+
+
+def test_by_tensorrt_llms_rule_a_top_p_of_zero_is_none_and_a_temperature_out_of_its_limits_is_still_seen() -> None:
+    config = tensorrt_llm_sampling(temperature=-1.0, top_k=4, top_p=0.0, top_p_decay=0.0, top_p_min=0.0, seed=3)
+    assert config == SamplingConfig(temperature=-1.0, top_k=4, seed=3)
+    assert tensorrt_llm_sampling(temperature=-1.0).temperature == -1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from client import errors
+from client import cli, errors
 from client.cli import _prompt, app
+from client.located import Located
 from client.option_names import OPTIONS, on_the_command_line
 from tests.client.servers import grpc_answer, grpc_server, http_server
 from tests.client.test_terminal import Terminal
@@ -203,3 +205,73 @@ def test_the_names_are_those_of_the_options() -> None:
 def test_an_error_of_the_command_line_begins_with_its_option(arguments: list[str], words: str) -> None:
     done = run("generate", "x", *arguments)
     assert done.exit_code == 1 and words in done.stderr
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a server that somebody has started in this checkout would be asked."""
+    monkeypatch.setattr(cli, "locate", lambda: None)
+
+
+@pytest.fixture
+def located(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a server be known without --url, as ./everbatch knows those of its checkout."""
+
+    def put(grpc_url: str = "127.0.0.1:9", http_url: str = "http://127.0.0.1:9", **more: Any) -> None:
+        found = Located(grpc_url, http_url, "my-[model]", **more)
+        monkeypatch.setattr(cli, "locate", lambda: found)
+
+    return put
+
+
+def test_without_an_address_the_server_of_the_checkout_is_asked_and_named(located: Callable[..., None]) -> None:
+    with http_server(ANSWER) as http, grpc_server(lambda _: iter([grpc_answer("hi", final=True)])) as server:
+        located(server.url, http.url)
+        for protocol, url in (([], server.url), (["--protocol", "http"], http.url)):
+            done = run("generate", "x", *protocol)
+            assert (done.exit_code, done.stdout) == (0, "hi\n")
+            assert done.stderr.splitlines()[0] == f"my-[model] answers, at {url}"
+        assert f"my-[model] answers, at {server.url}" in run("chat", typed="hello\n").output
+        assert "answers, at" not in run("generate", "x", "--quiet").stderr
+        assert "answers, at" not in run("generate", "x", "--url", http.url).stderr, "who names an address knows it"
+
+
+def test_where_no_server_is_known_the_default_address_is_named() -> None:
+    done = run("generate", "x")
+    assert "no server was started from here; asking whoever is at 127.0.0.1:8001, model ensemble" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"), [("stopping", "is stopping: it finishes the requests"), ("starting", "is still starting")]
+)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_server_that_stops_or_starts_is_not_called_absent(
+    located: Callable[..., None], state: str, sentence: str, given: bool
+) -> None:
+    located(state=state)
+    done = run("generate", "x", "--quiet", *(["--url", "127.0.0.1:9"] if given else []))
+    assert done.exit_code == 1 and f"everbatch: the server at 127.0.0.1:9 {sentence}" in done.stderr
+    other = run("generate", "x", "--quiet", "--url", "127.0.0.1:10")
+    assert "no server answers at 127.0.0.1:10" in other.stderr, "what is known is of another address"
+
+
+def test_to_ignore_the_end_of_a_text_is_to_have_no_token_that_ends_it() -> None:
+    with http_server(ANSWER) as server:
+        run("generate", "x", "--url", server.url, "--ignore-eos")
+        run("generate", "x", "--url", server.url)
+    assert [body.get("end_id") for _, body in server.requests] == [-1, None]
+
+
+def test_what_samples_has_another_seed_each_time_that_is_told_and_can_be_given_again() -> None:
+    with http_server(ANSWER) as server:
+        url = ["--url", server.url, "--temperature", "0.7"]
+        said = [run("generate", "x", *url).stderr, run("generate", "x", *url, "--seed", "7").stderr]
+        said.append(run("chat", *url, typed="one\ntwo\n").output)
+        greedy = run("generate", "x", "--url", server.url, "--temperature", "0")
+        quiet = run("generate", "x", *url, "--quiet")
+    seeds = [body.get("seed") for _, body in server.requests if body["text_input"] == "x" or "messages" in body]
+    fresh, given, first, second, none, unsaid = seeds
+    assert len({fresh, first, second, unsaid}) == 4 and given == 7 and none is None
+    assert f"seed {fresh}" in said[0] and "seed 7" in said[1]
+    assert f"seed {first}" in said[2] and f"seed {second}" in said[2]
+    assert "seed" not in greedy.stderr and quiet.stderr == ""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from client import http_messages
 from client.client import EverbatchClient
 from client.errors import ClientError
 from client.http_messages import _error_text, code_in, decode_answer, parse_event, with_final_mark
@@ -83,3 +84,19 @@ def test_a_client_knows_its_namespace_and_refuses_one_that_is_too_long(protocol:
 def test_a_wrong_request_is_refused_before_anything_is_sent() -> None:
     with EverbatchClient("http://127.0.0.1:1", "http") as client, pytest.raises(ValueError, match="max_tokens is -1"):
         client.stream("x", max_tokens=-1)
+
+
+def test_each_status_has_its_code() -> None:
+    assert http_messages._CODES == {
+        404: "NOT_FOUND",
+        413: "INVALID_ARGUMENT",
+        429: "UNAVAILABLE",
+        502: "UNAVAILABLE",
+        503: "UNAVAILABLE",
+        504: "DEADLINE_EXCEEDED",
+    }
+
+
+def test_a_model_that_is_being_unloaded_is_unavailable_and_one_that_there_is_not_is_not_found() -> None:
+    assert code_in("Request for unknown model: 'a' has no available versions") == "UNAVAILABLE"
+    assert code_in("Request for unknown model: 'a' is not found") == "NOT_FOUND"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,12 +22,38 @@ def test_only_what_is_given_is_sent() -> None:
     tensors = GenerateRequest(prompt="x", temperature=0.5).tensors()
     assert tensors["text_input"] == ("BYTES", ["x"])
     assert tensors["temperature"] == ("FP32", [0.5])
-    assert not {"top_p", "seed", "stop_words", "CORRID", "messages"} & set(tensors)
+    assert not {"top_k", "seed", "stop_words", "CORRID", "messages"} & set(tensors)
 
 
 def test_a_seed_of_zero_and_a_temperature_of_zero_are_given() -> None:
     tensors = GenerateRequest(prompt="x", temperature=0.0, seed=0).tensors()
     assert tensors["temperature"] == ("FP32", [0.0]) and tensors["seed"] == ("UINT64", [0])
+
+
+def test_a_temperature_alone_samples_though_the_wire_wants_a_top_p_for_that() -> None:
+    def top_p(**options: Any) -> Any:
+        return GenerateRequest(prompt="x", **options).tensors().get("top_p")
+
+    assert (
+        top_p(temperature=0.7)
+        == top_p(temperature=0.7, top_k=0)
+        == top_p(temperature=0.7, top_p=0.0)
+        == ("FP32", [1.0])
+    )
+    assert top_p(temperature=0.7, top_p=0.5) == ("FP32", [0.5])
+    assert top_p() is top_p(temperature=0.0) is top_p(temperature=0.7, top_k=5) is None
+    assert top_p(temperature=1.0, beam_width=2) is None
+
+
+def test_a_chunk_has_the_log_probabilities_of_its_own_tokens() -> None:
+    """In a stream the server sends those of all tokens so far with each response."""
+    told = [([-1.0], 1), ([-1.0, -2.0, -3.0], 2), ([-1.0, -2.0, -3.0], 0)]
+    chunks = [
+        TextChunk.from_outputs({"output_log_probs": probs, "num_output_tokens": [count]}, final=False)
+        for probs, count in told
+    ]
+    assert [chunk.log_probs for chunk in chunks] == [[-1.0], [-2.0, -3.0], []]
+    assert Completion.from_chunks(chunks).log_probs == [-1.0, -2.0, -3.0]
 
 
 def test_messages_travel_as_one_json_string_in_place_of_the_prompt() -> None:
@@ -247,3 +274,29 @@ def test_of_beams_the_last_chunk_holds() -> None:
 def test_only_sequences_come_in_streams_of_their_own() -> None:
     counts = [(None, None), (3, None), (1, None), (None, 4), (2, 4)]
     assert [GenerateRequest(prompt="x", n=n, beam_width=k).num_streams for n, k in counts] == [1, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({}, False),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "top_k": 1}, False),
+        ({"temperature": 0.0, "top_k": 5}, False),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.9}, True),
+        ({"temperature": 0.7, "beam_width": 2}, False),
+    ],
+)
+def test_only_a_request_that_samples_gets_a_seed_of_its_own(options: dict[str, Any], samples: bool) -> None:
+    request = GenerateRequest(prompt="x", **options)
+    seeds = {request.with_seed().seed for _ in range(8)}
+    assert (len(seeds) == 8) if samples else (seeds == {None})
+    assert all(seed is None or 0 <= seed < 1 << 32 for seed in seeds)
+    assert replace(request, seed=0).with_seed().seed == 0, "a seed that is given is kept"
+
+
+def test_an_answer_tells_the_seed_of_its_request() -> None:
+    chunks = [TextChunk("a", seed=5), TextChunk("b", final=True, seed=5)]
+    assert Completion.from_chunks(chunks).seed == 5
+    assert Completion.from_chunks([TextChunk("a", final=True)]).seed is None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from client import async_client, client
 from client.async_client import AsyncEverbatchClient
 from client.client import EverbatchClient
 from client.errors import ClientError, InvalidArgument, Unavailable
-from client.messages import Session
+from client.messages import GenerateRequest, Session, TextChunk
 from client.retry import Retry
 from tests.client.servers import NO_STREAMS, GrpcServer, grpc_answer, grpc_server, http_server
 
@@ -140,3 +143,59 @@ def streamed(request: Any) -> bool:
     """What the input `stream` of a ModelInferRequest says."""
     place = [tensor.name for tensor in request.inputs].index("stream")
     return bool(request.raw_input_contents[place] == b"\x01")
+
+
+class Refusing:
+    """A transport that refuses every request and remembers how long each might have taken."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.given = clock, []
+
+    def refuse(self, timeout_s: float) -> None:
+        self.given.append(timeout_s)
+        self.clock[0] += 1.0  # the time of an attempt
+        raise Unavailable(FULL)
+
+    def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> Iterator[TextChunk]:
+        self.refuse(timeout_s)
+        yield TextChunk("")
+
+
+class AsyncRefusing(Refusing):
+    async def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> AsyncIterator[TextChunk]:  # type: ignore[override]
+        self.refuse(timeout_s)
+        yield TextChunk("")
+
+
+@pytest.mark.parametrize("module", [client, async_client], ids=["in threads", "with asyncio"])
+def test_all_attempts_together_have_the_time_of_one_request(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    async def sleep_async(seconds: float) -> None:
+        sleep(seconds)
+
+    async def read_all(chunks: Any) -> None:
+        async for _ in chunks:
+            pass
+
+    retry = Retry(attempts=10, first_pause_s=2.0, longest_pause_s=2.0)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
+    with pytest.raises(Unavailable):
+        if module is client:
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+            transport = Refusing(clock)
+            list(client.repeated(transport, retry, GenerateRequest("x"), 10.0, ""))
+        else:
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+            monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=sleep_async))
+            transport = AsyncRefusing(clock)
+            asyncio.run(read_all(async_client.repeated(transport, retry, GenerateRequest("x"), 10.0, "")))
+    assert transport.given == [
+        10.0,
+        7.0,
+        4.0,
+        1.0,
+    ]  # attempts of a second, with pauses of two; none after the tenth second

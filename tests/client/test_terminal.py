@@ -182,7 +182,7 @@ def test_a_chat_in_a_pipe_leaves_nothing_but_replies_on_standard_output(
     assert chat(Talking(["a", "b"], ["c\n"], [""]), "one\n/help\ntwo\n/nope\n", monkeypatch) == 0
     written = capsys.readouterr()
     assert written.out == "ab\nc\n"
-    for shown in ("somewhere: /help tells the commands", "> ", "0 tokens", "forgotten", "/nope is no command"):
+    for shown in ("somewhere\n/help tells the commands", "> ", "0 tokens", "forgotten", "/nope is no command"):
         assert shown in written.err
 
 

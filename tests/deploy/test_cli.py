@@ -6,13 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from backend.api import EngineConfig
-from deploy import ROOT, __version__, cli, serve
+from deploy import ROOT, __version__, cli, environment, serve
 from deploy.cli import app, pytest_arguments
 from deploy.errors import UserError
 from deploy.ports import Ports
@@ -209,3 +210,65 @@ def test_what_the_warning_names_is_there() -> None:
     text = serve.exposed(ServeOptions(host="0.0.0.0"))
     for name in ("deploy/nginx.conf", "docs/behind-a-proxy.md"):
         assert name in text and (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("what", ["/dev/zero", "/", "large", "no UTF-8", "deep", "many digits"])
+def test_a_configuration_that_is_no_file_of_a_reasonable_size_is_one_sentence(tmp_path: Path, what: str) -> None:
+    path = Path(what)
+    if not path.is_absolute():
+        path = tmp_path / "config.json"
+        contents = {"large": b" " * (1 << 20) + b"{}", "no UTF-8": b"\xff\xfe\xfd", "deep": b"[" * 100_000}
+        path.write_bytes(contents.get(what, b'{"a": ' + b"1" * 5000 + b"}"))
+    line = refused("serve", *on_free_ports(), "--engine-config", str(path))
+    assert "configuration file" in line and "name a JSON file" in line
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+os.kill(os.getpid(), signal.SIGINT)
+from deploy.{module} import main
+sys.argv[1:] = ["--version"]
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    "module, call, status",
+    [("cli", "main()", 130), ("entry", "main()", 130), ("environment", f"main({str(ROOT)!r}, ['--version'])", 1)],
+)
+def test_ctrl_c_while_the_program_is_being_loaded_is_no_traceback(module: str, call: str, status: int) -> None:
+    """It is pressed before the first import of ours, and waits until it can be answered."""
+    program = PROGRAM.format(module=module, call=call)
+    done = subprocess.run([sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, check=False)
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
+    assert "everbatch 0" not in done.stdout
+
+
+def test_the_launcher_lets_ctrl_c_wait_until_its_python_can_answer_it() -> None:
+    """The program it becomes is a script that only says which signals wait."""
+    lines = (ROOT / "everbatch").read_text().splitlines()
+    blocked = next(number for number, line in enumerate(lines) if "SIG_BLOCK" in line)
+    assert all(not line.startswith(("from deploy", "import deploy")) for line in lines[:blocked])
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from deploy.environment import main; main('/', [])"
+    shows = (
+        f"#!{sys.executable} -S\nimport signal\nprint(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        python = Path(directory, "python")
+        python.write_text(shows)
+        python.chmod(0o755)
+        said = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"EVERBATCH_PYTHON": str(python)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    assert said == "True\n"
+
+
+def test_a_checkout_whose_path_holds_a_colon_is_refused_in_one_sentence() -> None:
+    with pytest.raises(SystemExit, match="the path /a:b holds a colon, .* move the checkout"):
+        environment.main("/a:b", [])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deploy import doctor, invocation, libpython
+from deploy import doctor, invocation, libpython, model_source
 from deploy.doctor import Finding
 from deploy.errors import UserError
 
@@ -63,8 +63,8 @@ def test_a_machine_without_a_gpu_is_fine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_missing_default_model_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    assert doctor.model().state == "warn"
+    monkeypatch.setattr(model_source, "DEFAULT_MODEL", tmp_path)
+    assert doctor.model().state == "warn" and "--model PATH_OR_HUB_ID" in doctor.model().remedy
 
 
 @pytest.mark.parametrize(("states", "status"), [(["ok", "warn"], 0), (["ok", "fail"], 1)])

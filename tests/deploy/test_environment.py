@@ -15,22 +15,23 @@ import pytest
 from deploy import ROOT, environment, interpreter, packages
 from deploy.errors import SetupError
 from deploy.interpreter import Interpreter
+from deploy.packages import SERVING, TESTING
 from deploy.progress import Progress
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "requirements").mkdir()
-    for name in (*environment.REQUIREMENTS, environment.SERVER_REQUIREMENTS):
+    for name in TESTING.files:
         (tmp_path / "requirements" / name).write_text(f"# {name}\npackage-{name[:-4]}[extra]==1.0\n")
     return tmp_path
 
 
-def stamped(checkout: Path) -> Path:
+def stamped(checkout: Path, kit: packages.Kit = SERVING) -> Path:
     venv = checkout / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
-    (venv / "everbatch.json").write_text(json.dumps({"requirements": environment.requirements_hash(checkout)}))
+    (venv / "everbatch.json").write_text(json.dumps({"requirements": environment.hashes(checkout, kit)}))
     return venv
 
 
@@ -43,14 +44,14 @@ def test_a_stamped_environment_is_used_without_running_anything(
 ) -> None:
     venv = stamped(checkout)
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
-    assert environment.ensure(checkout) == venv / "bin" / "python"
+    assert environment.ensure(checkout, SERVING) == venv / "bin" / "python"
 
 
 def test_a_changed_pin_makes_the_environment_incomplete(checkout: Path) -> None:
-    venv, wanted = stamped(checkout), environment.requirements_hash(checkout)
+    venv, wanted = stamped(checkout), environment.hashes(checkout, SERVING)
     assert environment.is_complete(venv, wanted)
     (checkout / "requirements" / "run.txt").write_text("package-run==1.1\n")
-    assert not environment.is_complete(venv, environment.requirements_hash(checkout))
+    assert not environment.is_complete(venv, environment.hashes(checkout, SERVING))
 
 
 @pytest.mark.parametrize("damage", ["no python", "interrupted", "no stamp", "broken stamp"])
@@ -64,7 +65,7 @@ def test_a_half_made_environment_is_not_taken_for_a_whole_one(checkout: Path, da
         (venv / "everbatch.json").unlink()
     else:
         (venv / "everbatch.json").write_text('{"requ')
-    assert not environment.is_complete(venv, environment.requirements_hash(checkout))
+    assert not environment.is_complete(venv, environment.hashes(checkout, SERVING))
 
 
 @pytest.fixture
@@ -77,24 +78,25 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         shutil.rmtree(venv, ignore_errors=True)
         (venv / "bin").mkdir(parents=True, exist_ok=True)
         (venv / "bin" / "python").touch()
+        (venv / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
 
     def pip(venv: Path, arguments: list[str], progress: Progress, title: str, lock: int) -> None:
         assert (venv / "incomplete").exists()
-        notes.append("pip --no-deps" if "--no-deps" in arguments else "pip")
+        notes.append(" ".join(["pip", *(Path(word).name for word in arguments if word != "-r")]))
 
     monkeypatch.setattr(environment, "_make_venv", make_venv)
     monkeypatch.setattr(environment, "pip", pip)
-    monkeypatch.setattr(environment, "check_disk", lambda root: None)
-    monkeypatch.setattr(environment, "missing_pins", lambda root, venv: [])
+    monkeypatch.setattr(environment, "check_disk", lambda place, kit: None)
+    monkeypatch.setattr(environment, "missing_pins", lambda root, venv, files: [])
     monkeypatch.setattr(environment, "find_interpreter", lambda root, progress: Interpreter("/p", "3.11", True, True))
     monkeypatch.setattr(environment, "Progress", quiet)
     return notes
 
 
 def test_a_fresh_clone_gets_a_venv_then_packages_then_the_stamp(checkout: Path, recorded: list[str]) -> None:
-    environment.ensure(checkout)
-    assert recorded == ["venv", "pip", "pip --no-deps"]
-    assert environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
+    environment.ensure(checkout, SERVING)
+    assert recorded == ["venv", "pip run.txt", "pip --no-deps server.txt"]
+    assert environment.is_complete(checkout / ".venv", environment.hashes(checkout, SERVING))
 
 
 @pytest.fixture
@@ -112,26 +114,26 @@ def test_checkouts_that_share_an_environment_share_its_lock(
     lock = shared.parent / ".run" / "environment.lock"
     held: list[bool] = []
 
-    def make(root: Path, venv: Path, wanted: str, progress: Progress, descriptor: int) -> None:
+    def make(root: Path, venv: Path, kit: packages.Kit, progress: Progress, descriptor: int) -> None:
         with lock.open() as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 held.append(True)
-        original(root, venv, wanted, progress, descriptor)
+        original(root, venv, kit, progress, descriptor)
 
     original = environment.make
     monkeypatch.setattr(environment, "make", make)
-    assert environment.ensure(checkout) == checkout / ".venv" / "bin" / "python"
+    assert environment.ensure(checkout, SERVING) == checkout / ".venv" / "bin" / "python"
     assert held == [True] and not (checkout / ".run").exists()
     assert (checkout / ".venv").is_symlink() and (shared / "everbatch.json").is_file(), "the link stays"
-    assert environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
+    assert environment.is_complete(checkout / ".venv", environment.hashes(checkout, SERVING))
 
 
 def test_a_shared_environment_of_somebody_else_is_refused_with_the_remedy(checkout: Path) -> None:
     (checkout / ".venv").symlink_to(checkout / "gone" / "environment")
     with pytest.raises(SetupError, match=r"environment\.lock cannot be written .*remove \.venv"):
-        environment.ensure(checkout)
+        environment.ensure(checkout, SERVING)
 
 
 def test_an_interrupted_environment_is_completed_by_pip_alone(
@@ -140,8 +142,8 @@ def test_an_interrupted_environment_is_completed_by_pip_alone(
     venv = stamped(checkout)
     (venv / "incomplete").touch()
     monkeypatch.setattr(environment, "runs", lambda python: True)
-    environment.ensure(checkout)
-    assert recorded == ["pip", "pip --no-deps"]
+    environment.ensure(checkout, SERVING)
+    assert recorded == ["pip run.txt", "pip --no-deps server.txt"]
     assert not (venv / "incomplete").exists()
 
 
@@ -149,7 +151,7 @@ def test_an_environment_whose_python_does_not_run_is_made_anew(checkout: Path, r
     venv = stamped(checkout)
     (venv / "bin" / "python").unlink()
     (venv / "bin" / "python").symlink_to("/nonexistent/python3.11")
-    environment.ensure(checkout)
+    environment.ensure(checkout, SERVING)
     assert recorded[0] == "venv"
 
 
@@ -159,9 +161,9 @@ def test_an_environment_made_by_hand_with_the_same_pins_is_adopted(
     venv = stamped(checkout)
     (venv / "everbatch.json").unlink()
     monkeypatch.setattr(environment, "runs", lambda python: True)
-    environment.ensure(checkout)
+    environment.ensure(checkout, SERVING)
     assert recorded == []
-    assert environment.is_complete(venv, environment.requirements_hash(checkout))
+    assert environment.is_complete(venv, environment.hashes(checkout, SERVING))
 
 
 def test_a_failing_pip_leaves_no_stamp(checkout: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +172,9 @@ def test_a_failing_pip_leaves_no_stamp(checkout: Path, recorded: list[str], monk
 
     monkeypatch.setattr(environment, "pip", fail)
     with pytest.raises(SetupError):
-        environment.ensure(checkout)
+        environment.ensure(checkout, SERVING)
     assert (checkout / ".venv" / "incomplete").exists()
-    assert not environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
+    assert not environment.is_complete(checkout / ".venv", environment.hashes(checkout, SERVING))
 
 
 def test_pins_are_exact_and_known_without_their_extras(checkout: Path) -> None:
@@ -189,7 +191,7 @@ def test_pins_are_exact_and_known_without_their_extras(checkout: Path) -> None:
 def test_the_pins_keep_numpy_1_for_the_stub_and_the_server_in_a_file_of_its_own() -> None:
     pins = dict(packages.pins(ROOT))
     assert pins["numpy"].startswith("1.")
-    assert "nvidia-pytriton" in (ROOT / "requirements" / environment.SERVER_REQUIREMENTS).read_text()
+    assert "nvidia-pytriton" in (ROOT / "requirements" / packages.SERVER).read_text()
 
 
 def test_no_requirements_file_names_an_index() -> None:
@@ -229,7 +231,7 @@ def test_too_little_disk_is_refused_before_anything_is_made(checkout: Path, monk
     usage = environment.shutil.disk_usage(checkout)._replace(free=10**9)
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(SetupError, match="1.0 GB are free"):
-        environment.check_disk(checkout)
+        environment.check_disk(checkout, SERVING)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +257,58 @@ def test_why_pip_failed_is_one_sentence(output: list[str], expected: str) -> Non
         ("Collecting torch==2.13.0\n", "looking up torch==2.13.0"),
         ("  Downloading torch-2.13.0-cp311.whl (196.2 MB)\n", "downloading torch-2.13.0-cp311.whl (196.2 MB)"),
         ("Processing /somewhere/torch-2.13.0.whl (from -r run.txt (line 2))\n", "using torch-2.13.0.whl"),
-        ("Installing collected packages: a, b, c\n", "unpacking 3 packages"),
         ("     --- noise\n", None),
     ],
 )
 def test_pips_output_becomes_progress(line: str, expected: str | None) -> None:
     assert packages.describe(line) == expected
+
+
+def test_the_progress_counts_packages_while_pip_fetches_them_and_while_it_unpacks_them(tmp_path: Path) -> None:
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    (site / "pip-25.dist-info").mkdir(parents=True)
+    counter = packages.Counter(tmp_path)
+    assert counter.action("Collecting a==1 (from -r run.txt (line 2))") == "package 1: looking up a==1"
+    assert counter.action("  Downloading a-1.whl (3 MB)") == "package 1: downloading a-1.whl (3 MB)"
+    assert counter.action("Collecting b") == "package 2: looking up b"
+    assert counter.action(None) is None, "nothing new happened in this second"
+    assert counter.action("Installing collected packages: a, b") == "unpacking: 0 of 2 packages"
+    (site / "a-1.dist-info").mkdir()
+    assert counter.action(None) == "unpacking: 1 of 2 packages"
+
+
+def test_only_the_commands_that_need_test_tools_install_them(
+    checkout: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "runs", lambda python: True)
+    monkeypatch.setattr(environment, "missing_pins", lambda *_: [] if recorded else ["package-test==1.0"])
+    for command in (["serve"], ["chat"], ["doctor"], ["generate", "test"]):
+        assert environment.kit_for(command) == SERVING
+    stamped(checkout)
+    for command in ("test", "bench"):
+        assert environment.kit_for([command, "--quick"]) == TESTING
+    assert environment.ensure(checkout, SERVING) and recorded == []
+    environment.ensure(checkout, TESTING)
+    assert recorded[-2:] == ["pip run.txt test.txt bench.txt", "pip --no-deps server.txt"]
+    for kit in (SERVING, TESTING):
+        assert environment.is_complete(checkout / ".venv", environment.hashes(checkout, kit))
+
+
+def test_the_environments_python_finds_the_packages_of_its_own_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real interpreter, in the environment itself and through a second checkout's link to it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for checkout in (first, second):
+        checkout.mkdir()
+        (checkout / "marker.py").write_text(f"NAME = {checkout.name!r}\n")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(first / ".venv")], check=True)
+    (second / ".venv").symlink_to(first / ".venv")
+    environment._finish(first / ".venv", {"run.txt": "a hash"})
+    for checkout in (first, second):
+        command = [str(checkout / ".venv" / "bin" / "python"), "-P", "-c", "import marker; print(marker.NAME)"]
+        found = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+        assert found.stdout.strip() == checkout.name, found.stderr
 
 
 def test_lines_come_as_they_are_written_with_ticks_in_between() -> None:

@@ -153,6 +153,37 @@ def test_kill_ends_an_endpoint_that_does_not_listen(make: Make, server: TritonSe
     assert process is not None and process.returncode is not None and not server.processes()
 
 
+def test_an_endpoint_outlives_a_server_that_is_started_again_and_leaves_with_it_in_the_end(
+    make: Make, server: TritonServer
+) -> None:
+    both = make(ENDPOINT)
+    start(both)
+    endpoint, former = both._process, server.pid
+    assert endpoint is not None
+    both.abandon()
+    assert not server.running() and both._answers(), "it goes on answering while there is no server"
+    start(both)
+    assert both._process is endpoint and server.pid != former
+    assert set(server.processes()) == {endpoint.pid, server.pid}
+    both.abandon()
+    both.kill()
+    assert endpoint.returncode == 0, "it was asked to leave, and not killed, while its clients are told"
+    assert not server.processes() and "asked to leave" in both.log_path.read_text()
+
+
+def test_a_full_disk_is_told_of_the_endpoints_log_once_and_ends_nothing(
+    make: Make, server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    server.on_event = told.append
+    both = make(ENDPOINT)
+    start(both)
+    troubles: list[str | None] = ["no space", "no space", None, "no space"]
+    monkeypatch.setattr(gateway.log_files, "look_after", lambda path: troubles.pop(0))
+    assert [both.failure() for _ in range(4)] == [None] * 4
+    assert told == ["no space", "no space"]
+
+
 def test_an_endpoint_that_does_not_come_up_fails_the_start_with_its_last_words(make: Make) -> None:
     both = make("raise SystemExit('gateway: keys: mode 0644, must be 0600')")
     with pytest.raises(
@@ -189,6 +220,37 @@ def test_a_key_file_that_is_not_there_is_refused(free: int, tmp_path: Path) -> N
         GatewayOptions(free, names=("everbatch", "own"), adapters=("own",)).check(())
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("alice", "line 2 of the file of API keys is not NAME KEY"),
+        ("alice short", "the key in line 2 is not 16 or more ASCII characters"),
+        (
+            "alice 0123456789abcdef models=own,cow",
+            "line 2 of the file of API keys names model 'cow', there are own, doll",
+        ),
+    ],
+)
+def test_a_key_file_that_is_wrong_ends_the_start_with_the_line(
+    line: str, sentence: str, free: int, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# tenants\n{line}\n")
+    keys.chmod(0o600)
+    options = GatewayOptions(free, api_keys=keys, names=("own",), adapters=("doll",))
+    with pytest.raises(UserError, match=f"^--api-keys {keys}: {sentence}") as caught:
+        options.check(())
+    assert "0123456789abcdef" not in str(caught.value)
+    keys.write_text("alice 0123456789abcdef models=own,doll\n")
+    options.check(())
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
+def test_a_name_that_no_request_can_have_is_refused(name: str, free: int) -> None:
+    with pytest.raises(UserError, match="^--served-model-name '.*': a name has 1 to 256 characters"):
+        GatewayOptions(free, names=(name,)).check(())
+
+
 def test_without_the_package_the_remedy_is_named(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="give --openai-port 0"):
@@ -213,6 +275,9 @@ def test_the_model_is_named_as_clients_know_it_and_never_by_a_path(tmp_path: Pat
     assert options("").served_names == ("everbatch",)
     assert options("owner/name").served_names == ("everbatch", "owner/name")
     assert options(str(tmp_path)).served_names == ("everbatch", tmp_path.name)
+    asked = serve.ServeOptions("owner/name", openai_port=1, model_names=("big", "small", "everbatch"))
+    assert asked.served_names == ("big", "small", "everbatch"), "in the order in which /v1/models lists them"
+    assert serve.ServeOptions(model_names=("big",)).served_names == ("big", "everbatch")
 
 
 def test_others_that_reach_the_endpoint_without_a_key_are_warned_about() -> None:

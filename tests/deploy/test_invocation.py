@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend.serving.fronts.roles import PROFILES
-from deploy import ROOT, invocation, libpython, repository, secret_flags
+from deploy import invocation, libpython, repository, secret_flags
 from deploy.errors import UserError
 from deploy.invocation import Installation
 from deploy.ports import Ports
@@ -23,13 +23,15 @@ def flags(**changes: object) -> list[str]:
     return invocation.command_line(Installation(Path("/bin/server")), **(options | changes))  # type: ignore[arg-type]
 
 
-def variables(installation: Installation, **base: str) -> dict[str, str]:
+def variables(installation: Installation, open_repository: bool = False, **base: str) -> dict[str, str]:
     return invocation.environment(
         installation,
         config_file=Path("/r/config.json"),
         socket_directory=Path("/r"),
+        code=Path("/code"),
         run_id="id",
         admin_key="secret",
+        open_repository=open_repository,
         exit_timeout_s=7,
         base=base,
     )
@@ -49,6 +51,15 @@ def test_dangerous_apis_ask_for_the_secret_on_both_protocols_and_the_command_lin
         for api in ("model-repository", "shared-memory", "logging", "trace"):
             assert api in value
     assert not any("secret" in item for item in flags())
+
+
+def test_the_repository_api_is_open_where_the_operator_says_so_and_nothing_else_is() -> None:
+    installation = Installation(Path("/bin/server"))
+    open_ones = variables(installation, open_repository=True)
+    for name, flag in invocation.SECRET_FLAGS.items():
+        assert "model-repository" in flag and "model-repository" in variables(installation)[name]
+        assert open_ones[name] == flag.replace("model-repository,", "") + "secret"
+        assert all(api in open_ones[name] for api in ("shared-memory", "logging", "trace"))
 
 
 def test_readiness_can_be_switched_by_loading_models() -> None:
@@ -82,7 +93,7 @@ def test_the_environment_names_everything_the_models_look_for() -> None:
     found = variables(Installation(Path("/bin/server")))
     assert found["EVERBATCH_CONFIG"] == "/r/config.json"
     assert found["EVERBATCH_RUN_DIR"] == "/r"
-    assert found["EVERBATCH_BACKEND_PATH"] == str(ROOT)
+    assert found["EVERBATCH_BACKEND_PATH"] == "/code"
     assert found["EVERBATCH_PYTHON"] == sys.executable
     assert found["EVERBATCH_EXIT_TIMEOUT_S"] == "7"
     assert found["EVERBATCH_RUN_ID"] == "id"

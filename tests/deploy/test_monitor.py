@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy import monitor as monitor_module
+from deploy.health import Report
 from deploy.monitor import Monitor
 from deploy.probe import ProbeFailed
 from deploy.processes import Process
@@ -34,6 +35,21 @@ class Told:
         self.told_ready = ready
 
 
+class Given:
+    """Signs that a test gives by hand."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.error: Exception | None = None
+        self.looks = 0
+
+    def look(self) -> list[Report]:
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        return self.reports
+
+
 class Watched:
     """A monitor without a server: its clock goes fast, and `live` says whether tritonserver answers."""
 
@@ -47,11 +63,10 @@ class Watched:
         self.dead: list[Process] = []
         self.log = directory / "server.log"
         self.log.touch()
-        self.directory = directory / "health"
-        self.directory.mkdir()
+        self.signs = Given()
         self.monitor = Monitor(
             "http://127.0.0.1:1",
-            self.directory,
+            self.signs,  # type: ignore[arg-type]
             self.log,
             self.told,  # type: ignore[arg-type]
             lambda: self.dead,
@@ -60,11 +75,8 @@ class Watched:
         )
         self.monitor.start()
 
-    def sign(self, state: str, age_s: float = 0.0) -> None:
-        text = json.dumps({"state": state, "pid": 1, "at_ns": time.monotonic_ns() - int(age_s * 1e9)})
-        fresh = self.directory / ".fresh"
-        fresh.write_text(text)
-        fresh.replace(self.directory / "a")
+    def sign(self, state: str, silent_s: float = 0.0) -> None:
+        self.signs.reports = [Report("a", state, 1, silent_s=silent_s)]
 
     def until(self, condition: Callable[[], object], sign: str | None = None) -> None:
         deadline = time.monotonic() + 30
@@ -85,7 +97,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
 def test_readiness_follows_the_signs_of_life(watched: Watched) -> None:
     watched.until(lambda: not watched.told.told_ready, sign="unavailable")
     watched.until(lambda: watched.told.told_ready, sign="ready")
-    watched.until(lambda: not watched.told.told_ready)  # silence
+    watched.sign("ready", silent_s=1.25)
+    watched.until(lambda: not watched.told.told_ready)
     assert watched.told.history == [False, True, False]
     assert watched.monitor.failure() is None
 
@@ -99,7 +112,8 @@ def test_what_the_server_did_not_take_is_told_again(watched: Watched) -> None:
     watched.told.refuse = True
     watched.sign("unavailable")
     asked = watched.told.history
-    watched.until(lambda: not (watched.directory / ".fresh").exists())
+    looks = watched.signs.looks
+    watched.until(lambda: watched.signs.looks > looks + 2)
     watched.told.refuse = False
     watched.until(lambda: asked == [False], sign="unavailable")
 
@@ -129,10 +143,10 @@ def test_the_errors_by_which_the_server_is_made_not_ready_are_explained_in_its_l
 
 
 def test_a_stub_that_is_silent_for_longer_than_the_watchdog_is_a_failure(watched: Watched) -> None:
-    watched.sign("ready", age_s=30)
+    watched.sign("ready", silent_s=30)
     watched.until(lambda: not watched.told.told_ready)
     assert watched.monitor.failure() is None
-    watched.sign("ready", age_s=61)
+    watched.sign("ready", silent_s=61)
     watched.until(lambda: watched.monitor.failure() is not None)
     failure = watched.monitor.failure()
     assert failure is not None and not failure.final
@@ -149,7 +163,7 @@ def test_a_tritonserver_that_does_not_answer_for_longer_than_the_watchdog_is_a_f
         watched.until(lambda: watched.monitor.failure() is not None)
         failure = watched.monitor.failure()
         assert failure is not None and "tritonserver has not answered" in failure.text
-        watched.sign("ready", age_s=60)  # a stub that waits for this server has fallen silent, too
+        watched.sign("ready", silent_s=60)  # a stub that waits for this server has fallen silent, too
         time.sleep(0.5)
         failure = watched.monitor.failure()
         assert failure is not None and "tritonserver has not answered" in failure.text
@@ -162,37 +176,85 @@ def test_a_tritonserver_that_does_not_answer_for_longer_than_the_watchdog_is_a_f
 
 def test_a_log_that_grows_too_long_is_put_aside(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_module.log_files, "limit_bytes", lambda path: 10)
-    log = watched.directory.parent / "server.log"
+    log = watched.log.parent / "server.log"
     log.write_text("more than ten bytes")
     watched.until(lambda: log.stat().st_size == 0)
     assert log.with_name("server.log.1").read_text() == "more than ten bytes"
 
 
-def test_after_a_stop_of_the_launcher_itself_nobody_is_judged_before_they_had_the_time_to_give_a_sign(
+def test_a_stop_of_the_launcher_itself_is_no_silence_of_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait that takes far longer than it was asked to: SIGSTOP, or a machine that slept. The clock is the test's."""
     watched = Watched(tmp_path, monkeypatch)
     watched.monitor.stop()
+    watched.monitor._end.clear()
+    monkeypatch.setattr(watched.monitor._thread, "is_alive", lambda: True)
     now = [time.monotonic()]
     monkeypatch.setattr(monitor_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(monitor_module.time, "monotonic_ns", lambda: int(now[0] * 1e9))
-    watched.live = False
-    watched.sign("ready")
 
     def sleep(seconds: float) -> bool:
         now[0] += seconds
         return False
 
+    watched.live = False
     monkeypatch.setattr(watched.monitor._end, "wait", lambda timeout: sleep(100.0))
     watched.monitor._wait()
-    watched.monitor._look()
-    assert watched.monitor.failure() is None and watched.told.told_ready
+    watched.monitor._look_after_server()
+    assert watched.monitor.failure() is None
     monkeypatch.setattr(watched.monitor._end, "wait", sleep)
-    sleep(monitor_module.PAUSE_S)
-    watched.monitor._wait()
-    watched.monitor._look()
-    assert not watched.told.told_ready, "still silent: now it counts"
+    for _ in range(61):
+        sleep(1.0)
+        watched.monitor._wait()
+        watched.monitor._look_after_server()
+    assert watched.monitor.failure() is not None, "still silent: now it counts"
+
+
+def test_what_fails_in_a_look_is_told_once_and_the_watch_goes_on(watched: Watched) -> None:
+    watched.signs.error = OSError(28, "No space left on device")
+    watched.until(lambda: watched.events)
+    looks = watched.signs.looks
+    watched.live = False
+    watched.until(lambda: watched.signs.looks > looks + 3)
+    watched.signs.error = None
+    watched.until(lambda: not watched.told.told_ready, sign="unavailable")
+    assert watched.monitor.failure() is None
+    assert [event for event in watched.events if "No space" in event] == [
+        "watching the server failed: OSError: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_console_that_is_gone_does_not_end_the_watch(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(text: str) -> None:
+        watched.events.append(text)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(watched.monitor, "_tell_user", refuse)
+    watched.until(lambda: watched.events, sign="unavailable")
+    watched.until(lambda: watched.told.told_ready, sign="ready")
+    assert watched.monitor.failure() is None
+
+
+def test_a_watch_that_ended_by_itself_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Monitor, "_run", lambda self: None)
+    watched = Watched(tmp_path, monkeypatch)
+    watched.until(lambda: watched.monitor.failure() is not None)
+    failure = watched.monitor.failure()
+    assert failure is not None and "thread that watches" in failure.text and not failure.final
+    watched.monitor.stop()
+    assert watched.monitor.failure() is None
+
+
+def test_a_full_disk_is_told_once_and_told_again_when_it_comes_again(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    troubles: list[str | None] = ["no space is left for the log"] * 3 + [None] + ["no space is left for the log"] * 3
+    told = iter(troubles)
+    looked = []
+    monkeypatch.setattr(monitor_module.log_files, "look_after", lambda path: (looked.append(path), next(told, None))[1])
+    watched.until(lambda: len(looked) > len(troubles), sign="ready")
+    assert watched.events == ["no space is left for the log"] * 2
+    assert watched.monitor.failure() is None
 
 
 class Triton(BaseHTTPRequestHandler):

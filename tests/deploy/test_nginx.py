@@ -22,6 +22,7 @@ from client.client import EverbatchClient
 from client.errors import ClientError
 from deploy import ROOT
 from deploy.ports import Ports
+from gateway.settings import Settings
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="no nginx here: apt-get install -y nginx-light")
@@ -38,7 +39,7 @@ class Upstream(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))  # a chunked body has none, and would fail here
         self.bodies.append(len(body))
-        if self.path.endswith("generate_stream"):
+        if self.path.endswith(("generate_stream", "/v1/chat/completions")):
             self._stream()
         else:
             self._answer()
@@ -47,8 +48,9 @@ class Upstream(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        data = json.dumps({"path": self.path, "headers": dict(self.headers)}).encode()
-        self.send_response(200)
+        seen = {"path": self.path, "headers": dict(self.headers), "from": self.client_address[1]}
+        data = json.dumps(seen).encode()
+        self.send_response(503 if self.path == "/v1/stopping" else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -78,11 +80,18 @@ class Grpc(grpc.GenericRpcHandler):
 class Proxy:
     http: int
     grpc: int
+    openai: int = 0
 
     def ask(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = KEY, **options: bool
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: dict[str, str] | None = KEY,
+        port: int = 0,
+        **options: bool,
     ) -> tuple[int, str]:
-        connection = HTTPConnection("127.0.0.1", self.http, timeout=60)
+        connection = HTTPConnection("127.0.0.1", port or self.http, timeout=60)
         connection.request(method, path, body, headers or {}, **options)
         response = connection.getresponse()
         text = response.read().decode()
@@ -90,12 +99,22 @@ class Proxy:
         return response.status, text
 
 
-def configuration(run: Path, http: int, grpc_port: int, upstream_http: int, upstream_grpc: int) -> Path:
-    """The file with its words filled in."""
+def configuration(
+    run: Path,
+    http: int,
+    grpc_port: int,
+    upstream_http: int,
+    upstream_grpc: int,
+    openai: int = 0,
+    upstream_openai: int = 1,
+) -> Path:
+    """The file with its words filled in. `openai`: 0 lets nginx listen where nobody asks."""
     text = (ROOT / "deploy" / "nginx.conf").read_text()
     values = {
         "LISTEN_HTTP": f"127.0.0.1:{http}",
         "LISTEN_GRPC": f"127.0.0.1:{grpc_port}",
+        "LISTEN_OPENAI": f"127.0.0.1:{openai}" if openai else f"unix:{run}/openai.socket",
+        "UPSTREAM_OPENAI": f"127.0.0.1:{upstream_openai}",
         "UPSTREAM_HTTP": f"127.0.0.1:{upstream_http}",
         "UPSTREAM_GRPC": f"127.0.0.1:{upstream_grpc}",
         "KEYS": str(run / "keys"),
@@ -137,12 +156,12 @@ def upstream() -> Iterator[tuple[int, int]]:
 def proxy(upstream: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     run = tmp_path_factory.mktemp("nginx")
     ports = Ports.free()
-    path = configuration(run, ports.http, ports.grpc, *upstream)
+    path = configuration(run, ports.http, ports.grpc, *upstream, ports.metrics, upstream[0])
     command = [str(NGINX), "-p", str(run), "-c", str(path), "-g", "daemon off;", "-e", str(run / "error.log")]
     process = subprocess.Popen(command)
     try:
         wait_until_open(ports.http, process)
-        yield Proxy(ports.http, ports.grpc)
+        yield Proxy(ports.http, ports.grpc, ports.metrics)
     finally:
         process.terminate()
         process.wait()
@@ -276,3 +295,48 @@ def test_our_clients_key_lets_it_in(proxy: Proxy, protocol: str) -> None:
             with pytest.raises(ClientError) as caught:
                 client.generate("x")
             assert caught.value.code != "UNAUTHENTICATED"
+
+
+# ---- the OpenAI endpoint -----------------------------------------------------------------------------------------------
+
+
+def test_the_openai_endpoint_gets_the_key_by_a_connection_that_is_kept(proxy: Proxy) -> None:
+    seen = [json.loads(proxy.ask("GET", "/v1/models", port=proxy.openai)[1]) for _ in range(20)]
+    assert seen[0]["path"] == "/v1/models" and seen[0]["headers"]["Authorization"] == KEY["Authorization"]
+    # Each worker of nginx keeps connections of its own.
+    assert len({each["from"] for each in seen}) < len(seen), "each request came by a connection of its own"
+
+
+def test_its_events_pass_one_by_one(proxy: Proxy) -> None:
+    """The second event is not even sent before the first has arrived here."""
+    Upstream.go.clear()
+    connection = HTTPConnection("127.0.0.1", proxy.openai, timeout=60)
+    connection.request("POST", "/v1/chat/completions", b"{}", KEY)
+    response = connection.getresponse()
+    assert response.readline() == b"data: 1\n"
+    Upstream.go.set()
+    assert b"data: 2" in response.read()
+    connection.close()
+
+
+def test_without_a_key_it_answers_in_the_form_of_its_clients(proxy: Proxy) -> None:
+    status, text = proxy.ask("POST", "/v1/chat/completions", b"{}", None, port=proxy.openai)
+    assert status == 401 and json.loads(text)["error"]["code"] == "invalid_api_key"
+    assert proxy.ask("GET", "/health", None, None, port=proxy.openai)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/docs", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v2/models/stats"]
+)
+def test_what_of_it_is_not_for_clients_does_not_exist(proxy: Proxy, path: str) -> None:
+    assert proxy.ask("POST", path, b"{}", port=proxy.openai)[0] == 404
+
+
+def test_it_takes_bodies_up_to_its_own_limit(proxy: Proxy) -> None:
+    assert proxy.ask("POST", "/v1/completions", b"[" * (4 << 20), port=proxy.openai)[0] == 200
+    assert proxy.ask("POST", "/v1/completions", b"[" * ((4 << 20) + 1), port=proxy.openai)[0] == 413
+    assert (4 << 20) == Settings().max_body_bytes
+
+
+def test_a_refusal_for_the_moment_reaches_the_client_where_there_is_no_other_server(proxy: Proxy) -> None:
+    assert proxy.ask("GET", "/v1/stopping", port=proxy.openai)[0] == 503

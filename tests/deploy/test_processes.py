@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deploy import ROOT, processes
+from deploy import ROOT, janitor, processes
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
@@ -130,18 +132,53 @@ def test_shared_memory_is_removed_by_prefix_only(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["region_theirs_1"]
 
 
-def test_the_janitor_kills_what_a_dead_launcher_has_left(tmp_path: Path) -> None:
+def test_the_janitor_ends_and_removes_what_a_dead_launcher_has_left_and_nothing_else(tmp_path: Path) -> None:
     run_id = secrets.token_hex(8)
     sockets = tmp_path / "sockets"
     sockets.mkdir()
+    regions = [processes.SHM_DIRECTORY / f"everbatch_test_{run_id}_{name}" for name in ("ours_1", "ours_2", "theirs")]
+    for region in regions:
+        region.touch()
     orphan = start(SLEEP, EVERBATCH_RUN_ID=run_id)
-    command = [sys.executable, "-P", "-m", "deploy.janitor", run_id, f"no_such_region_{run_id}", str(sockets)]
+    prefix = f"everbatch_test_{run_id}_ours"
+    command = [sys.executable, "-P", "-m", "deploy.janitor", run_id, prefix, str(sockets)]
     janitor = subprocess.Popen(command, stdin=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)})
-    assert janitor.stdin is not None
-    janitor.stdin.close()  # the kernel does this when the launcher is killed
-    assert janitor.wait(timeout=20) == 0
-    assert orphan.wait(timeout=20) == -signal.SIGKILL
-    assert not sockets.exists()
+    try:
+        assert janitor.stdin is not None
+        deadline = time.monotonic() + 60
+        while not ignores(janitor.pid, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}):
+            assert time.monotonic() < deadline, "it ends with its launcher"
+        assert orphan.poll() is None and sockets.exists() and all(region.exists() for region in regions)
+        janitor.stdin.close()  # the kernel does this when the launcher is killed
+        assert janitor.wait(timeout=20) == 0
+        assert orphan.wait(timeout=20) == -signal.SIGKILL
+        assert not sockets.exists() and [region.exists() for region in regions] == [False, False, True]
+    finally:
+        for region in regions:
+            region.unlink(missing_ok=True)
+
+
+def test_the_janitor_waits_for_the_end_of_its_launcher_whatever_that_writes_and_says_what_it_could_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with all that it does noted."""
+    done: list[object] = []
+    monkeypatch.setattr(janitor.signal, "signal", lambda number, action: done.append((number, action)))
+    monkeypatch.setattr(janitor.sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some bytes")))
+    monkeypatch.setattr(janitor, "kill_run", lambda run_id: done.append(("kill", run_id)) or [77])
+    monkeypatch.setattr(janitor, "remove_shared_memory", lambda prefix: done.append(("remove", prefix)))
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    assert janitor.main(["run", "prefix", str(first), str(second)]) == 1
+    ignored = [(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert done == [*ignored, ("kill", "run"), ("remove", "prefix")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def ignores(pid: int, numbers: set[signal.Signals]) -> bool:
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:"))
+    return all(int(line.split()[1], 16) >> (number - 1) & 1 for number in numbers)
 
 
 def test_a_spawned_command_dies_with_its_parent_and_keeps_its_pid() -> None:

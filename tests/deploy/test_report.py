@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from backend.api.config import EngineConfig, load_config
+from backend.api.config import EngineConfig
+from backend.api.config_file import load_config
 from deploy import ports as ports_module
 from deploy.ports import Ports
 from deploy.report import ConsoleReporter, addresses, examples
@@ -45,6 +46,16 @@ def test_every_event_has_the_time_of_day(said: tuple[ConsoleReporter, io.StringI
         "stopping: running re",
         "stopped; no process ",
     ]
+
+
+def test_the_banner_says_what_the_engine_remarks(tmp_path: Path) -> None:
+    output = io.StringIO()
+    server = TritonServer(EngineConfig(), Ports(), tmp_path)
+    remark = "the model runs on torch operators, because [brackets]: replies may differ"
+    server.log_path.parent.mkdir(parents=True, exist_ok=True)
+    server.log_path.write_text(f"2026 tensorrt_llm WARNING everbatch.supervisor: remark: {remark}\n")
+    ConsoleReporter(Console(file=output, width=200), server).ready()
+    assert f"  {remark}\n" in output.getvalue()
 
 
 @pytest.mark.parametrize("command", ["./everbatch", "everbatch"])

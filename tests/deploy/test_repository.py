@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 
 from deploy import repository
 from deploy.errors import UserError
-from deploy.repository import DEFAULT_REPOSITORY, Model, chosen_profiles, compose, render, set_decoupled
+from deploy.repository import (
+    DEFAULT_REPOSITORY,
+    Model,
+    chosen_profiles,
+    compose,
+    render,
+    set_decoupled,
+    with_unary_twins,
+)
 
 PBTXT = 'backend: "python"\nmodel_transaction_policy {\n  decoupled: True\n}\ninput [ { name: "decoupled_hint" } ]\n'
 OURS = 'name: "{name}"\nbackend: "python"\nparameters {{ key: "role" value: {{ string_value: "{role}" }} }}\n'
@@ -157,9 +166,32 @@ def test_the_bytecode_of_the_models_is_there_before_a_stub_writes_it(tmp_path: P
     assert model.parent.stat().st_mtime_ns == before and list(model.parent.glob("__pycache__/*.pyc"))
 
 
+def test_bytecode_that_is_fresh_stays_as_it_is_for_the_server_that_serves_from_the_same_directory(
+    tmp_path: Path,
+) -> None:
+    model = add_model(tmp_path, "some", PBTXT) / "1" / "model.py"
+    models = [Model("some", tmp_path / "some", "here")]
+    repository.compile_models(models)
+    (compiled,) = model.parent.glob("__pycache__/*.pyc")
+    was = (compiled.stat(), compiled.parent.stat().st_mtime_ns)
+    repository.compile_models(models)
+    assert (compiled.stat(), compiled.parent.stat().st_mtime_ns) == was
+    os.utime(model, (1, 1))
+    repository.compile_models(models)
+    assert compiled.stat().st_mtime_ns != was[0].st_mtime_ns
+
+
 def test_a_decoupled_repository_is_served_as_it_is(plain: Path, tmp_path: Path) -> None:
     assert render(compose((), [plain]), tmp_path / "copy", decoupled=True) == plain
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_repository_whose_path_triton_does_not_take_is_served_through_links(plain: Path, tmp_path: Path) -> None:
+    moved = plain.rename(tmp_path / "my modèles")
+    copy = render(compose((), [moved]), tmp_path / "copy", decoupled=True)
+    assert copy == tmp_path / "copy"
+    for name in ("plain", "streams"):
+        assert (copy / name / "config.pbtxt").read_text() == (moved / name / "config.pbtxt").read_text()
 
 
 def test_unary_mode_rewrites_every_policy_in_a_copy_and_links_the_rest(plain: Path, tmp_path: Path) -> None:
@@ -190,6 +222,34 @@ def test_a_repository_without_models_is_refused(tmp_path: Path) -> None:
 def test_every_model_can_be_made_unary_but_those_whose_protocol_streams(model: Model) -> None:
     text = (model.directory / "config.pbtxt").read_text()
     assert ("decoupled: false" in set_decoupled(text, False)) == (model.name != "everbatch")
+
+
+# ---- unary twins ----------------------------------------------------------------------------------------------------
+
+
+def test_each_model_that_streams_is_served_for_unary_clients_under_a_second_name(tmp_path: Path) -> None:
+    models = with_unary_twins(compose(chosen_profiles("trtllm")))
+    twins = {"ensemble_unary", "tensorrt_llm_bls_unary", "tensorrt_llm_unary"}
+    assert {name for name in names(models) if name.endswith("_unary")} == twins, "what has one policy has no twin"
+    served = render(models, tmp_path / "models", decoupled=True)
+    for name in twins:
+        first = (served / name.removesuffix("_unary") / "config.pbtxt").read_text()
+        text = (served / name / "config.pbtxt").read_text()
+        assert f'name: "{name}"\n' in text and "decoupled: false" in text and "decoupled: true" in first
+        assert (served / name / "1" / "model.py").is_file()
+    assert {model.name for model in models if model.streams(True)} == {*set(DEFAULT)}
+
+
+def test_a_twin_whose_name_is_taken_is_one_sentence(tmp_path: Path) -> None:
+    add_model(tmp_path, "ensemble_unary", OURS.format(name="ensemble_unary", role="ensemble"))
+    with pytest.raises(
+        UserError, match="^model ensemble_unary is in model repository .* and in triton.decoupled=both for"
+    ):
+        with_unary_twins(compose(("trtllm",), [tmp_path]))
+
+
+def test_models_of_somebody_else_have_no_twins(plain: Path) -> None:
+    assert names(with_unary_twins(compose((), [plain]))) == ["plain", "streams"]
 
 
 # ---- what streams ----------------------------------------------------------------------------------------------------

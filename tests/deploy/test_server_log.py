@@ -61,3 +61,14 @@ def test_json_lines_are_read_as_the_text_that_they_would_be(tmp_path: Path) -> N
     )
     (tmp_path / "server.log").write_text(line)
     assert server_log.engine_phase(server_log.tail(tmp_path / "server.log")) == "loading torch"
+
+
+def test_what_the_engine_remarks_is_found_once_each_also_in_json() -> None:
+    remark = "kv_cache.block_size is 16: it is 32 in this server"
+    line = f"2026-11-20 21:25:26,216 tensorrt_llm WARNING everbatch.supervisor: remark: {remark}"
+    json_line = (
+        '{"time": "2026-11-20T21:25:24.216+00:00", "level": "WARNING", "process": "tensorrt_llm", '
+        '"logger": "everbatch.supervisor", "message": "remark: another"}'
+    )
+    assert server_log.remarks([*LOG.splitlines(), line, line, server_log.plain(json_line)]) == [remark, "another"]
+    assert server_log.remarks(LOG.splitlines()) == []

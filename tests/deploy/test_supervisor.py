@@ -36,6 +36,8 @@ class ScriptedServer:
         self.timeouts.append(timeout_s)
         if self.step == "does not start":
             raise ServerFailed("it did not start", "the log")
+        if self.step == "no room":
+            raise OSError(28, "No space left on device")
         if self.step == "dies by chance":
             raise ServerFailed("it died", by_chance=True)
 
@@ -46,6 +48,9 @@ class ScriptedServer:
 
     def stop(self, *, cancelled: Callable[[], bool]) -> None:
         self.calls.append("stop")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
 
     def kill(self) -> None:
         self.calls.append("kill")
@@ -104,7 +109,7 @@ def test_a_signal_stops_the_server_and_the_status_is_zero() -> None:
 def test_a_dead_stub_restarts_the_whole_server() -> None:
     status, server, recorder, _ = run(["stub dies", "up"])
     assert status == 0
-    assert server.calls[:3] == ["start", "kill", "start"]
+    assert server.calls[:3] == ["start", "abandon", "start"]
     assert recorder.ready_count == 2
     assert "stub process 77 died" in recorder.problems[0]
 
@@ -213,3 +218,14 @@ def test_each_signal_that_ends_a_terminal_or_a_container_stops_the_server(
         signals.wait(60.0)
         assert signals.stop_asked()
     assert signal.getsignal(number) is signal.default_int_handler
+
+
+def test_a_restart_for_which_there_is_no_room_is_tried_again() -> None:
+    status, server, recorder, _ = run(["stub dies", "no room", "up"])
+    assert status == 0 and server.lives == 3
+    assert "the server cannot be started: [Errno 28] No space left on device; starting" in recorder.problems[1]
+
+
+def test_a_first_start_for_which_there_is_no_room_is_one_sentence() -> None:
+    with pytest.raises(ServerFailed, match="the server cannot be started: .*No space left on device"):
+        run(["no room"])

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from backend.api.config import EngineConfig
-from deploy import invocation, memory, rundir, secret_flags
+from deploy import invocation, memory, rundir, secret_flags, signs, triton_server
 from deploy.errors import ServerFailed
+from deploy.health import Report
 from deploy.invocation import Installation
+from deploy.processes import Process
 from deploy.triton_server import TritonServer
 
 SCRIPT = f"""#!{sys.executable}
@@ -76,21 +78,23 @@ def test_a_start_keeps_the_log_of_the_one_before(server: TritonServer) -> None:
     assert all("--grpc-restricted-protocol" in log.read_text() for log in logs)
 
 
-def test_a_start_removes_the_signs_of_life_of_the_one_before(server: TritonServer) -> None:
-    stale = server.run_dir / "health" / "ensemble"
-    if rundir.socket_directory(server.run_dir)[1]:
+def test_a_start_makes_the_pipe_for_signs_of_life_anew_and_a_kill_removes_it(server: TritonServer) -> None:
+    if rundir.plain_directory(server.run_dir)[1]:
         pytest.skip("the temporary directory of this machine is too long for a socket")
-    stale.parent.mkdir(parents=True)
-    stale.write_text('{"state": "given_up", "pid": 1, "at_ns": 1}')
+    server.run_dir.mkdir()
+    pipe = server.run_dir / signs.PIPE
+    pipe.write_text('{"model": "a", "state": "given_up", "pid": 1, "live": 0}\n')  # left by another version, say
     server.start()
-    assert not stale.exists()
+    assert pipe.is_fifo() and server._signs is not None and server._signs.look() == []
+    server.kill()
+    assert not pipe.exists()
 
 
 def test_no_temporary_socket_directory_is_left_even_without_a_janitor(
     installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "sockets"
-    monkeypatch.setattr("deploy.rundir.tempfile.mkdtemp", lambda prefix: made.mkdir() or str(made))
+    monkeypatch.setattr("deploy.rundir.tempfile.mkdtemp", lambda **_: made.mkdir() or str(made))
     server = TritonServer(EngineConfig(), run_dir=tmp_path / ("long" * 30))
 
     def fail() -> None:
@@ -131,3 +135,18 @@ def test_a_start_that_died_of_a_lock_may_be_tried_again(
     with pytest.raises(ServerFailed) as failed:
         server.wait_ready(60)
     assert failed.value.by_chance == by_chance
+
+
+def test_a_stub_that_came_when_a_model_was_loaded_anew_is_missed_when_it_dies_and_the_old_one_is_not(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.start()
+    assert server._signs is not None
+    old, new = Process(2**22 + 1, 1), Process(2**22 + 2, 1)  # there are no such processes: both have ended
+    server._stubs = [old]
+    assert server.dead_stubs() == [old]
+    monkeypatch.setattr(triton_server, "stubs_of", lambda pid: [new])
+    seen = {1: Report("a", "unloaded", old.pid), 2: Report("a", "ready", new.pid)}
+    monkeypatch.setattr(server._signs, "_take", lambda: {report.pid: report for report in seen.values()})
+    server._signs.look()
+    assert server.dead_stubs() == [new]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.cpu.build import COMPILE_TIME
 from tools import write_config_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,3 +41,8 @@ def test_each_client_of_the_table_has_a_test_or_says_that_it_has_none() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cpu.md"])
+def test_every_page_says_the_same_of_the_first_compilation(page: str) -> None:
+    assert COMPILE_TIME in " ".join((ROOT / page).read_text().split())

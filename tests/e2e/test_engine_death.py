@@ -94,7 +94,7 @@ def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_
         os.kill(stopped, signal.SIGSTOP)
         started = time.monotonic()
         # From then on everybody who comes must be refused.
-        assert eventually(lambda: health(watched_server)["tensorrt_llm"]["state"] == "unavailable", WATCHDOG_S)
+        assert eventually(lambda: health(watched_server)["tensorrt_llm"].state == "unavailable", WATCHDOG_S)
         error = refusal(client)
         assert error is not None and "no sign of life" in error and "UNAVAILABLE" in error
         assert is_alive(stopped), "refused while it may still come back, not by its end"

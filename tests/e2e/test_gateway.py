@@ -139,10 +139,11 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_second_turn_of_a_conversation_finds_the_kv_of_the_first(server: Any, keys: Path) -> None:
-    """Of a tenant: who has no key shares whole blocks with strangers, and is told nothing of what was found."""
-    asked = "Write the function read_lines. " * 30
-    with serving(server.grpc_url, api_keys=keys) as served, served.client(ALICE) as client:
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_the_second_turn_of_a_conversation_finds_the_kv_of_the_first(with_keys: bool, server: Any, keys: Path) -> None:
+    """Of a tenant, and where nobody has a key: the programs of one machine are one party."""
+    asked = f"Write the function read_lines{with_keys}. " * 30
+    with serving(server.grpc_url, api_keys=keys if with_keys else None) as served, served.client(ALICE) as client:
         first = client.responses.create(**GREEDY, input=asked, max_output_tokens=60)
         second = client.responses.create(
             **GREEDY, input="Now one that writes.", previous_response_id=first.id, max_output_tokens=5
@@ -155,6 +156,19 @@ def test_the_second_turn_of_a_conversation_finds_the_kv_of_the_first(server: Any
     before = first.usage.input_tokens
     assert second.usage.input_tokens > before and second.usage.input_tokens_details.cached_tokens >= before - 32
     assert again.choices[0].message.content == second.output_text
+
+
+def test_strangers_behind_a_proxy_are_told_nothing_of_the_cache(server: Any) -> None:
+    prompt = "def strangers(" + "argument, " * 40
+    with serving(server.grpc_url) as served, served.client() as client:
+        usages = [
+            client.completions.create(
+                **GREEDY, prompt=prompt, max_tokens=2, extra_headers={"X-Forwarded-For": f"10.0.0.{i}"}
+            ).usage
+            for i in range(2)
+        ]
+    details = [usage.prompt_tokens_details for usage in usages if usage is not None]
+    assert [detail.cached_tokens for detail in details if detail is not None] == [0, 0]
 
 
 def test_tenants_find_nothing_of_each_other_in_the_cache(server: Any, keys: Path) -> None:

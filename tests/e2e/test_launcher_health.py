@@ -22,6 +22,7 @@ import tritonclient.grpc as grpcclient
 from deploy import ROOT, health, memory
 from deploy.ports import Ports
 from deploy.processes import stubs_of
+from deploy.signs import PIPE
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S, serve
 from tests.e2e.test_engine_death import engine_pid
@@ -68,7 +69,8 @@ def both_say(server: TritonServer, ready: bool) -> bool:
 
 
 def signs(server: TritonServer) -> list[health.Report]:
-    return health.read(server._health_directory, time.monotonic_ns())
+    assert server._signs is not None
+    return server._signs.latest
 
 
 def failure_of(server: TritonServer) -> str:
@@ -123,7 +125,7 @@ def test_an_engine_that_was_given_up_ends_serve_with_status_one() -> None:
     """The sign is written by hand, for a model of that name; serve knows only signs."""
     ports = Ports.free()
     root = Path(tempfile.mkdtemp(prefix="eb-"))  # short enough for the socket, and so for the signs beside it
-    health_directory = root / f"serve-{ports.http}" / "health"
+    pipe = root / f"serve-{ports.http}" / PIPE
     command = [sys.executable, "-P", "-m", "deploy.cli", "serve", *(f"--set={setting}" for setting in EXACT)]
     command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
     command.append("--openai-port=0")
@@ -132,9 +134,7 @@ def test_an_engine_that_was_given_up_ends_serve_with_status_one() -> None:
     try:
         assert launcher.stdout is not None
         assert any("Ctrl-C stops it" in line for line in launcher.stdout)
-        health_directory.mkdir(exist_ok=True)
-        sign = {"state": "given_up", "pid": 1, "at_ns": time.monotonic_ns()}
-        (health_directory / "by_hand").write_text(json.dumps(sign))
+        pipe.write_text(json.dumps({"model": "by_hand", "state": "given_up", "pid": 1, "live": 0}) + "\n")
         said, _ = launcher.communicate(timeout=60)
     finally:
         launcher.terminate()

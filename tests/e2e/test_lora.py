@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +62,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, adapters: Adapters) -> Iter
     for name in ("tensorrt_llm", "ensemble", "everbatch"):
         (repository / name).symlink_to(ROOT / "model_repository" / name)
     (repository / "vllm_model").symlink_to(ROOT / "deploy" / "profiles" / "vllm" / "vllm_model")
-    config: EngineConfig = load_config(overrides=list(EXACT))
+    allowed = adapters.directories["doll"].parent
+    config: EngineConfig = load_config(overrides=[*EXACT, "lora.enabled=true", f"lora.allowed_dir={allowed}"])
     config = with_adapters(config, tuple(f"{name}={path}" for name, path in adapters.directories.items()))
     run_dir = tmp_path_factory.mktemp("lora")
     with TritonServer(config, run_dir=run_dir, model_repository=repository, exit_timeout_s=5) as server:
@@ -183,8 +185,52 @@ def test_openais_clients_name_adapters_as_models(served: Served, adapters: Adapt
             client.completions.create(model="cow", **values)
 
 
+def test_vllms_routes_load_and_unload_adapters_and_pass_refusals_on(served: Served, adapters: Adapters) -> None:
+    def post(route: str, **body: str) -> tuple[int, str]:
+        status, answer, _ = served.request("POST", f"/v1/{route}_lora_adapter", body)
+        return status, answer if isinstance(answer, str) else answer["error"]["message"]
+
+    for directory in (str(MODEL), "../outside", "missing"):
+        status, text = post("load", lora_name="lamb", lora_path=directory)
+        assert status == 400 and "is not one of those that LoRA adapters may be loaded from" in text
+    status, text = post("unload", lora_name="lamb")
+    assert status == 404 and "there is no LoRA adapter lamb to unload" in text
+    assert post("load", lora_name="lamb", lora_path="doll")[0] == 200
+    values: Any = {"prompt": PROMPT, "temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": {"ignore_eos": True}}
+    with served.client() as client:
+        assert client.completions.create(model="lamb", **values).choices[0].text == adapters.texts["doll"]
+        assert post("unload", lora_name="lamb")[0] == 200
+        with pytest.raises(openai.NotFoundError, match="there is no model 'lamb'"):
+            client.completions.create(model="lamb", **values)
+
+
 def test_a_gateway_whose_server_does_not_know_the_adapter_passes_its_words_on(server: TritonServer) -> None:
     with serving(server.grpc_url, adapters=("cow",)) as served, served.client() as client:
         with pytest.raises(openai.BadRequestError, match=r"lora_name is 'cow', there are doll, sheep;") as caught:
             client.completions.create(model="cow", prompt=PROMPT)
     assert caught.value.param == "model", "which is how this client names an adapter"
+
+
+def test_names_come_and_go_while_the_server_runs(server: TritonServer, adapters: Adapters) -> None:
+    def tell(body: dict[str, Any]) -> str:
+        """The text that model `everbatch` answers, or its error."""
+        stream = Stream(grpcclient.InferenceServerClient(server.grpc_url))
+        stream.client.start_stream(lambda result, error: stream.responses.put((result, error)))
+        tensor = np.array([json.dumps(body).encode()], np.object_)
+        stream.client.async_stream_infer("everbatch", [to_input("request", tensor)])
+        try:
+            answers = [each.as_numpy("response") for each in stream]
+            return "".join(json.loads(part)["text"] for each in answers if each is not None for part in each)
+        except InferenceServerException as error:
+            return str(error)
+        finally:
+            stream.close()
+
+    lamb = GREEDY | {"prompt": PROMPT, "lora_name": "lamb"}
+    assert "lora_name is 'lamb', there are doll, sheep" in tell(lamb)
+    assert "is not one of those that" in tell({"load_adapter": {"name": "lamb", "directory": str(MODEL)}})
+    assert tell({"load_adapter": {"name": "lamb", "directory": "doll"}}) == ""
+    assert json.loads(tell({"list_adapters": True})) == ["doll", "sheep", "lamb"]
+    assert tell(lamb) == adapters.texts["doll"]
+    assert tell({"unload_adapter": "lamb"}) == ""
+    assert "lora_name is 'lamb', there are doll, sheep" in tell(lamb)

@@ -281,16 +281,14 @@ def test_the_forms_that_the_page_on_http_calls_right_are_right(server: TritonSer
 
 def test_the_statistics_line_agrees_with_the_metrics(server: TritonServer) -> None:
     """As tensorrtllm_backend's custom_metrics_verification_tests.py reads both: verbose logging is switched on by a client."""
-    values = settled(server)
-    headers = {ADMIN_HEADER: server.admin_key}
-    for level in (1, 0):
-        body = json.dumps({"log_verbose_level": level}).encode()
-        request = urllib.request.Request(f"{server.http_url}/v2/logging", data=body, headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as response:
-            assert response.status == 200
-        if level:
-            assert eventually(lambda: bool(statistics_lines(server)), 30)
-    line = statistics_lines(server)[-1]
+    settled(server)
+    set_log_verbosity(server, 1)
+    read_together: list[tuple[dict[str, Any], Values]] = []
+    try:
+        assert eventually(lambda: read_together.extend(line_and_metrics(server)) or bool(read_together), 30)
+    finally:
+        set_log_verbosity(server, 0)
+    line, values = read_together[0]
     shown = {labels["model"]: 0 for name, labels, _ in values.all() if name.startswith("nv_trt_llm_")}
     assert list(shown) == ["tensorrt_llm"]
     upstream = [value for name, _, value in values.all() if name.startswith("nv_trt_llm_")]
@@ -299,10 +297,28 @@ def test_the_statistics_line_agrees_with_the_metrics(server: TritonServer) -> No
     cpu_bytes = values.get("nv_trt_llm_runtime_memory_metrics", memory_type="cpu")
     assert line["Runtime CPU Memory Usage"] == pytest.approx(cpu_bytes, rel=0.02), "read at another moment"
     assert cpu_bytes > 1e7
-    assert line["Iteration Counter"] == values.get("nv_trt_llm_general_metrics", general_type="iteration_counter") > 0
-    moment = time.mktime(time.strptime(line["Timestamp"].split(".")[0], "%m-%d-%Y %H:%M:%S"))
+    assert line["Iteration Counter"] > 0
+
+
+def set_log_verbosity(server: TritonServer, level: int) -> None:
+    body = json.dumps({"log_verbose_level": level}).encode()
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/logging", data=body, headers={ADMIN_HEADER: server.admin_key}
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        assert response.status == 200
+
+
+def line_and_metrics(server: TritonServer) -> list[tuple[dict[str, Any], Values]]:
+    """The latest statistics line and the metrics, where both were taken in the same second behind the same iteration."""
+    lines, values = statistics_lines(server), read(server)
+    if not lines:
+        return []
+    taken = time.mktime(time.strptime(lines[-1]["Timestamp"].split(".")[0], "%m-%d-%Y %H:%M:%S"))
     shown_us = values.get("nv_trt_llm_general_metrics", general_type="timestamp")
-    assert moment == shown_us // 1_000_000
+    iteration = values.get("nv_trt_llm_general_metrics", general_type="iteration_counter")
+    is_same = taken == shown_us // 1_000_000 and lines[-1]["Iteration Counter"] == iteration
+    return [(lines[-1], values)] if is_same else []
 
 
 def statistics_lines(server: TritonServer) -> list[dict[str, Any]]:

@@ -31,7 +31,6 @@ PROMPT = [5, 17, 3, 99]
 BEAMS, NEW = 4, 12
 PENALTY = 0.5  # exact in FP32
 SERVED = (
-    "model.kernels=torch",  # which takes prompt embeddings
     "model.gather_context_logits=true",
     "model.gather_generation_logits=true",
     "triton.text_threads=1",

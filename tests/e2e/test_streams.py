@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,7 +36,10 @@ def test_the_most_likely_tokens_of_each_position_can_be_asked_for(tokens: TokenC
     ids = [token for result in results for token in ids_of(result)]
     top_ids = np.concatenate([result.as_numpy("top_log_probs_ids") for result in results], axis=1)
     top = np.concatenate([result.as_numpy("top_log_probs") for result in results], axis=1)
-    chosen = np.concatenate([result.as_numpy("output_log_probs") for result in results], axis=2)
+    chosen = results[-1].as_numpy("output_log_probs")  # of all tokens so far
+    assert [result.as_numpy("output_log_probs").shape[2] for result in results] == (
+        [1, 2, 3, 4, 5, 6] if streaming else [6]
+    )
     assert top_ids.shape == top.shape == (1, 6, 4) and (top_ids.dtype, top.dtype) == (np.int32, np.float32)
     assert top_ids[0, :, 0].tolist() == ids, "greedy takes the most likely"
     assert top[0, :, 0].tolist() == chosen[0, 0].tolist()
@@ -88,10 +92,32 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(tokens: TokenClient) 
         return tokens.start([10, 20, 30], 20, streaming=True, temperature=1.5, runtime_top_k=50, seed=2**63 + 11)
 
     alone = ask().token_ids()
-    crowd = [tokens.start([i + 4], 20, streaming=True, temperature=1.0, seed=i) for i in range(12)]
+    crowd = [tokens.start([i + 4], 20, streaming=True, temperature=1.0, runtime_top_p=1.0, seed=i) for i in range(12)]
     assert ask().token_ids() == alone
     assert all(len(stream.token_ids()) == 20 for stream in crowd)
     assert tokens.generate([10, 20, 30], 20, temperature=1.5, runtime_top_k=50, seed=12) != alone
+
+
+@pytest.mark.feature("W-01", "W-02")
+def test_a_temperature_alone_decodes_greedily_in_every_model_of_tensorrt_llm(
+    server: TritonServer, tokens: TokenClient
+) -> None:
+    hot = {"temperature": 5.0, "seed": 3}
+    greedy = tokens.generate([10, 20, 30], 20)
+    assert (
+        tokens.generate([10, 20, 30], 20, **hot)
+        == greedy
+        != tokens.generate([10, 20, 30], 20, **hot, runtime_top_p=1.0)
+    )
+    for model in TEXT_MODELS:
+
+        def text(model: str = model, **sampling: float) -> str:
+            body = {"text_input": "def main(", "max_tokens": 20, **sampling}
+            status, answer = post(f"{server.http_url}/v2/models/{model}/generate", body)
+            assert status == 200
+            return str(json.loads(answer)["text_output"])
+
+        assert text(**hot) == text() != text(**hot, top_p=1.0)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

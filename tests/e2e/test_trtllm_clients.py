@@ -1,7 +1,7 @@
 """Clients of TensorRT-LLM's own backend as its examples write them, against one server of mixed transaction policies.
 
-`tensorrt_llm` and `ensemble_uint32` are unary here, `ensemble` and `llmapi` decoupled. The config.pbtxt of `tensorrt_llm` holds
-parameters as upstream's template leaves them.
+`tensorrt_llm` and `ensemble_uint32` are unary here, `ensemble` and `llmapi` decoupled with unary twins. The config.pbtxt of
+`tensorrt_llm` holds parameters as upstream's template leaves them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[TritonServer]:
-    config = load_config(overrides=[*EXACT, "triton.text_threads=1"])
+    config = load_config(overrides=[*EXACT, "triton.text_threads=1", "triton.decoupled=both"])
     run_dir = tmp_path_factory.mktemp("trtllm")
     with TritonServer(config, run_dir=run_dir, model_repository=repository, exit_timeout_s=5) as server:
         server.wait_ready(START_TIMEOUT_S)
@@ -345,12 +345,13 @@ def test_the_llmapi_form_answers_with_what_its_flags_ask_for(client: Any, stream
     last = results[-1]
     assert last.as_numpy("stop_reason").tolist() == [b"None"] and last.as_numpy("cumulative_logprob").shape == (1,)
     assert last.as_numpy("kv_cache_hit_rate").dtype == np.float32 and last.as_numpy("arrival_time_ns").item() > 0
-    plain = streamed(client, "llmapi", text_input=texts(PROMPT), sampling_param_max_tokens=np.array([6], np.int32))
+    # the same model for clients without streams
+    plain = infer(client, "llmapi_unary", text_input=texts(PROMPT), sampling_param_max_tokens=np.array([6], np.int32))
     assert (
         "".join(result.as_numpy("text_output")[0].decode() for result in results)
-        == plain[0].as_numpy("text_output")[0].decode()
+        == plain.as_numpy("text_output")[0].decode()
     )
-    assert plain[0].as_numpy("finish_reason") is None
+    assert plain.as_numpy("finish_reason") is None
 
 
 @pytest.mark.feature("W-10", "W-05")

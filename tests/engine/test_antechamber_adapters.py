@@ -135,16 +135,22 @@ def test_requests_of_one_id_keep_their_order_while_others_pass() -> None:
     core.fail_all(EngineUnavailable("over"))
 
 
-def test_no_more_adapters_are_read_ahead_than_there_are_readers() -> None:
+def note_reads(core: EngineCore) -> list[str]:
+    """The paths of the adapters that are read from now on."""
+    read: list[str] = []
+    prepare = core.antechamber._reading._prepare
+    core.antechamber._reading._prepare = lambda lora: (read.append(lora.path), prepare(lora))[1]
+    return read
+
+
+def test_no_more_adapters_are_read_ahead_than_there_is_room_for() -> None:
     """The host has room for one adapter of 10 bytes, and request 1 runs with it: of the three that come then one is read, and
     waits for room; the others are read one after the other.
     """
-    workers = Reader()
-    core = make_core(workers, host_bytes=15)
+    core = make_core(Reader(), host_bytes=15)
     core.enqueue(1, request(1, "a"))
     admit_all(core)
-    read, prepare = [], workers.prepare_adapter
-    core.antechamber._prepare = lambda lora: (read.append(lora.path), prepare(lora))[1]
+    read = note_reads(core)
     for number, path in enumerate("bcd", 2):
         core.enqueue(number, request(number, path))
     woken = threading.Event()
@@ -164,8 +170,7 @@ def test_who_leaves_a_line_leaves_its_adapter_to_those_who_mean_it() -> None:
     """
     workers = Reader(is_open=False)
     core = make_core(workers)
-    read, prepare = [], workers.prepare_adapter
-    core.antechamber._prepare = lambda lora: (read.append(lora.path), prepare(lora))[1]
+    read = note_reads(core)
     core.enqueue(1, request(7, "a"))
     core.enqueue(2, request(7, "b"))
     core.enqueue(3, request(7, "c"))
@@ -193,7 +198,7 @@ def test_cancelled_requests_leave_nothing_to_read() -> None:
     for number in range(1, 51):
         core.cancel(number)
     core.admit()
-    assert len(core.antechamber._lines) == 1 and not core.antechamber._unread
+    assert len(core.antechamber._lines) == 1 and not core.antechamber._reading._unread
     workers.gate.set()
     admit_all(core)
     core.fail_all(EngineUnavailable("over"))
@@ -239,7 +244,7 @@ def test_a_request_may_wait_for_its_guide_and_its_adapter() -> None:
         core.enqueue(2, request(1))
         woken = threading.Event()
         core.antechamber.on_ready(woken.set)
-        while not any(each.adapter for each in core.antechamber._waiting.values()):
+        while not any(each.adapter and each.adapter.outcome for each in core.antechamber._waiting.values()):
             woken.wait(0.05)
             core.admit()
         assert list(core.antechamber) == [1, 2] and len(core.adapters.host) == 0

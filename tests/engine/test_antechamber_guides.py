@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from backend.api import ErrorCode, Request, SessionConfig
 from backend.api.config import LimitsConfig
-from backend.api.errors import EngineUnavailable
+from backend.api.errors import EngineUnavailable, InvalidRequest
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId, SessionId
 from backend.api.response import FinishReason
+from backend.core.guides import OnCompiled
 from backend.engine.core import EngineCore
 from tests.engine.driver import Driver
 
@@ -21,14 +20,19 @@ class FakeGuides:
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.namespaces: list[str] = []
         self.ended: list[int] = []
         self.is_ready = False
 
-    def on_compiled(self, tell: Callable[[RequestId, str], None]) -> None:
-        self.tell = tell
+    def on_compiled(self, tell: OnCompiled) -> None:
+        self._tell = tell
 
-    def begin(self, request_id: RequestId, guide: Guide) -> bool:
+    def tell(self, request_id: RequestId, error: str = "") -> None:
+        self._tell(request_id, InvalidRequest(error) if error else None)
+
+    def begin(self, request_id: RequestId, guide: Guide, namespace: str) -> bool:
         self.begun.append(request_id)
+        self.namespaces.append(namespace)
         return self.is_ready
 
     def end(self, request_id: RequestId) -> None:
@@ -68,6 +72,13 @@ def test_nobody_waits_for_a_guide() -> None:
     assert set(finish(core)) == {2}
     compiled(driver, 1)
     assert set(finish(core)) == {1} and guides.ended == [1] and core.num_live == 0
+
+
+def test_a_guide_is_compiled_for_the_namespace_of_its_request() -> None:
+    _, guides, core = make()
+    enqueue(core, 1, cache_salt="a")
+    enqueue(core, 2)
+    assert guides.namespaces == ["a", ""]
 
 
 def test_a_guide_that_is_compiled_already_holds_nothing_up() -> None:

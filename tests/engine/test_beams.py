@@ -51,19 +51,35 @@ def test_the_beams_are_those_of_a_plain_search(width: int, reuse: bool, worker: 
 
 
 @pytest.mark.feature("000-32")
-@pytest.mark.parametrize("early_stopping", [1, 0, 2])
+@pytest.mark.parametrize("early_stopping", [None, 1, 0, 2])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
 def test_hypotheses_end_and_are_ranked_with_length_penalty_and_early_stopping(
-    length_penalty: float, early_stopping: int
+    length_penalty: float, early_stopping: int | None
 ) -> None:
     for prompt in ([5, 6, 7], [8], PROMPT):
         plain = oracle(prompt, 12, 4)
         options = {"end_ids": (plain[0].tokens[3], plain[1].tokens[5]), "min_tokens": 2}
         driver = Driver(pool_tokens=256)
-        config = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-        request_id = ask(driver, 4, 12, prompt, **options, **config)
+        request_id = ask(driver, 4, 12, prompt, length_penalty=length_penalty, early_stopping=early_stopping, **options)
         driver.run()
-        check(driver, request_id, oracle(prompt, 12, 4, **options, **config))
+        rule = 1 if early_stopping is None else early_stopping
+        check(
+            driver,
+            request_id,
+            oracle(prompt, 12, 4, length_penalty=length_penalty, early_stopping=rule, **options),
+        )
+
+
+@pytest.mark.parametrize("early_stopping", [None, 1, 0, 2])
+def test_when_a_search_ends_follows_early_stopping(early_stopping: int | None) -> None:
+    """Six of sixteen tokens end a hypothesis, so that a full set of them has ended long before the longest could."""
+    prompt, options = [0, 1, 0], {"end_ids": (3, 7, 9, 11, 15, 1), "length_penalty": 2.0}
+    rules = {rule: oracle(prompt, 12, 3, 16, early_stopping=rule, **options) for rule in (1, 0, 2)}
+    assert rules[1] != rules[0] != rules[2] != rules[1]
+    driver = Driver(pool_tokens=256, vocab=16)
+    request_id = ask(driver, 3, 12, prompt, early_stopping=early_stopping, **options)
+    driver.run()
+    check(driver, request_id, rules[1 if early_stopping is None else early_stopping])
 
 
 def test_stop_words_and_bad_words_hold_for_beams() -> None:
@@ -73,6 +89,15 @@ def test_stop_words_and_bad_words_hold_for_beams() -> None:
     request_id = ask(driver, 3, 10, stop_words=stop_words, bad_words=bad_words)
     driver.run()
     check(driver, request_id, oracle(PROMPT, 10, 3, stop_words=tuple(stop_words), bad_words=tuple(bad_words)))
+
+
+def test_beams_find_enough_tokens_though_the_most_likely_ones_are_all_bad_words() -> None:
+    """Each row tells so many candidates that enough are left when every bad word is among them."""
+    bad_words = [[token] for token, _ in top_tokens(cells_of(PROMPT), 0, 12, VOCAB)]
+    driver = Driver(pool_tokens=256)
+    request_id = ask(driver, 2, 4, bad_words=bad_words)
+    driver.run()
+    check(driver, request_id, oracle(PROMPT, 4, 2, bad_words=tuple(bad_words)))
 
 
 def test_a_diversity_rate_below_zero_spreads_the_beams_over_more_origins() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backend.api import EngineUnavailable, ErrorCode, Request, SamplingConfig, SessionConfig
+from backend.api import EngineUnavailable, ErrorCode, Request, Response, SamplingConfig, SessionConfig
+from backend.core.sequence import Sequence
 from backend.core.step import StepOutput
+from backend.engine import publish
 from tests.engine.driver import Driver, answer
 
 
@@ -93,3 +95,78 @@ def test_answers_for_other_rows_than_those_that_ran_are_a_failed_step() -> None:
     asked = [driver.ask([1, 2], 3), driver.ask([3, 4], 3)]
     driver.run()
     assert all("the model step failed (RuntimeError)" in driver.error(request_id) for request_id in asked)
+
+
+def test_a_defect_met_while_accepting_a_request_ends_that_request_only(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = driver.ask([5], 6)
+    monkeypatch.setattr(driver.core.intake, "check", lambda request: 1 // 0)
+    hit = driver.ask([6], 6)
+    monkeypatch.undo()
+    later = driver.ask([7], 6)
+    driver.run()
+    (response,) = driver.responses[hit]
+    assert response.error_code is ErrorCode.INTERNAL and "the engine failed on this request" in response.error_msg
+    assert f"the engine failed on request {hit}" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert driver.tokens(running) == answer([5], 6) and driver.tokens(later) == answer([7], 6)
+
+
+def test_a_defect_met_while_a_token_is_told_ends_that_request_only(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hit, other = driver.ask([5], 6), driver.ask([6], 6)
+    real = publish.result_response
+
+    def result_response(seq: Sequence, iteration: int) -> Response:
+        if seq.request_id == hit:
+            raise KeyError("planted")
+        return real(seq, iteration)
+
+    monkeypatch.setattr(publish, "result_response", result_response)
+    driver.run()
+    assert driver.responses[hit][-1].error_code is ErrorCode.INTERNAL and driver.tokens(other) == answer([6], 6)
+    assert driver.used_blocks == 0
+
+
+@pytest.mark.parametrize("command", ["cancel", "stop"])
+def test_a_defect_met_by_a_command_ends_no_more_than_its_request(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    other = driver.ask([5], 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(driver.core.antechamber, "turn_of", lambda key: 1 // 0)
+        if command == "cancel":
+            patched.setattr(driver.core, "_finish", lambda *args: 1 // 0)
+            driver.core.cancel(other)
+        else:
+            driver.core.stop_session(99, 1, end=True)
+    driver.step()
+    driver.run()
+    told = driver.responses[other if command == "cancel" else 99]
+    assert told[-1].error_code is ErrorCode.INTERNAL
+    if command == "stop":
+        assert driver.tokens(other) == answer([5], 6)
+
+
+@pytest.mark.parametrize("timeout_s", [1e308, -1e308, float("inf"), float("nan"), 0.0, -1.0])
+def test_a_time_limit_is_checked_before_anything_is_computed_from_it(driver: Driver, timeout_s: float) -> None:
+    wrong = driver.ask([5], 2, timeout_s=timeout_s)
+    assert driver.responses[wrong][0].error_code is ErrorCode.INVALID_ARGUMENT
+    assert f"timeout is {timeout_s} s, allowed is more than 0 to 86400 s" in driver.responses[wrong][0].error_msg
+
+
+def test_a_defect_met_at_a_deadline_ends_that_request_only(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, other = driver.ask([5], 6, timeout_s=1.0), driver.ask([6], 6, timeout_s=100.0)
+    driver.step()
+    real = publish.result_response
+
+    def result_response(seq: Sequence, iteration: int) -> Response:
+        if seq.request_id == late:
+            raise KeyError("planted")
+        return real(seq, iteration)
+
+    monkeypatch.setattr(publish, "result_response", result_response)
+    driver.clock.advance(2.0)
+    driver.run()
+    assert driver.responses[late][-1].error_code is ErrorCode.INTERNAL and driver.tokens(other) == answer([6], 6)

@@ -119,3 +119,12 @@ def test_a_request_of_exactly_the_pool_is_served_and_one_token_more_is_refused(
     following = driver.ask([2], 3)
     driver.run()
     assert driver.tokens(following) == answer([2], 3)
+
+
+def test_a_pool_that_no_memory_can_back_is_refused_at_start() -> None:
+    """Its blocks alone, without any KV, would take the machine's memory and minutes."""
+    config = EngineConfig(kv_cache=KvCacheConfig(block_size=32, max_tokens=1 << 31))
+    with pytest.raises(
+        ConfigError, match="asks for 67108864 KV blocks of 32 tokens, which are 2097152 MiB; 1024 MiB are"
+    ):
+        EngineCore(config, HashWorkerGroup(free_bytes=1 << 30, bytes_per_token=1024))

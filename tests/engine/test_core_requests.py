@@ -138,6 +138,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
     assert driver.tokens(7) == answer([1, 2], 4)
 
 
+@pytest.mark.feature("000-62")
 def test_a_full_queue_refuses_with_unavailable() -> None:
     driver = Driver(slots=1)
     caps = driver.core.config.limits.max_queue_size
@@ -148,6 +149,7 @@ def test_a_full_queue_refuses_with_unavailable() -> None:
     assert "Exceeds maximum queue size" in driver.error(refused[0])
 
 
+@pytest.mark.feature("000-62")
 def test_a_deadline_ends_a_waiting_and_a_running_request() -> None:
     driver = Driver(slots=1)
     running, waiting = driver.ask([1], 50, timeout_s=5.0), driver.ask([2], 50, timeout_s=3.0)

@@ -264,3 +264,23 @@ def test_workers_that_take_no_drafts() -> None:
     request = driver.ask([0] * 8, 8)
     driver.run()
     assert driver.tokens(request) == [0] * 8 and not drafts_of(driver)
+
+
+@pytest.mark.feature("000-20")
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("num_right", range(5))
+def test_a_request_that_ends_behind_its_drafts_has_the_right_ones_and_one_more(
+    num_right: int, looks_ahead: bool
+) -> None:
+    """Also beside another request that leaves it no room, so that it is paused and its KV lost."""
+    truth = oracle(PROMPT, 9, VOCAB)
+    drafts = truth[:num_right] + [(token + 1) % VOCAB for token in truth[num_right:4]]
+    driver = Driver(pool_tokens=32, looks_ahead=looks_ahead)
+    other = driver.ask([7, 8, 9], 20)
+    request = driver.ask(PROMPT, 9, draft_tokens=drafts, ends_after_drafts=True)
+    driver.run()
+    assert driver.tokens(request) == truth[: num_right + 1] and driver.reason(request) == "LENGTH"
+    assert driver.tokens(other) == oracle([7, 8, 9], 20, VOCAB) and driver.used_blocks == 0
+    end = driver.ask(PROMPT, 9, draft_tokens=truth, ends_after_drafts=True, end_ids=(truth[1],))
+    driver.run()
+    assert driver.tokens(end) == truth[:2] and driver.reason(end) == "END_ID", "whatever ends it first"

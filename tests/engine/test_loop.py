@@ -1,11 +1,12 @@
-"""The loop between inbox and EngineCore: whose requests end when a client has gone."""
+"""The loop between inbox and EngineCore: whose requests end when a client has gone, and since when a request waits."""
 
 from __future__ import annotations
 
 import pytest
 
-from backend.api import EngineConfig, Request, Response
+from backend.api import EngineConfig, OutputConfig, Request, Response
 from backend.api.config import KvCacheConfig
+from backend.core.clock import ManualClock
 from backend.core.messages import CLIENT_SHIFT, ClientGone, Submit
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
@@ -40,3 +41,29 @@ def test_requests_that_a_failure_of_the_loop_ends_are_not_told_of_a_shutdown(mon
             loop.stop()
             loop.run(responses.extend)
         assert [response.error_msg.startswith(told) for response in responses] == [True]
+
+
+def test_a_request_waits_from_the_moment_it_was_posted() -> None:
+    """A command is applied between steps: the rest of the step that ran when it came is part of its queue time."""
+    clock = ManualClock()
+    core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), HashWorkerGroup(), clock)
+    loop, responses = EngineLoop(core), []
+    asked = Request([1, 2], 4, output_config=OutputConfig(return_perf_metrics=True))
+    clock.advance(1.0)
+    loop.post(Submit(1, asked))
+    clock.advance(0.25)
+    loop.stop(drain=True)
+    loop.run(responses.extend)
+    metrics = responses[-1].result.perf_metrics
+    assert metrics.first_scheduled_ns - metrics.arrival_ns == 250_000_000
+
+
+def test_statistics_can_be_asked_for_between_two_steps() -> None:
+    core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), HashWorkerGroup())
+    loop = EngineLoop(core, stats_period_s=1e9)
+    asked = [loop.ask_stats()]
+    loop.post(Submit(1, Request([1, 2], 4)))
+    asked.append(loop.ask_stats())
+    loop.stop(drain=True)
+    loop.run(lambda responses: None)
+    assert [future.result(0).latest.num_active_requests for future in asked] == [0, 1]

@@ -30,7 +30,7 @@ def expected_replies(turns: list[list[int]], max_tokens: int = 4) -> list[list[i
     return replies
 
 
-@pytest.mark.feature("004-05", "004-12")
+@pytest.mark.feature("004-05", "004-12", "004-34")
 def test_a_warm_turn_runs_its_new_tokens_and_the_last_sampled_one() -> None:
     driver = Driver()
     turns = [[1, 2, 3, 4, 5], [6, 7, 8]]

@@ -225,11 +225,25 @@ def test_streams_of_different_sequences_and_seeds_are_different() -> None:
     assert stream_seed((1 << 64) - 1, 3) == stream_seed((1 << 64) - 1, 3) and VOCAB
 
 
-def test_nobody_overtakes_sequences_that_wait_for_their_prompt() -> None:
+def test_others_run_while_sequences_wait_for_their_prompt() -> None:
     driver = Driver(pool_tokens=256, slots=8, max_num_tokens=8)
     first = driver.ask(PROMPT, 3, sampling_config=several(3))
-    second = driver.ask(PROMPT, 3)
+    second = driver.ask([1, 2], 3)
     driver.step()
-    assert [seq.request_id for seq in driver.core.scheduler.running] == [first]
+    assert [seq.request_id for seq in driver.core.scheduler.running] == [first]  # whose prompt takes the whole step
     driver.step(2)
-    assert [seq.request_id for seq in driver.core.scheduler.running] == [first] * 3 + [second]
+    assert sorted(seq.request_id for seq in driver.core.scheduler.running) == [first] * 3 + [second]
+    driver.run()
+    assert driver.tokens(second) == answer([1, 2], 3)
+
+
+def test_a_request_for_many_sequences_leaves_slots_to_a_request_that_comes_later() -> None:
+    driver = Driver(pool_tokens=1024, slots=16, max_num_tokens=64)
+    many = driver.ask([1, 2], 50, sampling_config=several(40))
+    driver.step(4)
+    assert [seq.request_id for seq in driver.core.scheduler.running] == [many] * 14
+    later = [driver.ask([3], 2), driver.ask([4], 2, sampling_config=several(2))]
+    driver.step()
+    assert [seq.request_id for seq in driver.core.scheduler.running][14:] == later
+    driver.run()
+    assert driver.tokens(later[0]) == answer([3], 2)

@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 
-from backend.api.config import load_config
+from backend.api.config_file import load_config
 from backend.core.messages import Hello
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("-m", dest="module")
     parser.add_argument("--config", required=True)
     parser.add_argument("--socket", required=True)
+    parser.add_argument("--owns-directory", action="store_true")
     arguments = parser.parse_args()
     config = load_config(arguments.config)
     core = EngineCore(config, HangingWorkerGroup(keep_trace=False))

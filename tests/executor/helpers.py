@@ -53,6 +53,7 @@ class ScriptedTransport:
 
     def __init__(self, is_remote: bool = False) -> None:
         self.is_remote = is_remote
+        self.engine_pid = 4711 if is_remote else None
         self.sent: list[Command] = []
         self.on_send: Callable[[Command], None] = self.sent.append
 

@@ -16,7 +16,7 @@ def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        engine_process, "_die_with_parent", lambda: None
+        engine_process, "_die_with_parent", lambda directory: None
     )  # pytest's standard input is not a supervisor's
     monkeypatch.setattr(engine_process.signal, "signal", lambda *arguments: None)
     config = tmp_path / "config.json"
@@ -28,6 +28,16 @@ def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(
 
 
 def test_it_ends_when_its_standard_input_does() -> None:
-    program = "from backend.executor import engine_process; engine_process._die_with_parent(); print('still here')"
+    program = "from backend.executor import engine_process; engine_process._die_with_parent(None); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], input="x", capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_parent_that_is_killed_leaves_no_directory_that_was_made_for_the_engine(tmp_path: Path) -> None:
+    own, given = tmp_path / "own", tmp_path / "given"
+    program = "import sys; from backend.executor import engine_process; engine_process.main()"
+    for directory, flags in ((own, ["--owns-directory"]), (given, [])):
+        directory.mkdir()
+        arguments = [sys.executable, "-c", program, "--socket", str(directory / "s"), *flags]
+        subprocess.run(arguments, input="", capture_output=True, text=True, timeout=60, check=False)
+    assert (own.exists(), given.exists()) == (False, True)

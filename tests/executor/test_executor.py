@@ -13,8 +13,8 @@ import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, FinishReason, OutputConfig, Request, Response, SamplingConfig
 from backend.executor.executor import Executor
-from tests.executor.helpers import assert_processed, drain, make_executor, tokens_of
-from tests.fakes.hash_worker import oracle
+from tests.executor.helpers import CONFIG, assert_processed, drain, make_executor, tokens_of
+from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
 
 @pytest.fixture
@@ -148,7 +148,10 @@ def test_a_callback_hears_of_every_response_in_order(executor: Executor) -> None
 
 @pytest.mark.feature("002-32")
 def test_shutdown_wakes_a_waiter_and_answers_live_requests() -> None:
-    executor = make_executor()
+    workers = HashWorkerGroup()
+    submit = workers.submit
+    workers.submit = lambda step: (time.sleep(0.005), submit(step))[1]  # the request would take a second
+    executor = Executor.in_process(CONFIG, workers)
     request_id = executor.enqueue_request(Request([1, 2, 3], 200))
     got = []
     waiter = threading.Thread(target=lambda: got.extend(executor.await_responses(request_id)))
@@ -195,3 +198,36 @@ def test_a_deadline_ends_a_request_that_still_runs() -> None:
         time.sleep(0.002)  # the deadline itself, not a synchronisation
         result = drain(executor, [request_id])[request_id][-1].result
         assert result.finish_reasons == (FinishReason.TIMED_OUT,)
+
+
+class EndOfTheThread(BaseException):
+    """Passes every handler of exceptions."""
+
+
+def test_when_the_engine_thread_ends_requests_posted_meanwhile_are_answered_and_later_ones_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = HashWorkerGroup()
+    executor = Executor.in_process(CONFIG, workers)
+    told: list[Response] = []
+    transport = executor._transport
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def fail(step: object) -> None:
+        executor.submit(Request([7], 4), told.append)  # while the loop ends nobody reads this
+        raise EndOfTheThread
+
+    monkeypatch.setattr(workers, "submit", fail)
+    first = executor.enqueue_request(Request([1], 4))
+    assert executor.await_responses(first, 10)[0].error_code is ErrorCode.UNAVAILABLE
+    transport._thread.join(10)
+    assert [response.error_msg for response in told] == ["the engine has stopped; make a new Executor or LLM"]
+    with pytest.raises(EngineUnavailable, match="the engine has stopped; make a new Executor or LLM"):
+        executor.enqueue_request(Request([1], 4))
+    executor.shutdown()
+
+
+def test_a_struct_given_as_a_dict_is_read_as_the_decoder_of_a_socket_reads_it(executor: Executor) -> None:
+    request_id = executor.enqueue_request(Request([1], 4, sampling_config={"min_tokens": 2}, output_config={}))
+    responses = drain(executor, [request_id])[request_id]
+    assert tokens_of(responses) == [1, *oracle([1], 4, 1000)]

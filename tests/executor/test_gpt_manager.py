@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -197,3 +199,61 @@ def test_more_requests_than_were_asked_for_are_refused_and_the_others_served() -
     assert sorted(client.errors) == [4, 5, 6, 7, 8]
     assert all("maximum queue size" in error for error in client.errors.values())
     assert client.tokens == {i: oracle([i], 4, 1000) for i in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("name", ["get", "send", "poll", "stats"])
+@pytest.mark.parametrize("error", [RuntimeError("planted"), SystemExit(3)])
+def test_a_callback_that_raises_is_logged_once_and_the_token_loop_goes_on(
+    name: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Client([(1, streaming([1, 2], 6)), (2, streaming([3, 4], 6))])
+    left = [3]  # how often it still raises
+
+    def raising_first(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object) -> object:
+            if left[0]:
+                left[0] -= 1
+                if name == "send":
+                    call(*args)
+                raise error
+            return call(*args)
+
+        return wrapped
+
+    calls: dict[str, Callable[..., Any]] = {
+        "get": client.get,
+        "send": client.send,
+        "poll": client.poll,
+        "stats": lambda stats: None,
+    }
+    calls[name] = raising_first(calls[name])
+    with GptManager(make_core(), calls["get"], calls["send"], calls["poll"], calls["stats"]):
+        assert client.done.wait(20)
+    assert client.tokens == {1: oracle([1, 2], 6, 1000), 2: oracle([3, 4], 6, 1000)} and left == [0]
+    assert caplog.text.count("failed; the token loop goes on") == 1
+
+
+BAD_REQUESTS: list[tuple[Any, Any, str]] = [
+    (5, "a text", "the request is a str, a Request is expected"),
+    (5, Request([1], 10**400), "max_tokens: expected plain numbers of at most 64 bits"),
+    (5, Request([1], 4, timeout_s=1e308), "timeout is 1e+308 s, allowed is more than 0 to 86400 s"),
+    (5, Request([1], 4, timeout_s="soon"), "timeout_s: expected float | None, got str"),
+]
+
+
+@pytest.mark.parametrize(("request_id", "request_", "error"), BAD_REQUESTS)
+def test_what_is_no_request_is_answered_and_the_next_one_is_served(request_id: int, request_: Any, error: str) -> None:
+    client = Client([(request_id, request_), (6, streaming([1], 3))])
+    client.run()
+    assert error in client.errors[5] and client.tokens[6] == oracle([1], 3, 1000)
+
+
+@pytest.mark.parametrize("request_id", [-1, 1 << 64, 1e308, "seven", None])
+def test_an_id_that_is_no_unsigned_number_is_logged_and_the_next_request_is_served(
+    request_id: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    todo = [[(request_id, streaming([1], 3)), (6, streaming([1], 3))]]
+    client = Client([(6, streaming([1], 3))])
+    with GptManager(make_core(), lambda most: todo.pop(0) if todo else [], client.send):
+        assert client.done.wait(20)
+    assert client.tokens[6] == oracle([1], 3, 1000) and "whose id is no unsigned 64-bit number" in caplog.text

@@ -12,7 +12,16 @@ import pytest
 
 from backend.api import EngineUnavailable, Request
 from backend.api.config import RecordsConfig
-from backend.api.stats import BlocksCreated, BlocksStored, DebugTensors, KvEvent, Records, RequestStage
+from backend.api.stats import (
+    BlocksCreated,
+    BlocksStored,
+    DebugTensors,
+    IterationRequests,
+    IterationStats,
+    KvEvent,
+    Records,
+    RequestStage,
+)
 from backend.executor import Executor
 from backend.executor.record_shelf import RecordShelf
 from backend.wire.client import wait_until
@@ -104,6 +113,23 @@ def test_of_debug_tensors_the_latest_steps_are_kept() -> None:
     shelf.put(Records(debug_tensors=steps[4:]))
     assert shelf.take_debug_tensors() == steps[3:]
     assert shelf.take_debug_tensors() == []
+
+
+def test_each_kind_of_record_has_a_limit_of_its_own_and_the_latest_are_kept() -> None:
+    shelf = RecordShelf()
+    limits = RecordsConfig(
+        max_iterations=1, max_request_iterations=2, max_kv_events=3, max_debug_iterations=4, debug_tensors=("a",)
+    )
+    shelf.limit(limits)
+    steps = [IterationStats(iter=number) for number in range(6)]
+    requests = [IterationRequests(number, []) for number in range(6)]
+    events = [KvEvent(number, BlocksCreated(1)) for number in range(6)]
+    tensors = [DebugTensors(number, {}) for number in range(6)]
+    shelf.put(Records(iterations=steps, requests=requests, kv_events=events, debug_tensors=tensors))
+    assert shelf.take_iterations() == steps[-1:]
+    assert shelf.take_requests() == requests[-2:]
+    assert shelf.take_kv_events(0) == events[-3:]
+    assert shelf.take_debug_tensors() == tensors[-4:]
 
 
 def test_a_waiter_wakes_when_an_event_comes() -> None:

@@ -98,7 +98,7 @@ def test_the_socket_is_private(tmp_path: Path) -> None:
     "fields, message",
     [
         ({"cache_salt": "x" * 20_000}, "takes 20.* bytes .* limit is 10000; shorten"),
-        ({"cache_salt": "\ud800"}, "cannot be sent"),
+        ({"cache_salt": "\ud800"}, "lone surrogate"),
     ],
 )
 def test_a_request_that_cannot_be_sent_fails_alone(

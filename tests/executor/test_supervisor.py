@@ -118,6 +118,16 @@ def test_while_it_loads_it_has_the_time_that_a_start_may_take(live: Callable[...
     assert process.patience_s == EngineConfig().triton.attach_timeout_s
 
 
+def test_what_the_engine_remarks_is_a_warning_of_the_log_at_each_start(
+    live: Callable[..., EngineProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    remark = """echo '{"remark": "it is 32 in this server"}'"""
+    process = live(f"{remark}; {READY}; exit 3", f"{remark}; {READY}; {STAY}")
+    assert is_up(process, num_restarts=1)
+    told = [record for record in caplog.records if record.getMessage() == "remark: it is 32 in this server"]
+    assert [(record.name, record.levelname) for record in told] == [("everbatch.supervisor", "WARNING")] * 2
+
+
 def test_whatever_else_is_printed_does_not_end_the_supervision(live: Callable[..., EngineProcess]) -> None:
     noise = r"""printf '7\n[]\n\377\376\n{"x"\n'"""
     process = live(f"{noise}; {READY}; {noise}; exit 3", f"{READY}; {STAY}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from backend.api import EngineUnavailable, Request, Response
+from backend.api import EngineUnavailable, Request, Response, silence
+from backend.api.silence import BUSY_S, TICK_S, CpuDemand
+from backend.api.silence import SILENT_S as STALE_S
 from backend.executor import Executor
-from backend.executor.watch import STALE_S, TICK_S, Watch
+from backend.executor.watch import Watch
 from tests.executor.helpers import ScriptedTransport
 
 PATIENCE_S = 10.0
@@ -116,6 +118,29 @@ def test_status_lines_are_signs_of_life_while_it_loads(watch: Watch, process: Pr
     assert process.killed == []
 
 
+def test_an_engine_that_works_or_waits_for_a_processor_is_slow_and_not_dead(
+    watch: Watch, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.patience_s = None
+    watch.pid = 4711
+    demand = CpuDemand(0, waiting=True)
+    monkeypatch.setattr(silence, "cpu_demand", lambda pid: demand)
+    watch.beat(0.0)
+    tick(watch, BUSY_S - TICK_S)
+    assert watch.is_fresh
+    watch.tick()
+    assert not watch.is_fresh and watch.describe().endswith("for 10.0 s, the limit is 10 s")
+    watch.beat(0.0)
+    tick(watch, BUSY_S / 2)
+    assert watch.is_fresh
+    demand = CpuDemand()  # it was stopped, or hangs
+    watch.tick()
+    assert not watch.is_fresh and watch.describe().endswith("for 5.2 s, the limit is 1.25 s")
+    demand = CpuDemand(0, waiting=True)
+    watch.tick()
+    assert not watch.is_fresh, "only a sign of life helps now"
+
+
 # ---- the executor ----------------------------------------------------------------------------------------------------
 
 
@@ -174,3 +199,13 @@ def test_an_engine_that_died_and_is_started_again_is_worth_another_try(
         assert "send it again in a few seconds" in answers[0].error_msg
         with pytest.raises(EngineUnavailable, match="not ready yet"):
             executor.submit(Request([1], 1), answers.append)
+
+
+def test_it_says_why_it_is_not_ready_and_watches_the_process_at_the_other_end(transport: ScriptedTransport) -> None:
+    with Executor(transport) as executor:
+        assert executor.why_not_ready() == "" and executor._watch.pid == transport.engine_pid == 4711
+        tick(executor._watch, STALE_S)
+        assert executor.why_not_ready() == "the engine has given no sign of life for 1.2 s, the limit is 1.25 s"
+        transport.lose()
+        assert executor.why_not_ready() == "the engine is not running, or is still starting"
+    assert executor.why_not_ready() == "the executor has been shut down"

@@ -28,6 +28,8 @@ KEYS = {
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
+    *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
+    *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
 }
 
 
@@ -61,7 +63,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[Seen] = []
-        self.ready = True
+        self.adapters = ["doll"]
+        self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
+        self.ready = True  # the server
+        self.model_ready = True
+        self.readiness_asked = 0
+        self.may_answer = threading.Event()  # to questions about the server's readiness
+        self.may_answer.set()
         self._server: grpc.Server | None = None
         self.url = "127.0.0.1:0"
 
@@ -95,10 +103,12 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return self.requests
 
     def ServerReady(self, request: Any, context: Any) -> Any:
+        self.readiness_asked += 1
+        self.may_answer.wait(10)
         return service_pb2.ServerReadyResponse(ready=self.ready)
 
     def ModelReady(self, request: Any, context: Any) -> Any:
-        return service_pb2.ModelReadyResponse(ready=self.ready and request.name == "everbatch")
+        return service_pb2.ModelReadyResponse(ready=self.model_ready and request.name == "everbatch")
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         message = next(requests)
@@ -114,6 +124,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         yield from self._answers(seen, context)
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
+        if seen.body.get("tokenize"):
+            seen.words[0] = 0
+            yield response(seen, [{**told(seen, [], "length"), "max_model_len": 2048}])
+            return
+        if {"load_adapter", "unload_adapter", "list_adapters"} & seen.body.keys():
+            yield self._change_adapters(seen)
+            return
         command, _, rest = seen.text().partition(" ")
         if command == "error":
             yield error(rest)
@@ -141,19 +158,33 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         else:
             yield from plain(seen)
 
+    def _change_adapters(self, seen: Seen) -> Any:
+        loaded, unloaded = seen.body.get("load_adapter"), seen.body.get("unload_adapter")
+        if loaded is not None:
+            if loaded["directory"] == "missing":
+                return error("[NOT_FOUND] there is no adapter in 'missing' below lora.allowed_dir; check the name")
+            self.adapters.append(loaded["name"])
+        elif unloaded is not None:
+            if unloaded not in self.adapters:
+                return error(f"[NOT_FOUND] there is no adapter {unloaded!r}")
+            self.adapters.remove(unloaded)
+        seen.words[0] = 0
+        text = json.dumps(self.adapters) if seen.body.get("list_adapters") else ""
+        if seen.body.get("list_adapters") and self.list_delays_s:
+            time.sleep(self.list_delays_s.pop(0))
+        return response(seen, [{**told(seen, [], "stop"), "text": text}])
+
 
 def plain(seen: Seen) -> Iterator[Any]:
-    """WORDS, two tokens in the second response; cut at max_tokens; said again as often as asked for without a limit."""
-    limit = seen.body.get("max_tokens") or len(WORDS)
+    """WORDS, two tokens in the second response; cut at max_tokens."""
+    limit = seen.body.get("max_tokens", len(WORDS))
     words = [WORDS[i % len(WORDS)] for i in range(min(limit, len(WORDS)))]
     reason = "length" if limit < len(WORDS) else "stop"
-    if seen.body.get("echo"):
-        words[0] = seen.text() + words[0]
     choices = range(seen.body.get("n", 1))
     if not seen.body.get("stream"):
         yield response(seen, [told(seen, words, reason, index) for index in choices])
         return
-    groups = [group for group in (words[:1], words[1:3], words[3:]) if group]
+    groups = [group for group in (words[:1], words[1:3], words[3:]) if group] or [[]]
     for group in groups[:-1]:
         for index in choices:
             yield response(seen, [told(seen, group, None, index)])
@@ -183,8 +214,14 @@ def piece(seen: Seen, words: list[str], reason: str | None) -> Any:
 def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> dict[str, Any]:
     """What is new of a reply. Of the prompt's 7 tokens 3 were there; the first reply has computed the rest for the others."""
     first = seen.words[index]
+    is_first = index not in seen.words
     seen.words[index] += len(words)
     value: dict[str, Any] = {"text": "".join(words), "token_ids": list(range(first, seen.words[index]))}
+    if is_first and seen.body.get("echo"):
+        value["text"] = seen.text() + value["text"]
+    of_prompt = seen.body.get("prompt_logprobs")
+    if is_first and of_prompt is not None:
+        value["prompt_logprobs"] = scored(seen.text(), of_prompt)
     if seen.body.get("n", 1) > 1:
         value["index"] = index
     count = seen.body.get("logprobs")
@@ -196,6 +233,12 @@ def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> di
             usage["discarded_tokens"] = 100 * unused
         value |= {"finish_reason": reason, "stop_reason": None, "usage": usage}
     return value
+
+
+def scored(prompt: str, count: int) -> list[dict[str, Any]]:
+    """A token that the text does not hold, then one for each character; the first one follows nothing."""
+    start = {"token_id": 0, "token": "<s>", "bytes": [], "logprob": None, "top": []}
+    return [start, *({**logprob(letter, -0.25), "top": others(letter, count)} for letter in prompt)]
 
 
 def response(seen: Seen, values: list[dict[str, Any]]) -> Any:

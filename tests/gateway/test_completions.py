@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.logprobs import TextColumns, TokenLogProb, TopToken
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import WORDS, FakeTriton
 from tests.gateway.test_limits import connect, post
@@ -73,6 +74,76 @@ def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "ab"], [1, 2], [[1, 2], [3]]])
+def test_a_prompt_is_scored_with_what_was_generated_behind_it(
+    prompt: Any, max_tokens: int, stream: bool, served: Served, triton: FakeTriton
+) -> None:
+    """As lm-eval's local-completions and HELM ask, with each form of prompt. The fake's prompts begin with a token <s> that
+    their text does not hold; those of ids have no text in it.
+    """
+    body = {"model": "everbatch", "prompt": prompt, "temperature": 0, "seed": 1234, "max_tokens": max_tokens}
+    body |= {"echo": True, "logprobs": 1, "n": 2, "stream": stream, "stream_options": {"include_usage": True}}
+    found, usage = scored_choices(served, body if stream else body | {"stream_options": None})
+    num_prompts = (
+        len(prompt) if isinstance(prompt[0], list) or isinstance(prompt, list) and prompt == ["ab", "ab"] else 1
+    )
+    assert sorted(found) == list(range(2 * num_prompts)) and usage["completion_tokens"] == 2 * num_prompts * max_tokens
+    text = "ab" if "ab" in prompt else ""
+    tokens = ["<s>", *text, *WORDS[:max_tokens]]
+    logs = [None, *[-0.25] * len(text), *[-0.5] * max_tokens]
+    for choice in found.values():
+        assert choice["text"] == text + "".join(WORDS[:max_tokens]) and choice["finish_reason"] == "length"
+        assert choice["tokens"] == tokens and choice["token_logprobs"] == logs
+        assert choice["top_logprobs"][0] is None
+        assert all(max(top.values()) >= -0.5 for top in choice["top_logprobs"][1:])
+        assert choice["text_offset"] == [0, *(len("".join(tokens[1:i])) for i in range(1, len(tokens)))]
+    assert {seen.body["max_tokens"] for seen in triton.requests} == {max_tokens}
+
+
+def scored_choices(served: Served, body: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """Each choice with its lists, put together where they came in several chunks; and the usage."""
+    status, answer, _ = served.request("POST", "/v1/completions", body)
+    assert status == 200, answer
+    lines = answer.split("\n\n")[:-2] if body["stream"] else []
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines] or [answer]
+    found: dict[int, dict[str, Any]] = {}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        one = found.setdefault(choice["index"], {"text": ""})
+        one["text"] += choice["text"]
+        one["finish_reason"] = choice["finish_reason"]
+        for name, values in (choice["logprobs"] or {}).items():
+            one[name] = one.get(name, []) + values
+    return found, parts[-1]["usage"]
+
+
+def test_a_long_scored_prompt_is_streamed_in_slices(served: Served) -> None:
+    """The first event has the text, so that clients which read no log-probabilities see it at once."""
+    body = {"model": "everbatch", "prompt": "x" * 250, "max_tokens": 0, "echo": True, "logprobs": 0, "stream": True}
+    found, _ = scored_choices(served, body | {"stream_options": {"include_usage": True}})
+    assert found[0]["text"] == "x" * 250 and found[0]["tokens"] == ["<s>", *"x" * 250]
+    assert found[0]["text_offset"] == [0, *range(250)]
+    events = served.request("POST", "/v1/completions", body)[1].split("\n\n")
+    assert [len(json.loads(event[6:])["choices"][0]["text"]) for event in events[:3]] == [250, 0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_logprobs_asks_for_no_scores(stream: bool, served: Served, triton: FakeTriton) -> None:
+    body = {"model": "everbatch", "prompt": "then ", "max_tokens": 0, "echo": True, "stream": stream}
+    _, answer, _ = served.request("POST", "/v1/completions", body)
+    assert "then " in str(answer) and "prompt_logprobs" not in triton.last().body
+    triton.requests.clear()
+    served.request("POST", "/v1/completions", body | {"echo": False, "logprobs": 1})
+    assert "prompt_logprobs" not in triton.last().body, "without echo the prompt is not told"
+
+
+def test_of_tokens_with_the_same_text_the_likeliest_is_told() -> None:
+    """lm-eval takes an answer for greedy when no other log-probability is greater: halves of characters have no text."""
+    token = TokenLogProb("", -3.0, [0xF0], [TopToken("", -0.5, [0xE2]), TopToken("a", -1.0, [97])])
+    assert TextColumns()([token])["top_logprobs"] == [{"": -0.5, "a": -1.0}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_are_four_lists_and_offsets_count_characters(stream: bool, client: openai.OpenAI) -> None:
     reply: Any = client.completions.create(model="everbatch", prompt="a", max_tokens=9, logprobs=2, stream=stream)
     parts = [part.choices[0].logprobs for part in (reply if stream else [reply]) if part.choices[0].logprobs]
@@ -128,3 +199,16 @@ def http_chunks(body: bytes) -> Iterator[bytes]:
     while length := int(size, 16):
         yield rest[:length]
         size, _, rest = rest[length + 2 :].partition(b"\r\n")
+
+
+@pytest.mark.parametrize("prompts", ["a", ["a", "b"]])
+def test_the_offsets_of_each_streamed_choice_begin_at_zero(prompts: Any, client: openai.OpenAI) -> None:
+    offsets: dict[int, list[int]] = {}
+    for chunk in client.completions.create(
+        model="everbatch", prompt=prompts, n=2, max_tokens=9, logprobs=0, stream=True
+    ):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                offsets.setdefault(choice.index, []).extend(choice.logprobs.text_offset or [])
+    own = [len("".join(WORDS[:i])) for i in range(len(WORDS))]
+    assert offsets == dict.fromkeys(range(2 if prompts == "a" else 4), own)

@@ -13,7 +13,7 @@ from backend.engine import beam_step
 from backend.worker import guided_rows
 from gateway.errors import from_triton
 from tests.gateway.conftest import Served, serving
-from tests.gateway.fake_triton import FakeTriton
+from tests.gateway.fake_triton import KEYS, FakeTriton
 
 CHAT: dict[str, Any] = {"model": "everbatch", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "everbatch", "prompt": "hi"}
@@ -46,15 +46,15 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "stream_options.include_usge",
         "did you mean include_usage?",
     ),
-    ("chat/completions", {"temperature": True}, "temperature", "temperature is true; it should be a valid number"),
-    ("chat/completions", {"messages": None}, "messages", "messages is null; it should be a valid list"),
-    ("chat/completions", {"temperature": 3}, "temperature", "temperature is 3; it should be less than or equal to 2"),
-    ("chat/completions", {"temperature": "hot"}, "temperature", "temperature is 'hot'; it should be a valid number"),
-    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be greater than or equal to 1"),
-    ("chat/completions", {"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it should be a valid integer"),
+    ("chat/completions", {"temperature": True}, "temperature", "temperature is true; it should be a number"),
+    ("chat/completions", {"messages": None}, "messages", "messages is null; it should be a list"),
+    ("chat/completions", {"temperature": 3}, "temperature", "temperature is 3; it should be at most 2"),
+    ("chat/completions", {"temperature": "hot"}, "temperature", "temperature is 'hot'; it should be a number"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be at least 1"),
+    ("chat/completions", {"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it should be an integer"),
     ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "send one of them"),
     ("chat/completions", {"n": 0}, "n", "n is 0"),
-    ("chat/completions", {"n": 129}, "n", "less than or equal to 128"),
+    ("chat/completions", {"n": 129}, "n", "it should be at most 128"),
     ("chat/completions", {"messages": []}, "messages", "messages is empty; give at least one entry"),
     ("chat/completions", {"messages": "hi"}, "messages", "messages is 'hi'"),
     ("chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "messages[0].role is 'x'"),
@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "chat/completions",
         {"messages": NO_TEXT},
         "messages[0].content[0].text",
-        "text is 5; it should be a valid string",
+        "text is 5; it should be a text",
     ),
     ("chat/completions", {"messages": CALLED}, "messages[0].tool_calls[0]", "is missing"),
     ("chat/completions", {"messages": RESULT}, "messages[0].tool_call_id", "say which call it answers"),
@@ -130,7 +130,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "structured_outputs.json_object",
         "should be true",
     ),
-    ("completions", {"guided_regex": "a"}, "guided_regex", "did you mean structured_outputs?"),
     ("responses", {"structured_outputs": {"regex": "a"}}, "structured_outputs", "use text.format"),
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "use tools and tool_choice"),
     ("chat/completions", {"modalities": ["text", "audio"]}, "modalities", "text only"),
@@ -138,31 +137,31 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
     ("chat/completions", {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias.x is 'x'; string should match"),
-    ("chat/completions", {"logit_bias": {"1": 101}}, "logit_bias", "101; it should be less than or equal to 100"),
-    ("chat/completions", {"stop": 5}, "stop", "stop is 5; it should be a valid string, or it should be a valid list"),
-    ("completions", {"suffix": "x"}, "suffix", "suffix is not served here"),
-    ("completions", {"best_of": 129}, "best_of", "less than or equal to 128"),
+    ("chat/completions", {"logit_bias": {"1": 101}}, "logit_bias", "101; it should be at most 100"),
+    ("chat/completions", {"stop": 5}, "stop", "stop is 5; it should be a text or a list"),
+    ("completions", {"suffix": "x"}, "suffix", "nothing is filled in between two texts; send prompt alone"),
+    ("completions", {"best_of": 129}, "best_of", "it should be at most 128"),
     (
         "completions",
         {"early_stopping": "ever"},
         "early_stopping",
-        "it should be a valid boolean, or it should be 'never'",
+        "it should be true or false or 'never'",
     ),
     ("completions", {"prompt": ["a"] * 33, "best_of": 4, "n": 2}, "n", "best_of, is 132, the limit is 128"),
     ("completions", {"prompt": []}, "prompt", "is empty; give at least one entry"),
     ("completions", {"prompt": [[]]}, "prompt[0]", "is empty; give at least one entry"),
-    ("completions", {"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
-    ("completions", {"prompt": ["a", 1]}, "prompt[1]", "it should be a valid string"),
+    ("completions", {"prompt": [-1]}, "prompt[0]", "it should be a text, a number of at least 0 or a list"),
+    ("completions", {"prompt": ["a", 1]}, "prompt[1]", "it should be a text"),
     ("completions", {"prompt": ["a"] * 65, "n": 2}, "n", "prompts times n, or best_of, is 130, the limit is 128"),
-    ("completions", {"echo": True, "logprobs": 1}, "logprobs", "log-probabilities of the prompt"),
-    ("completions", {"prompt": [1, "a"]}, "prompt[1]", "prompt[1] is 'a'; it should be a valid integer"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be at least 1"),
+    ("completions", {"prompt": [1, "a"]}, "prompt[1]", "prompt[1] is 'a'; it should be an integer"),
     ("completions", {"prompt": [[1], []]}, "prompt[1]", "is empty; give at least one entry"),
     ("completions", {"messages": []}, "messages", "unknown parameter messages; did you mean prompt?"),
     ("responses", {"messages": []}, "messages", "did you mean input?"),
     ("responses", {"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
     ("responses", {"text": {"fromat": {}}}, "text.fromat", "did you mean format?"),
     ("responses", {"stream_options": {"include_obfuscation": False}}, "stream_options", "needs stream: true"),
-    ("responses", {"tools": [FUNCTION]}, "tools", "use chat completions"),
+    ("responses", {"tools": [FUNCTION]}, "tools[0].name", "did you mean tools[0].name, which is missing?"),
     ("responses", {"response_format": {"type": "text"}}, "response_format", "use text.format"),
     ("completions", {"tools": [FUNCTION]}, "tools", "use chat completions"),
     ("completions", {"text": {}}, "text", "use response_format"),
@@ -200,7 +199,8 @@ def test_a_missing_parameter_is_named(path: str, missing: int, served: Served) -
     [
         (b"", "not valid JSON"),
         (b"{", "the body is not valid JSON: EOF while"),
-        (b"[1]", "the body is no JSON object"),
+        (b"[1]", "the body is a list; it should be an object"),
+        (b"5", "the body is 5; it should be an object"),
         (b'{"model": "\\ud800"}', "not valid JSON"),
         (b'{"model": "\xff"}', "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
@@ -251,6 +251,29 @@ def test_the_parameter_that_the_model_names_is_called_as_openai_does() -> None:
     for stuck in (guided_rows._STUCK, beam_step._STUCK):
         assert from_triton(f"[INVALID_ARGUMENT] {stuck}").param == "bad_words"
     assert from_triton("[INVALID_ARGUMENT] LoRA adapter 'doll': doll: adapter_config.json: ...").param == "model"
+
+
+def test_each_code_of_the_model_has_its_own_status() -> None:
+    statuses = {
+        **dict.fromkeys(
+            ("INVALID_ARGUMENT", "UNSUPPORTED", "OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"), 400
+        ),
+        **{"NOT_FOUND": 404, "DEADLINE_EXCEEDED": 408, "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503, "CANCELLED": 503},
+        **{"INTERNAL": 500, "UNKNOWN": 500, "DATA_LOSS": 500},
+    }
+    assert {code: from_triton(f"[{code}] text").status for code in statuses} == statuses
+
+
+def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
+    others = {
+        **{"prompt_token_ids": "prompt", "lora_name": "model", "LoRA": "model", "num_return_sequences": "n"},
+        **{"prompt_logprobs": "logprobs", "prompt_log_probs": "logprobs", "tokenize": None},
+        **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
+    }
+    commands = {"load_adapter", "unload_adapter", "list_adapters"}  # of gateway/adapters.py: no client sends them
+    same = {name: name for name in KEYS - set(others) - {"guide"} - commands}
+    expected = {**same, **others}
+    assert {name: from_triton(f"[INVALID_ARGUMENT] {name} is odd").param for name in expected} == expected
 
 
 def test_a_stream_that_fails_later_ends_with_an_error_event(client: openai.OpenAI) -> None:
@@ -347,13 +370,14 @@ def test_without_triton_everything_is_503_until_it_is_back() -> None:
         assert served.request("POST", "/v1/completions", COMPLETION)[0] == 200
 
 
-def test_health_follows_the_readiness_of_triton(served: Served, triton: FakeTriton) -> None:
-    triton.ready = False
+@pytest.mark.parametrize("part", ["ready", "model_ready"])
+def test_health_follows_the_readiness_of_triton_and_of_the_model(part: str, served: Served, triton: FakeTriton) -> None:
+    setattr(triton, part, False)
     try:
         status, body, _ = served.request("GET", "/health")
         assert status == 503 and body["error"]["code"] == "service_unavailable"
     finally:
-        triton.ready = True
+        setattr(triton, part, True)
     assert served.request("GET", "/health")[:2] == (200, {"status": "ready"})
 
 

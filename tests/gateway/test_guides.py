@@ -74,7 +74,7 @@ def test_the_same_in_responses_where_the_field_is_another() -> None:
     message = parse(
         ResponseRequest, json.dumps({"model": "everbatch", "input": "hi", "text": {"format": flat}}).encode()
     )
-    refusal = from_triton("[INVALID_ARGUMENT] guide: it is bad", response(message, []).origin)
+    refusal = from_triton("[INVALID_ARGUMENT] guide: it is bad", response(message, [], []).origin)
     assert (refusal.param, refusal.code) == ("text.format.schema", "invalid_json_schema")
     assert refusal.message == "text.format.schema: it is bad"
 

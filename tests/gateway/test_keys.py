@@ -11,7 +11,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from gateway.keys import Keys, KeysError, namespace_of, read_keys
+from gateway.core import Gateway
+from gateway.keys import THIS_MACHINE, Keys, KeysError, namespace_of, read_keys
+from gateway.settings import Settings, is_loopback
+from gateway.translate import Asked
+from gateway.visit import Visit
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import FakeTriton
 
@@ -26,6 +30,12 @@ def write(path: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
+def names(keys: Keys, *given: str) -> list[str | None]:
+    """Whom each key belongs to."""
+    found = [keys.client_of(key) for key in given]
+    return [None if client is None else client.name for client in found]
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write(tmp_path / "keys", LINES)
@@ -33,7 +43,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_key_belongs_to_its_name(file: Path) -> None:
     keys = Keys(file)
-    assert [keys.name_of(key) for key in (ALICE, BOB, "", ALICE[:-1], ALICE + "x")] == [
+    assert names(keys, ALICE, BOB, "", ALICE[:-1], ALICE + "x") == [
         "alice",
         "bob",
         None,
@@ -59,6 +69,37 @@ def test_a_file_that_is_wrong_is_refused_without_naming_a_key(text: str, sentenc
     assert ALICE not in str(caught.value) and str(tmp_path) not in str(caught.value)
 
 
+def test_a_line_may_say_what_its_key_may_do(tmp_path: Path) -> None:
+    lines = f"alice {ALICE} models=everbatch,doll\nbob {BOB} metrics models=\ncarol {NEW}\n"
+    alice, bob, carol = read_keys(write(tmp_path / "keys", lines)).values()
+    assert (alice.models, alice.metrics) == ({"everbatch", "doll"}, False)
+    assert (bob.models, bob.metrics) == (set(), True)
+    assert (carol.models, carol.metrics) == (None, False)
+
+
+def test_a_model_that_is_not_served_is_named_with_its_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "keys", f"alice {ALICE} models=everbatch\nbob {BOB} models=doll,cow\n")
+    with pytest.raises(
+        KeysError, match="^line 2 of the file of API keys names model 'cow', there are everbatch, doll$"
+    ):
+        Keys(file, ("everbatch", "doll"))
+    keys = Keys(file, ("everbatch", "doll", "cow"))
+    write(file, f"alice {ALICE} models=sheep\n")
+    assert names(keys, ALICE, BOB) == ["alice", "bob"], "a change that cannot be used leaves the keys as they were"
+
+
+@pytest.mark.parametrize("options", ["metric", "metrics metrics", "models=a models=b", "models", "metrics x"])
+def test_an_unknown_option_of_a_key_is_refused(options: str, tmp_path: Path) -> None:
+    with pytest.raises(KeysError, match="line 1 of the file of API keys is not NAME KEY"):
+        read_keys(write(tmp_path / "keys", f"alice {ALICE} {options}\n"))
+
+
+def test_a_key_with_two_different_lines_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeysError, match="the key in line 2 stands in an earlier line with other options"):
+        read_keys(write(tmp_path / "keys", f"alice {ALICE}\nalice {ALICE} metrics\n"))
+    assert len(read_keys(write(tmp_path / "keys", f"alice {ALICE}\nalice {ALICE}\n"))) == 1
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o666])
 def test_a_file_that_others_may_use_is_refused_with_the_remedy(mode: int, file: Path) -> None:
     file.chmod(mode)
@@ -80,7 +121,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_changed_file_is_read_again_at_the_next_request(file: Path) -> None:
     keys = Keys(file)
     write(file, f"alice {NEW}\n")
-    assert [keys.name_of(key) for key in (ALICE, NEW)] == [None, "alice"]
+    assert names(keys, ALICE, NEW) == [None, "alice"]
 
 
 def test_a_change_that_cannot_be_used_is_logged_once_and_the_keys_before_stay(
@@ -88,7 +129,7 @@ def test_a_change_that_cannot_be_used_is_logged_once_and_the_keys_before_stay(
 ) -> None:
     keys = Keys(file)
     file.chmod(0o644)
-    assert keys.name_of(ALICE) == keys.name_of(ALICE) == "alice"
+    assert names(keys, ALICE, ALICE) == ["alice", "alice"]
     assert len(caplog.records) == 1 and "chmod 600" in caplog.text and ALICE not in caplog.text
 
 
@@ -103,7 +144,7 @@ def test_every_known_key_is_compared_wherever_the_right_one_stands(file: Path, m
     monkeypatch.setattr("gateway.keys.hmac.compare_digest", compare)
     for key in (ALICE, BOB, "nobody"):
         compared.clear()
-        keys.name_of(key)
+        names(keys, key)
         assert len(compared) == 2
 
 
@@ -124,6 +165,79 @@ def test_without_a_valid_key_everything_but_health_is_401(headers: dict[str, str
         served.wait_healthy()
         for path in ("/health", "/openapi.json"):
             assert served.request("GET", path, None, headers)[0] == 200
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_only_a_key_for_it_reads_the_metrics(tmp_path: Path, serve: Serve) -> None:
+    keys = write(tmp_path / "keys", f"alice {ALICE}\noperator {BOB} metrics\n")
+    with serve(api_keys=keys) as served:
+        status, body, _ = served.request("GET", "/metrics", None, keyed(ALICE))
+        assert (status, body["error"]["type"], body["error"]["code"]) == (403, "permission_error", "permission_denied")
+        status, text, _ = served.request("GET", "/metrics", None, keyed(BOB))
+        assert status == 200 and "everbatch_gateway_requests_total" in text
+
+
+def test_a_key_uses_and_sees_only_the_models_of_its_line(tmp_path: Path, serve: Serve, triton: FakeTriton) -> None:
+    keys = write(tmp_path / "keys", f"alice {ALICE} models=doll\nbob {BOB}\n")
+    with serve(api_keys=keys, adapters=("doll", "other")) as served:
+        listed = {
+            key: [card["id"] for card in served.request("GET", "/v1/models", None, keyed(key))[1]["data"]]
+            for key in (ALICE, BOB)
+        }
+        assert listed == {ALICE: ["doll"], BOB: ["everbatch", "doll", "other"]}
+        for model, status in (("doll", 200), ("other", 404), ("everbatch", 404)):
+            asked = {"model": model, "prompt": "a"}
+            assert served.request("POST", "/v1/completions", asked, keyed(ALICE))[0] == status
+            assert served.request("GET", f"/v1/models/{model}", None, keyed(ALICE))[0] == status
+            assert served.request("POST", "/v1/completions", asked, keyed(BOB))[0] == 200
+    assert [seen.body.get("lora_name") for seen in triton.requests if "tokenize" not in seen.body] == [
+        "doll",
+        "doll",
+        "other",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "headers", "party"),
+    [
+        ("127.0.0.1", {}, THIS_MACHINE),
+        ("localhost", {}, THIS_MACHINE),
+        ("127.0.0.1", {"X-Forwarded-For": "10.1.2.3"}, ""),
+        ("127.0.0.1", {"Forwarded": "for=10.1.2.3"}, ""),
+        ("127.0.0.1", {"Via": "1.1 proxy"}, ""),
+        ("127.0.0.1", {"X-Real-IP": "10.1.2.3"}, ""),
+    ],
+)
+def test_without_keys_the_programs_of_one_machine_are_one_party_and_others_strangers(
+    host: str, headers: dict[str, str], party: str, serve: Serve, triton: FakeTriton
+) -> None:
+    """Only one party is told what of its prompts was in the cache."""
+    with serve(host=host) as served:
+        body = {"model": "everbatch", "prompt": "a"}
+        assert served.request("POST", "/v1/completions", body, headers)[0] == 200
+    assert triton.last().namespace == party
+
+
+def test_where_other_machines_can_ask_nobody_is_of_one_party() -> None:
+    for host, party in (("0.0.0.0", ""), ("127.0.0.1", THIS_MACHINE)):
+        (job,) = Gateway(Settings(host=host)).jobs([Asked({}, None)], Visit(), "everbatch")
+        assert job.namespace == party
+
+
+def test_with_keys_each_name_is_a_party_and_none_is_the_machines(file: Path) -> None:
+    assert THIS_MACHINE not in {client.namespace for client in read_keys(file).values()}
+
+
+@pytest.mark.parametrize(
+    ("host", "is_private"),
+    [("::1", True), ("127.8.9.1", True), ("::", False), ("192.168.0.1", False), ("example.org", False)],
+)
+def test_addresses_that_only_this_machine_reaches(host: str, is_private: bool) -> None:
+    assert is_loopback(host) == is_private
 
 
 def test_tenants_have_namespaces_of_their_own_and_see_no_others_responses(

@@ -130,6 +130,35 @@ def test_a_server_that_stops_lets_replies_end_and_then_ends_them_with_an_error(t
     assert all(one.ended.wait(10) for one in seen)
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_stream_whose_server_dies_ends_with_an_error_event(path: str, prompts: int) -> None:
+    """The last event says that it may be tried again; without it a client would take the text for the whole reply."""
+    if prompts > 1 and path != "completions":
+        return
+    bodies = {
+        "chat/completions": {"messages": [{"role": "user", "content": "hold"}], "logprobs": True},
+        "completions": {"prompt": ["hold"] * prompts},
+        "responses": {"input": "hold"},
+    }
+    with FakeTriton() as triton, serving(triton.url) as served, connect(served) as connection:
+        served.wait_healthy()
+        body = {"model": "everbatch", "stream": True, **bodies[path]}
+        connection.sendall(post(json.dumps(body).encode(), f"/v1/{path}"))
+        data = b""
+        while b"tick" not in data:
+            data += connection.recv(1000)
+        triton.stop()
+        while not data.endswith(b"0\r\n\r\n"):
+            assert (more := connection.recv(1000)), "the connection was cut"
+            data += more
+    events = re.findall(rb"data: (\{.*\})\n\n", data)
+    last = json.loads(events[-1])
+    error = last["response"]["error"] if path == "responses" else last["error"]
+    assert error["code"] == ("server_error" if path == "responses" else "service_unavailable"), last
+    assert "[DONE]" not in data.decode() and "try again" in error["message"]
+
+
 def start(triton: FakeTriton, *flags: str) -> tuple[subprocess.Popen[str], str]:
     """`python -m gateway` and its address."""
     process = subprocess.Popen(

@@ -72,6 +72,10 @@ def test_more_replies_at_once_than_the_limit_get_429(serve: Serve, triton: FakeT
             "message"
         ]
         assert served.request("POST", "/v1/completions", {**COMPLETION, "n": 3})[0] == 200
+        deadline = time.monotonic() + 10
+        while served.gateway.running.choices != 1:
+            assert time.monotonic() < deadline, "the places of the three replies are not given back"
+            time.sleep(0.01)
 
 
 def test_a_request_for_more_replies_than_there_ever_are_places_is_a_400(serve: Serve, triton: FakeTriton) -> None:
@@ -153,3 +157,24 @@ def test_the_counted_tokens_are_those_that_the_usage_of_the_replies_says(serve: 
     for name in ("prompt_tokens", "completion_tokens"):
         told = sum(getattr(usage, name) for usage in usages)
         assert f"everbatch_gateway_{name}_total {told}\n" in text
+
+
+def test_triton_hears_one_question_about_its_readiness_however_many_ask(served: Served, triton: FakeTriton) -> None:
+    triton.may_answer.clear()
+    before, statuses = triton.readiness_asked, []
+    threads = [threading.Thread(target=lambda: statuses.append(served.request("GET", "/health")[0])) for _ in range(12)]
+    connections = served.server.server_state.connections
+    held = len(connections)
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 10
+    while len(connections) < held + len(threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with connect(served) as connection:  # it has been read when its answer comes, and so have those before it
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in connection.recv(1000)
+    triton.may_answer.set()
+    for thread in threads:
+        thread.join(20)
+    assert statuses == [200] * len(threads) and triton.readiness_asked - before < 6
+    assert served.request("GET", "/health")[0] == 200 and triton.readiness_asked - before >= 2

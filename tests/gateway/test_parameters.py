@@ -12,6 +12,7 @@ import pytest
 from gateway import translate
 from gateway.errors import GatewayError
 from gateway.invalid import parse, refused_of
+from gateway.items import items_of
 from gateway.messages import ChatRequest, CompletionRequest, Sampling
 from gateway.response_messages import ResponseRequest
 
@@ -29,9 +30,10 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 SEEN_LATER = {  # nothing that the model is asked for; other tests show what they do
     *(("stream_options.include_usage", endpoint) for endpoint in ("chat", "completions")),
-    *(("store", "responses"), ("previous_response_id", "responses")),
+    *(("store", "responses"), ("previous_response_id", "responses"), ("conversation", "responses")),
 }
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+OWN_TOOLS = [{"type": "function", "name": "f"}]  # as /v1/responses writes them
 WITH: dict[str, dict[str, Any]] = {
     "parallel_tool_calls": {"tools": TOOLS},
     "stream_options": {"stream": True},
@@ -41,12 +43,20 @@ WITH: dict[str, dict[str, Any]] = {
 # A value of each parameter that asks for something, in OpenAI's API or vLLM's.
 VALUES: dict[str, Any] = {
     **dict.fromkeys(("length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
-    **dict.fromkeys(("top_k", "min_tokens", "n", "max_tokens", "max_completion_tokens", "max_output_tokens"), 2),
+    **dict.fromkeys(
+        ("top_k", "min_tokens", "n", "max_tokens", "max_completion_tokens", "min_new_tokens", "max_output_tokens"), 2
+    ),
     **dict.fromkeys(("seed", "best_of", "max_tool_calls", "prompt_logprobs", "top_logprobs"), 3),
     **dict.fromkeys(("stream", "echo", "ignore_eos", "include_stop_str_in_output", "store", "background"), True),
     **dict.fromkeys(("use_beam_search", "early_stopping"), True),
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "instructions", "suffix", "conversation"), "x"),
     **dict.fromkeys(("reasoning_effort", "verbosity"), "low"),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "continue_final_message"), True),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), False),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), False),
+    "chat_template_kwargs": {"enable_thinking": False},
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), "[]"),
+    "guided_choice": ["a", "b"],
     "repetition_penalty": 1.5,
     "logit_bias": {"5": 1},
     "stop": list("abcde"),
@@ -58,13 +68,14 @@ VALUES: dict[str, Any] = {
     "logprobs": {"chat": True, "completions": 2},
     "previous_response_id": "resp_0",
     "metadata": {"a": "b"},
+    "kwargs": {"a": "b"},
     "parallel_tool_calls": False,
-    "service_tier": "auto",
+    "service_tier": "priority",
     "prompt_cache_retention": "24h",
     "response_format": {"type": "json_object"},
     "structured_outputs": {"json_object": True},
     "text": {"format": {"type": "json_object"}},
-    "tools": TOOLS,
+    "tools": {"chat": TOOLS, "completions": TOOLS, "responses": OWN_TOOLS},
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
@@ -112,22 +123,22 @@ def jobs(endpoint: str, added: dict[str, Any]) -> list[dict[str, Any]]:
     """What the model is asked for."""
     message: Any = parse(KINDS[endpoint], json.dumps({**GOOD[endpoint], **added}).encode())
     if endpoint == "responses":
-        return [translate.response(message, [])]
+        return [translate.response(message, [], items_of(message.input))]
     return [translate.chat(message)] if endpoint == "chat" else translate.completions(message)
 
 
 def beside(endpoint: str, name: str) -> dict[str, Any]:
     """What a parameter needs besides."""
     wanted = WITH.get(name.partition(".")[0], {})
-    if name in ("tool_choice", "parallel_tool_calls") and endpoint != "chat":
-        return {}
+    if name in ("tool_choice", "parallel_tool_calls") and endpoint == "responses":
+        return {"tools": OWN_TOOLS}
     return {key: value for key, value in wanted.items() if key in KINDS[endpoint].model_fields}
 
 
 def asking(endpoint: str, name: str) -> dict[str, Any]:
     value = VALUES[name]
     own, _, inner = name.partition(".")
-    if name == "logprobs":
+    if name in ("logprobs", "tools"):
         value = value[endpoint]
     return {own: {inner: value}} if inner else {own: value}
 

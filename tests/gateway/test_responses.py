@@ -47,6 +47,37 @@ def test_a_stream_tells_every_step_in_order(client: openai.OpenAI) -> None:
     assert last.type == "response.completed" and last.response.output_text == TEXT and last.response.usage is not None
 
 
+def test_the_last_event_has_all_that_was_streamed(client: openai.OpenAI) -> None:
+    events: Any = list(client.responses.create(model="everbatch", input="hi", stream=True, top_logprobs=2))
+    streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    part = events[-1].response.output[0].content[0]
+    for logprobs in (streamed, done.logprobs, part.logprobs):
+        assert [one.token for one in logprobs] == WORDS
+    assert part.text == done.text == TEXT
+
+
+def test_a_response_shows_what_was_asked_for_each_under_its_own_name(served: Served) -> None:
+    """No two values are alike."""
+    asked = {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "max_output_tokens": 40,
+        "top_logprobs": 3,
+        "instructions": "Be brief.",
+        "user": "carol",
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "store": False,
+        "text": {"format": {"type": "json_object"}},
+    }
+    status, body, _ = served.request("POST", "/v1/responses", {"model": "everbatch", "input": "hi", **asked})
+    assert status == 200 and {name: body[name] for name in asked} == asked
+    usage = body["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (7, 4, 11)
+    assert usage["input_tokens_details"]["cached_tokens"] == 3
+
+
 def test_the_stream_helper_of_the_package_reads_it(client: openai.OpenAI) -> None:
     with client.responses.stream(model="everbatch", input="hi") as stream:
         assert stream.get_final_response().output_text == TEXT

@@ -15,7 +15,7 @@ class Clock:
 
 
 def stored(name: str, parent: Stored | None = None, text: str = "x") -> Stored:
-    return Stored(name, ({"role": "user", "content": text},), parent, b"")
+    return Stored(name, ({"type": "message", "content": text},), (), parent, b"")
 
 
 def test_the_least_recently_used_response_goes_first() -> None:
@@ -75,3 +75,12 @@ def test_a_conversation_of_many_turns_is_told_in_order() -> None:
         parent = stored(str(i), parent, str(i))
         store.put("ns", parent)
     assert parent is not None and [turn["content"] for turn in parent.conversation()] == [str(i) for i in range(5000)]
+
+
+def test_the_answer_and_the_turns_of_a_response_both_count() -> None:
+    store = ResponseStore(9, 1 << 20, 60, Clock())
+    store.put("ns", Stored("a", ({"content": "x" * 4},), ({"content": "x" * 6},), None, b"y" * 500))
+    assert store.held() == (1, OVERHEAD_BYTES + 10 + 500)
+    assert store.delete("ns", "a")
+    gc.collect()
+    assert store.held() == (0, 0)

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from backend.api import EngineConfig, Request, SamplingConfig
 from backend.api.config import SpeculationConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.response import FinishReason, Result
+from backend.core.step import NewRow, Row, SampledToken
 from backend.executor import Executor
+from backend.guided.protocol import CompiledGuide, Matcher
 from backend.scheduler import drafting
-from backend.worker.guided_rows import GuidedRow
+from backend.worker.guided_rows import GuidedRow, GuidedRows, MatcherSource
 from tests.fakes.drafters import FixedStepCost
 from tests.guided.test_outputs import JSON_SCHEMA, answers, config, request
 from tests.guided.tools import MODEL, allowed, backend, tokenizer
@@ -170,3 +173,39 @@ def test_a_limit_that_a_wrong_draft_meets_is_none_for_the_output() -> None:
     assert masks[0, 3] == 3 and not row.error
     row.accept(9)
     assert "max is 3" in row.error
+
+
+def test_each_guided_row_of_a_step_has_its_own_logits_and_its_own_sample() -> None:
+    """Rows that sample nothing have neither; a row's drafts have logits, but one sample together. Of the rows that sample, the
+    second one's token is forbidden by its guide: that row fails, and is the step's fifth.
+    """
+    compiled = backend().compile(Guide(GuideType.REGEX, "[0-9]+"))
+    rows = GuidedRows(compiled_source(compiled), 8, 4096)
+    digit, letter = (tokenizer().encode(text, add_special_tokens=False)[0] for text in "5x")
+    for slot in (1, 2, 3):
+        rows.set_row(NewRow(slot, [7], 1, 0, [], SamplingConfig(), (END,), guide=Guide(GuideType.REGEX, "[0-9]+")))
+    step = rows.of_step(
+        [
+            Row(0, 0, 4, samples=False),
+            Row(4, 0, 3, samples=True, drafts=[9, 9]),
+            Row(1, 0, 2, samples=False),
+            Row(2, 0, 3, samples=True, drafts=[digit, digit]),
+            Row(3, 0, 1, samples=True),
+        ]
+    )
+    assert step is not None
+    assert [each[:3] for each in step._places] == [(3, 1, 3), (6, 2, 4)]
+    masked = step.mask(torch.zeros(7, 4096))
+    assert [bool((masked[i] == 0).all()) for i in range(7)] == [True] * 3 + [False] * 4
+    samples = [SampledToken(slot, token_id) for slot, token_id in ((4, letter), (2, digit), (3, letter))]
+    assert [number for number, _ in step.accept(samples)] == [4]
+
+
+def compiled_source(compiled: CompiledGuide) -> MatcherSource:
+    """A source of matchers of one guide."""
+
+    class Source:
+        def matcher(self, guide: Guide) -> Matcher:
+            return compiled.matcher()
+
+    return Source()

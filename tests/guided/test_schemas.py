@@ -119,6 +119,33 @@ def test_dates_are_those_of_the_calendar(form: str) -> None:
         assert not accepts(guide, json.dumps(text.format(other))), other
 
 
+TIMES = {
+    "00:00:00Z": True,
+    "23:59:60z": True,
+    "19:09:59.123456789+23:59": True,
+    "20:00:00-00:00": True,
+    "24:00:00Z": False,
+    "25:00:00Z": False,
+    "10:60:00Z": False,
+    "10:00:61Z": False,
+    "10:00:00": False,
+    "10:00:00.Z": False,
+    "10:00:00+24:00": False,
+    "10:00:00+10:60": False,
+    "10:00:00+1000": False,
+    "1:00:00Z": False,
+    "10:00Z": False,
+}
+
+
+@pytest.mark.parametrize("between", ["T", "t", " "])
+def test_times_are_those_of_a_day(between: str) -> None:
+    """As RFC 3339 has them: hours to 23, a second 60, and an offset always."""
+    guide = compiled("json_schema", '{"type": "string", "format": "date-time"}')
+    for text, is_one in TIMES.items():
+        assert accepts(guide, f'"2024-02-29{between}{text}"') == (is_one and between != " "), text
+
+
 def test_dates_are_held_wherever_a_schema_stands_and_in_no_value() -> None:
     """Behind a $ref into a keyword that nobody knows; but a property `format`, or an object in enum, is no keyword."""
     behind = {"$ref": "#/own/day", "own": {"day": {"type": "string", "format": "date"}}}

@@ -1,6 +1,7 @@
-"""Attack a server of one's own: `python -m tests.hostile [fuzz|growth|cancels|starts] [options]`.
+"""Attack a server of one's own: `python -m tests.hostile [fuzz|numbers|growth|cancels|starts] [options]`.
 
 fuzz (default)   malformed requests over HTTP and gRPC to every model, a canary after each 500
+numbers          every number that no field should hold, in every field of every wire, an honest request after each
 growth           how the memory of each process grows by each class of request, a fresh server for each
 cancels          gRPC streams cancelled midway, in bounded cycles
 starts           starts of the server, one after the other, with the logs kept
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.rundir import default_run_directory
-from tests.hostile import cycles, growth, named, report
+from tests.hostile import cycles, growth, named, report, served_numbers
 from tests.hostile.campaign import Campaign, Settings
 from tests.hostile.mix import KINDS, MODELS, Mix
 from tests.hostile.target import Target
@@ -30,8 +31,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.hostile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", nargs="?", default="fuzz", choices=("fuzz", "growth", "cancels", "starts"))
-    parser.add_argument("--cases", type=int, help="how many requests (fuzz: 20000; growth: 1000 of each class)")
+    parser.add_argument(
+        "command", nargs="?", default="fuzz", choices=("fuzz", "numbers", "growth", "cancels", "starts")
+    )
+    parser.add_argument(
+        "--cases", type=int, help="how many requests (fuzz: 20000; numbers: all; growth: 1000 of each class)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which ones; the same seed sends the same requests")
     parser.add_argument("--workers", type=int, default=8, help="clients at a time")
     parser.add_argument("--model", choices=MODELS, help="one model instead of all")
@@ -88,6 +93,19 @@ def fuzz(args: argparse.Namespace, directory: Path) -> tuple[str, dict[str, Any]
     return report.text(campaign.tally), report.as_json(campaign.tally), bool(campaign.tally.failures())
 
 
+def numbers(args: argparse.Namespace, directory: Path) -> tuple[str, dict[str, Any], bool]:
+    """The sweep of served_numbers.py; with --cases that many of them, spread over all."""
+    cases = served_numbers.cases()
+    target = Target(directory, tuple(args.overrides))
+    campaign = Campaign(target, Settings(workers=args.workers, ask_after_each="everbatch"), tell)
+    try:
+        campaign.start()
+        campaign.run(cases.__getitem__, range(0, len(cases), max(1, len(cases) // (args.cases or len(cases)))))
+    finally:
+        target.stop()
+    return report.text(campaign.tally), report.as_json(campaign.tally), bool(campaign.tally.failures())
+
+
 def send_large(campaign: Campaign, target: Target) -> None:
     """The large requests one by one, each with a canary after it."""
     cases = named.large()
@@ -122,6 +140,8 @@ def main() -> int:
         return replay(args, directory)
     if args.command == "fuzz":
         shown, found, failed = fuzz(args, directory)
+    elif args.command == "numbers":
+        shown, found, failed = numbers(args, directory)
     elif args.command == "growth":
         shown, found, failed = growth.run(
             directory, args.cases or 1000, args.seed, tuple(args.kind) or tuple(KINDS), tell

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.hostile import answers, deaths
-from tests.hostile.canary import Canary, Witness
+from tests.hostile.canary import FULL, Canary, Witness
 from tests.hostile.case import Case
 from tests.hostile.send import Sender
 from tests.hostile.tally import Tally
@@ -24,6 +24,7 @@ class Settings:
     workers: int = 8
     chunk: int = 500
     deadline_s: float = 30.0
+    ask_after_each: str = ""  # a question of tests/hostile/honest.py that follows each case; "" = none
     max_deaths: int = 20
 
 
@@ -50,7 +51,7 @@ class Campaign:
             while todo and not self.tally.gave_up:
                 witness = Witness(self.canary, first)
                 witness.start()
-                _Volley(self._target, self._settings, self.tally, make, todo).fire()
+                _Volley(self._target, self._settings, self.tally, make, todo, self.canary).fire()
                 witness.stop()
                 self._hear(witness, self._look_after_deaths())
             self._after_chunk()
@@ -96,9 +97,16 @@ class _Volley:
     """The cases of one chunk, sent until they are all done or tritonserver is gone."""
 
     def __init__(
-        self, target: Target, settings: Settings, tally: Tally, make: Callable[[int], Case], todo: deque[int]
+        self,
+        target: Target,
+        settings: Settings,
+        tally: Tally,
+        make: Callable[[int], Case],
+        todo: deque[int],
+        canary: Canary,
     ) -> None:
         self._target, self._settings, self._tally, self._make, self._todo = target, settings, tally, make, todo
+        self._canary = canary
         self._dead = threading.Event()
 
     def fire(self) -> None:
@@ -131,6 +139,10 @@ class _Volley:
             self._tally.lost(index, case)
             return
         self._tally.add(index, case, reply, answers.classify(case, reply), answers.leaks(case, reply))
+        if self._settings.ask_after_each:
+            problem = self._canary.compare(self._settings.ask_after_each)
+            if problem and FULL not in problem and self._target.server.running():
+                self._tally.canary_failures.append(f"after {case.model} {case.name}: {problem}")
 
     def _server_is_gone(self, case: Case) -> bool:
         deadline = time.monotonic() + (0 if case.incomplete else GONE_S)

@@ -13,6 +13,7 @@ from backend.core.sequence import Sequence
 from backend.core.step import BlockId
 from backend.kvcache.block import BlockHandle
 from backend.kvcache.events import KvEventLog, block_hash, root_hash
+from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.prefix_trie import PrefixTrie
 from tests.kvcache.harness import Cache, make_sequence
 
@@ -108,7 +109,7 @@ def test_a_log_that_nobody_reads_keeps_the_newest_and_without_a_limit_there_is_n
 
 def test_with_a_block_all_blocks_below_it_are_removed() -> None:
     log = KvEventLog(10, num_blocks=3)
-    trie = PrefixTrie(2, log)
+    trie = PrefixTrie(2, EvictedPrefixes(64), log)
     trie.insert("", None, 0, [1, 2, 3, 4, 5, 6], [BlockHandle(BlockId(i), i + 1) for i in range(3)], 3)
     trie.forget(BlockId(0))
     _, stored, removed = log.take()

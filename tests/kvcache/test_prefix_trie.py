@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.kvcache.block import DROPPED, BlockHandle
+from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.prefix_trie import PrefixTrie
 
 
@@ -17,7 +18,7 @@ def handles(*block_ids: int) -> list[BlockHandle]:
 
 
 def trie_of(tokens: list[int], *block_ids: int, size: int = 2, namespace: str = "") -> PrefixTrie:
-    trie = PrefixTrie(size)
+    trie = PrefixTrie(size, EvictedPrefixes(64))
     trie.insert(namespace, None, 0, tokens, handles(*block_ids), len(block_ids))
     return trie
 
@@ -107,7 +108,7 @@ def test_forgetting_a_block_cuts_off_all_below_it() -> None:
 
 
 def test_going_on_below_a_node_that_was_cut_off_starts_at_the_root_again() -> None:
-    trie = PrefixTrie(2)
+    trie = PrefixTrie(2, EvictedPrefixes(64))
     tokens, table = [1, 1, 2, 2, 3, 3], handles(1, 2, 3)
     node, depth = trie.insert("", None, 0, tokens, table, 2)
     trie.forget(1)
@@ -118,7 +119,7 @@ def test_going_on_below_a_node_that_was_cut_off_starts_at_the_root_again() -> No
 
 
 def test_a_path_with_a_hole_is_not_entered() -> None:
-    trie = PrefixTrie(2)
+    trie = PrefixTrie(2, EvictedPrefixes(64))
     assert trie.insert("", None, 0, [1, 1, 2, 2], [DROPPED, *handles(2)], 2) == (None, 0)
     assert found(trie, [1, 1, 2, 2]) == ([], None, 0)
     trie.check_integrity()
@@ -132,7 +133,7 @@ def test_what_is_found_is_the_longest_known_prefix(
     prompts: list[list[int]], forgotten: list[int], wanted: list[int]
 ) -> None:
     """Against a plain dictionary from prefixes to blocks."""
-    size, trie, known = 2, PrefixTrie(2), {}
+    size, trie, known = 2, PrefixTrie(2, EvictedPrefixes(64)), {}
     for number, prompt in enumerate(prompts):
         table = handles(*range(number * 10, number * 10 + len(prompt) // size))
         trie.insert("", None, 0, prompt, table, len(table))
@@ -178,7 +179,7 @@ class Counted(int):
 
 @pytest.mark.parametrize("fan_out", [1, 100, 10_000])
 def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out: int) -> None:
-    trie = PrefixTrie(4)
+    trie = PrefixTrie(4, EvictedPrefixes(64))
     for index in range(fan_out):
         trie.insert("", None, 0, [5, index, 0, 0], [BlockHandle(index, 1)], 1)
     Counted.comparisons = 0
@@ -196,7 +197,7 @@ def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out
 def test_the_longest_head_is_found_among_any_neighbours_and_after_any_eviction(
     keys: list[list[int]], tail: list[int], data: st.DataObject
 ) -> None:
-    trie = PrefixTrie(4)
+    trie = PrefixTrie(4, EvictedPrefixes(64))
     for index, key in enumerate(keys):
         trie.insert("", None, 0, key, [BlockHandle(index, 1)], 1)
     gone = data.draw(st.sets(st.integers(0, max(0, len(keys) - 1))))

@@ -16,6 +16,7 @@ from backend.core.group import SequenceGroup
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId
 from backend.kvcache.block import BlockHandle
+from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.plan import Admission
 from backend.kvcache.prefix_trie import PrefixTrie
 from tests.kvcache.harness import Cache, answer, make_sequence
@@ -195,7 +196,7 @@ def test_behind_a_window_a_last_block_is_found_with_the_blocks_that_it_needs() -
 
 class TestTrie:
     def test_a_leaf_that_another_block_begins_with_is_not_entered(self) -> None:
-        trie = PrefixTrie(4)
+        trie = PrefixTrie(4, EvictedPrefixes(64))
         trie.insert("", None, 0, [1, 2, 3, 4], handles(1), 1)
         trie.insert_tail("", None, 0, [1, 2, 3], handles(2), 3)
         trie.insert_tail("", None, 0, [1, 2, 9], handles(3), 3)
@@ -204,7 +205,7 @@ class TestTrie:
         trie.check_integrity()
 
     def test_a_leaf_goes_with_the_block_ahead_of_it_and_an_empty_namespace_is_forgotten(self) -> None:
-        trie = PrefixTrie(2)
+        trie = PrefixTrie(2, EvictedPrefixes(64))
         trie.insert_tail("", None, 0, [1, 2, 3], handles(1, 2), 3)
         trie.insert_tail("other", None, 0, [7], handles(3), 1)
         assert len(trie) == 3
@@ -220,7 +221,7 @@ class TestTrie:
     def test_the_longest_head_is_found_among_keys_of_any_lengths(
         self, keys: list[list[int]], wanted: list[int]
     ) -> None:
-        trie = PrefixTrie(4)
+        trie = PrefixTrie(4, EvictedPrefixes(64))
         for index, key in enumerate(keys):
             if len(key) < 4:
                 trie.insert_tail("", None, 0, key, handles(index), len(key))

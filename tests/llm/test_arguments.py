@@ -30,7 +30,9 @@ def config(**given: object) -> EngineConfig:
 def test_without_arguments_the_configuration_is_the_engines_own() -> None:
     assert config() == PROGRAM
     logits = ModelConfigSection(gather_context_logits=True, gather_generation_logits=True)
-    assert msgspec.structs.replace(PROGRAM, limits=LimitsConfig()) == EngineConfig(model=logits)
+    assert msgspec.structs.replace(PROGRAM, limits=LimitsConfig()) == EngineConfig(
+        model=logits, kv_cache=KvCacheConfig(sharing="all")
+    )
     with pytest.raises(TypeError, match="engine_config is a dict, a backend.api.EngineConfig is needed"):
         config(engine_config={"scheduler": {}})
     mine = EngineConfig(scheduler=SchedulerConfig(max_batch_size=3))
@@ -164,10 +166,29 @@ def test_adapters_are_served_where_they_are_asked_for() -> None:
     assert config(enable_lora=True).lora == LoraSection(enabled=True)
     assert config(lora_config={"max_lora_rank": 8}).lora == LoraSection(enabled=True, max_rank=8)
     cache = SimpleNamespace(
-        host_cache_size=7, device_cache_percent=0.5, max_adapter_size=32, num_put_workers=2, lora_prefetch_dir="x"
+        host_cache_size=7,
+        device_cache_percent=0.5,
+        max_adapter_size=32,
+        num_put_workers=2,
+        lora_prefetch_dir="x",
+        optimal_adapter_size=16,
+        num_ensure_workers=3,
+        num_copy_streams=4,
+        max_pages_per_block_host=5,
+        max_pages_per_block_device=6,
     )
     expected = LoraSection(
-        enabled=True, host_bytes=7, device_fraction=0.5, max_rank=32, put_workers=2, prefetch_dir="x"
+        enabled=True,
+        host_bytes=7,
+        device_fraction=0.5,
+        max_rank=32,
+        put_workers=2,
+        prefetch_dir="x",
+        page_rank=16,
+        ensure_workers=3,
+        copy_streams=4,
+        host_pages_per_block=5,
+        device_pages_per_block=6,
     )
     assert config(enable_lora=True, peft_cache_config=cache).lora == expected
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable, EverbatchError
 from backend.api.config import RecordsConfig
-from backend.llm import LLM, NotHere, RequestError, RequestOutput, SamplingParams
+from backend.llm import LLM, BatchError, NotHere, ParameterError, RequestError, RequestOutput, SamplingParams
 from backend.llm.arguments import LlmArguments
 from backend.llm.progress import with_bar
 from backend.text.tokenizer import Tokenizer
@@ -53,6 +53,25 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(TEXTS, each[:2])
 
 
+def test_a_further_turn_is_told_what_was_reused_of_the_one_before(llm: LLM) -> None:
+    """One program is one party: without a cache salt, too."""
+    turn = list(range(300, 400))
+    asked = SamplingParams(max_tokens=4, ignore_eos=True, return_perf_metrics=True)
+    first = llm.generate(turn, asked).outputs[0]
+    second = llm.generate([*turn, *first.token_ids, 7], asked).outputs[0].request_perf_metrics
+    assert first.request_perf_metrics.num_cached_tokens == 0
+    assert second.num_cached_tokens == 103 and second.num_reused_blocks == 3  # the last token was never run
+
+
+def test_the_latest_statistics_are_those_of_this_moment(llm: LLM) -> None:
+    running = llm.generate_async(TEXTS[0], SamplingParams(max_tokens=400, ignore_eos=True), streaming=True)
+    next(iter(running))
+    assert llm.executor.get_latest_stats().num_active_requests == 1
+    running.abort()
+    running.result(PATIENCE_S)
+    assert llm.executor.get_latest_stats().num_active_requests == 0
+
+
 @pytest.mark.feature("002-52")
 def test_parameters_of_one_request_do_not_touch_another_of_its_batch(llm: LLM) -> None:
     each = [
@@ -90,14 +109,39 @@ def test_an_output_is_not_made_by_users_and_an_llm_does_not_travel(llm: LLM) -> 
         pickle.dumps(llm)
 
 
-def test_an_error_of_a_prompt_is_raised_and_the_others_are_aborted() -> None:
+def test_a_prompt_that_fails_does_not_stop_the_others() -> None:
+    """One fails before it is sent, one in the engine; their exception holds what the others have become."""
+    prompts = [[1], [1, 2, 3, 4], [5000], [1, 2]]
+    with LLM.from_executor(make_worker(), max_input_len=3) as llm:
+        with pytest.raises(
+            BatchError, match=r"prompt 1: .*the limit is 3 \(max_input_len\).* \(2 of 4 prompts failed"
+        ) as info:
+            llm.generate(prompts, params(3))
+        assert {n: type(error) for n, error in info.value.errors.items()} == {1: ParameterError, 2: RequestError}
+        assert "input token 5000 is outside the vocabulary" in info.value.errors[2].message
+        outputs = info.value.outputs
+        assert [output and output.outputs[0].token_ids for output in outputs] == [
+            expected([1], 3),
+            None,
+            None,
+            expected([1, 2], 3),
+        ]
+        with pytest.raises(RequestError, match="^input token 5000 is outside"):
+            llm.generate([5000], params(3))
+
+
+def test_an_interrupt_aborts_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     with gated() as (worker, gate), LLM.from_executor(worker) as llm:
+        monkeypatch.setattr(
+            RequestOutput, "result", lambda self, timeout=None: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         gate.clear()
         threading.Timer(0.05, gate.set).start()
-        with pytest.raises(RequestError, match="input token 5000 is outside the vocabulary"):
-            llm.generate([[5000], [1]], params(EVER))
-        again = worker.generate([1, 2], params(3))
-        assert again.token_ids == expected([1, 2], 3)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1], [2]], params(EVER))
+        monkeypatch.undo()
+        assert worker.generate([1, 2], params(3)).token_ids == expected([1, 2], 3)
+        assert worker.get_latest_stats().num_active_requests == 0
 
 
 def test_what_a_prompt_is_may_not_be_guessed(llm: LLM) -> None:

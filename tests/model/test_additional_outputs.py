@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
 from torch import Tensor
 
 from backend.api import AdditionalOutput, ConfigError, ErrorCode, OutputConfig
@@ -34,11 +36,11 @@ def hidden_states(oracle: Oracle, tokens: list[int]) -> Tensor:
 @pytest.mark.feature("000-51", "000-53")
 @pytest.mark.parametrize("context", [False, True])
 def test_hidden_states_equal_a_plain_forward_with_context_rows_only_if_asked_for(
-    family: tuple[Path, Oracle], context: bool
+    family: tuple[Path, Oracle], tier: TierCase, context: bool
 ) -> None:
     directory, oracle = family
     result = (
-        Engine(engine_config(directory, TORCH, model=HIDDEN))
+        Engine(engine_config(directory, tier, model=HIDDEN))
         .answer(PROMPT, 5, asking("hidden_states", context=context))
         .result
     )
@@ -98,7 +100,9 @@ def test_rows_of_reused_kv_are_absent(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.feature("000-48")
-def test_a_toy_model_marks_its_own_output(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_toy_model_marks_its_own_output(
+    checkpoint: Checkpoint, tier: TierCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = llama.Llama.__post_init__
 
     def mark_more(self: llama.Llama) -> None:
@@ -107,7 +111,7 @@ def test_a_toy_model_marks_its_own_output(checkpoint: Checkpoint, monkeypatch: p
 
     monkeypatch.setattr(llama.Llama, "__post_init__", mark_more)
     model: dict[str, Any] = {"additional_outputs": ("TopKLogits", "logits")}
-    engine = Engine(engine_config(checkpoint("llama2"), TORCH, model=model))
+    engine = Engine(engine_config(checkpoint("llama2"), tier, model=model))
     result = engine.answer(PROMPT, 3, asking("TopKLogits", "logits")).result
     expected = tensor_of(result.additional_outputs["logits"]).topk(4).values
     assert torch.equal(tensor_of(result.additional_outputs["TopKLogits"]), expected)
@@ -123,10 +127,14 @@ def test_an_output_that_the_model_does_not_mark_is_refused_at_construction(check
     )
 
 
-def test_the_native_tier_refuses_hidden_states_and_auto_takes_another(
+def test_hidden_states_of_a_bfloat16_model_are_those_that_its_head_reads(
     checkpoint: Checkpoint, native_kernels: None
 ) -> None:
-    with pytest.raises(ConfigError, match="they give logits only; use --set model.kernels=torch"):
-        Engine(engine_config(checkpoint("llama2"), NATIVE, model=HIDDEN))
-    engine = Engine(engine_config(checkpoint("llama2"), TierCase("auto", 32), model=HIDDEN))
-    assert engine.core.model.kernels == "torch"
+    config = engine_config(checkpoint("llama2"), NATIVE, model={**HIDDEN, "gather_generation_logits": True})
+    engine = Engine(replace(config, model=replace(config.model, dtype="bfloat16")))
+    output = replace(asking("hidden_states"), return_generation_logits=True)
+    result = engine.answer(PROMPT, 4, output).result
+    head = load_file(checkpoint("llama2") / "model.safetensors")["lm_head.weight"].bfloat16().float()
+    hidden = tensor_of(result.additional_outputs["hidden_states"])[0]
+    expected = hidden.bfloat16().float() @ head.T
+    torch.testing.assert_close(tensor_of(result.generation_logits)[0], expected, atol=1e-4, rtol=1e-4)

@@ -118,6 +118,25 @@ def test_rows_of_reused_kv_are_absent_and_the_others_are_the_prompts_last(
     assert second.generation_logits.shape == first.generation_logits.shape
 
 
+@pytest.mark.parametrize("evict", [False, True])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_sequence_of_a_request_has_the_context_rows_of_the_whole_prompt(
+    checkpoint: Callable[[str], Path], tier: TierCase, streaming: bool, evict: bool
+) -> None:
+    """Only the first one computes the prompt."""
+    engine = Engine(engine_config(checkpoint("llama2"), tier, reuse=False, scheduler={"max_chunk_tokens": 20}))
+    alone = engine.answer(PROMPTS[2], 1, CONTEXT).result
+    sampling = SamplingConfig(temperature=1.0, seed=5, num_return_sequences=3)
+    request_id = engine.ask(PROMPTS[2], NEW, CONTEXT, streaming=streaming, sampling_config=sampling)
+    engine.run(evict)
+    told = [response.result for response in engine.responses[request_id] if response.result.context_logits is not None]
+    assert sorted(result.sequence_index for result in told) == [0, 1, 2]
+    for result in told:
+        torch.testing.assert_close(
+            tensor_of(result.context_logits), tensor_of(alone.context_logits), atol=1e-5, rtol=1e-5
+        )
+
+
 def test_a_prompt_without_output_gives_its_context_logits(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     result = Engine(engine_config(checkpoint("llama2"), tier)).answer(PROMPTS[1], 0).result
     assert result.context_logits.shape[0] == len(PROMPTS[1]) and result.generation_logits is None

@@ -151,8 +151,8 @@ def test_a_model_that_was_not_prepared_for_lora_refuses(checkpoint: Callable[[st
         code, message = error_of(executor, request(PROMPTS[0], LoraConfig(3)))
     assert code is ErrorCode.UNSUPPORTED
     assert message == (
-        "LoRA is not enabled, the request asks for adapter 3; set lora.enabled=true (in the LLM API enable_lora=True), or "
-        "leave it out"
+        "LoRA is not enabled, the request asks for adapter 3; set lora.enabled=true (in the LLM API enable_lora=True, in "
+        "ExecutorConfig a peft_cache_config), or leave it out"
     )
 
 

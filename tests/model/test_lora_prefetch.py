@@ -16,6 +16,7 @@ from backend.api.config import ModelConfigSection
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
 from tests.executor.helpers import drain, tokens_of
+from tests.fakes.adapter_files import write_adapter
 from tests.model.adapters import PeftOracle, as_rows, make_adapter
 from tests.model.test_lora import NUM_TOKENS, PROMPTS, config, error_of, request, run
 from tests.model.tiers import TORCH
@@ -91,15 +92,28 @@ def test_what_cannot_be_read_or_held_ends_the_start_with_a_sentence(
     base: Path, prefetched: Path, tmp_path: Path
 ) -> None:
     assert refusal(base, tmp_path / "none").endswith("none: Directory does not exist")
+    missing = refusal(base, prefetched, allowed_dir=str(tmp_path / "none"))
+    assert missing.startswith("lora.allowed_dir is ") and missing.endswith("does not exist; make it, or give another")
     assert "and LoRA is not enabled; set lora.enabled=true" in refusal(base, prefetched, enabled=False)
-    too_many = refusal(base, prefetched, host_bytes=50_000)
+    too_many = refusal(base, prefetched, host_bytes=150_000)  # each takes a page of 98 KiB
     assert too_many.startswith(f"lora.prefetch_dir: folder {(1 << 64) - 1}: the LoRA adapters up to this one take")
-    (tmp_path / "5").mkdir()
     (tmp_path / "dora").mkdir()
     (tmp_path / "dora" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
     named = refusal(base, prefetched, adapters=(f"doll={tmp_path / 'dora'}",))
     assert named.startswith(f"lora.adapters: doll={tmp_path / 'dora'}: adapter_config.json: use_dora is true, which is")
-    assert refusal(base, tmp_path) == (
+    for name, fields, sentence in (
+        ("head", dict(module="lm_head"), "tensor base_model.model.lm_head.lora_A.weight is no LoRA of a decoder layer"),
+        ("high", dict(rank=65), "it has rank 65 in layer 0, q_proj, the limit is 64 (lora.max_rank); use an adapter"),
+        ("other", {}, "LoRA adapter 'other': adapter_model.safetensors: layer 0, q_proj: lora_A has shape [4, 16]"),
+    ):
+        write_adapter(tmp_path / "named" / name, **fields)
+        told = refusal(base, prefetched, adapters=(f"{name}={tmp_path}/named/{name}",))
+        assert told.startswith(f"lora.adapters: {name}={tmp_path}/named/{name}: ") and sentence in told
+    write_adapter(tmp_path / "many" / "6", module="lm_head")
+    assert "folder 6: LoRA adapter 6: adapter_model.safetensors: tensor " in refusal(base, tmp_path / "many")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "5").mkdir()
+    assert refusal(base, tmp_path / "one") == (
         "lora.prefetch_dir: folder 5: LoRA adapter 5: 5: adapter_config.json: File does not exist; put a PEFT adapter there, or "
         "name another one"
     )

@@ -145,14 +145,22 @@ def test_static_batches_refuse_it_and_the_others_of_the_batch_finish(checkpoint:
     assert len(engine.tokens(mate, PROMPT)) == 3
 
 
+def test_a_batched_one_that_returns_too_few_tensors_fails_for_all(checkpoint: Checkpoint) -> None:
+    engine = make(checkpoint, TORCH, lambda ids, logits, tokens, stream: logits[:-1])
+    ids = [engine.ask(PROMPT, 2, PLAIN, logits_post_processor="batched") for _ in range(2)]
+    engine.run()
+    assert ["failed (ValueError)" in engine.responses[request_id][-1].error_msg for request_id in ids] == [True, True]
+
+
 @pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("raised", [KeyError, SystemExit])
 def test_one_that_raises_ends_its_requests_and_nobody_else(
-    checkpoint: Checkpoint, tier: TierCase, is_batched: bool
+    checkpoint: Checkpoint, tier: TierCase, is_batched: bool, raised: type[BaseException]
 ) -> None:
     def fails(*arguments: Any) -> None:
         tokens = arguments[2][0] if is_batched else arguments[2]
         if len(tokens[0]) == 7:
-            raise KeyError("secret")
+            raise raised("secret")
 
     engine = make(checkpoint, tier, fails, mine=fails)
     expected = engine.answer(PROMPT, 6, PLAIN).result.output_token_ids
@@ -163,7 +171,7 @@ def test_one_that_raises_ends_its_requests_and_nobody_else(
     *parts, error = engine.responses[wrong]
     assert len(parts) == 2, "of what it had left alone"
     assert error.error_code is ErrorCode.INTERNAL
-    assert error.error_msg == f"logits post-processor {name!r} failed (KeyError); the engine's log says why"
+    assert error.error_msg == f"logits post-processor {name!r} failed ({raised.__name__}); the engine's log says why"
     assert engine.responses[right][-1].result.output_token_ids == expected
     assert engine.core.kv.stats().used_num_blocks == 0
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.api import ErrorCode, OutputConfig, SamplingConfig, SessionConfig, TensorData
+from backend.api import OutputConfig, SamplingConfig, SessionConfig, TensorData
 from tests.model.conftest import Oracle
 from tests.model.gathering import Engine, engine_config, tensor_of
-from tests.model.tiers import NATIVE, TORCH
+from tests.model.tiers import TORCH, TierCase
 
 BOTH = OutputConfig(return_context_logits=True, return_generation_logits=True)
 LENGTH, NEW = 23, 5
@@ -42,9 +42,11 @@ def plain_forward(oracle: Oracle, tokens: list[int], given: TensorData) -> Tenso
 
 @pytest.mark.feature("000-18")
 @pytest.mark.parametrize("evict", [False, True])
-def test_embeddings_equal_a_forward_over_concatenated_ones(family: tuple[Path, Oracle], evict: bool) -> None:
+def test_embeddings_equal_a_forward_over_concatenated_ones(
+    family: tuple[Path, Oracle], evict: bool, tier: TierCase
+) -> None:
     directory, oracle = family
-    engine = Engine(engine_config(directory, TORCH, scheduler={"max_chunk_tokens": 9}))
+    engine = Engine(engine_config(directory, tier, scheduler={"max_chunk_tokens": 9}))
     model = engine.core.model
     given, prompt = table(3, model.prompt_embedding_width), virtual_prompt(model.vocab_size)
     request_id = engine.ask(prompt, NEW, BOTH, prompt_embeddings=given)
@@ -74,10 +76,11 @@ def test_tables_that_differ_never_share_kv_and_equal_ones_do(checkpoint: Checkpo
     assert again[0] < LENGTH and again[1] == first[1]
 
 
+@pytest.mark.feature("000-18")
 @pytest.mark.parametrize("shift", [0, 40])
-def test_position_ids_take_the_place_of_the_tokens_own(family: tuple[Path, Oracle], shift: int) -> None:
+def test_position_ids_take_the_place_of_the_tokens_own(family: tuple[Path, Oracle], shift: int, tier: TierCase) -> None:
     directory, oracle = family
-    engine = Engine(engine_config(directory, TORCH, scheduler={"max_chunk_tokens": 3}))
+    engine = Engine(engine_config(directory, tier, scheduler={"max_chunk_tokens": 3}))
     prompt = [(7 * i) % 120 for i in range(8)]
     given = [shift + (2 * i if i < 5 else i + 4) for i in range(8)]  # with gaps
     result = engine.answer(prompt, NEW, BOTH, position_ids=given).result
@@ -90,8 +93,8 @@ def test_position_ids_take_the_place_of_the_tokens_own(family: tuple[Path, Oracl
     torch.testing.assert_close(tensor_of(result.generation_logits)[0], expected[7:-1], atol=1e-4, rtol=1e-4)
 
 
-def test_the_slot_of_a_prompt_with_inputs_goes_to_one_without(checkpoint: Checkpoint) -> None:
-    engine = Engine(engine_config(checkpoint("llama2"), TORCH, reuse=False))
+def test_the_slot_of_a_prompt_with_inputs_goes_to_one_without(checkpoint: Checkpoint, tier: TierCase) -> None:
+    engine = Engine(engine_config(checkpoint("llama2"), tier, reuse=False))
     plain = engine.answer([5, 6, 7], 4, OutputConfig()).result.output_token_ids
     engine.answer([5, 6, 7], 4, OutputConfig(), position_ids=[9, 30, 31])
     assert engine.answer([5, 6, 7], 4, OutputConfig()).result.output_token_ids == plain
@@ -127,12 +130,32 @@ def test_what_cannot_be_taken_is_refused(checkpoint: Checkpoint, fields: dict[st
     assert re.search(message, error.error_msg), error.error_msg
 
 
-def test_the_native_tier_refuses_them_by_name(checkpoint: Checkpoint, native_kernels: None) -> None:
-    engine = Engine(engine_config(checkpoint("llama2"), NATIVE))
-    for fields in (dict(prompt_embeddings=table(2, WIDTH)), dict(position_ids=[0, 1])):
-        error = engine.answer([5, 6], 2, OutputConfig(), **fields)
-        assert error.error_code is ErrorCode.UNSUPPORTED
-        (name,) = fields
-        assert error.error_msg == (
-            f"{name} are taken by the torch kernels only; leave them out, or serve with --set model.kernels=torch"
-        )
+def test_rows_with_inputs_of_their_own_leave_those_beside_them_as_they_are(
+    checkpoint: Checkpoint, tier: TierCase
+) -> None:
+    """Four kinds of rows in one batch, each with the tokens that it has alone."""
+    engine = Engine(engine_config(checkpoint("llama2"), tier, reuse=False))
+    model = engine.core.model
+    kinds: list[tuple[list[int], dict[str, Any]]] = [
+        ([5, 6, 7], {}),
+        ([5, model.vocab_size, 7], dict(prompt_embeddings=table(1, model.prompt_embedding_width))),
+        ([5, 6, 7], dict(position_ids=[3, 9, 20])),
+        ([model.vocab_size + 1, 6], dict(prompt_embeddings=table(2, WIDTH, 5), position_ids=[4, 4])),
+    ]
+    alone = [engine.answer(prompt, 9, BOTH, **fields).result.output_token_ids for prompt, fields in kinds]
+    ids = [engine.ask(prompt, 9, BOTH, **fields) for prompt, fields in kinds]
+    engine.run()
+    assert [engine.responses[each][-1].result.output_token_ids for each in ids] == alone
+    assert len({tuple(tokens[0][3:]) for tokens in alone}) == 4
+
+
+def test_beams_are_of_the_prompt_with_its_embeddings(family: tuple[Path, Oracle], tier: TierCase) -> None:
+    directory, oracle = family
+    engine = Engine(engine_config(directory, tier))
+    model = engine.core.model
+    given, prompt = table(3, model.prompt_embedding_width), virtual_prompt(model.vocab_size)
+    sampling = SamplingConfig(beam_width=3)
+    result = engine.answer(prompt, 1, OutputConfig(), prompt_embeddings=given, sampling_config=sampling).result
+    expected = plain_forward(oracle, prompt, given)[-1].log_softmax(-1).topk(3)
+    assert [tokens[-1] for tokens in result.output_token_ids] == expected.indices.tolist()
+    assert result.cum_log_probs == pytest.approx(expected.values.tolist(), abs=1e-3)

@@ -23,11 +23,10 @@ from kernels.cpu.library import load_kernels
 
 CUDA = "the device is cuda, and they are for CPUs"
 HEAD_DIM = 8  # head dimension of the checkpoint
-# What the native kernels cannot do -> why, in the words of the log and of errors.
-OBSTACLES = {
-    "float16": (dict(dtype="float16"), {}, "the dtype is float16; use --set model.dtype=bfloat16 or float32"),
-    "small blocks": ({}, dict(block_size=8), "kv_cache.block_size is 8; use a multiple of 32"),
-}
+LOST = (
+    "the last bits of a reply may then depend on the requests beside it and on evictions, and with them a token, and steps are "
+    "slower, often by a factor of 2 to 3"
+)
 
 
 def load(directory: Path, kv_cache: dict[str, object], **fields: object) -> ModelInfo:
@@ -37,10 +36,11 @@ def load(directory: Path, kv_cache: dict[str, object], **fields: object) -> Mode
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Tells the lines of the worker's log so far, but the one on what the weights take."""
+    """Tells the lines of the worker's log so far, but warnings and the line on what the weights take."""
     caplog.set_level(logging.INFO, logger="everbatch.worker")
-    told = lambda: [record.getMessage() for record in caplog.records if record.name == "everbatch.worker"]
-    return lambda: [line for line in told() if not line.startswith("weights: ")]
+    told = lambda: [record for record in caplog.records if record.name == "everbatch.worker"]
+    lines = lambda: [record.getMessage() for record in told() if record.levelno == logging.INFO]
+    return lambda: [line for line in lines() if not line.startswith("weights: ")]
 
 
 def sentence(error: pytest.ExceptionInfo) -> str:
@@ -70,34 +70,50 @@ def test_a_compiler_that_knows_less_than_the_machine_is_named(
 def test_the_torch_tier_is_had_for_the_asking(
     checkpoint: Callable[[str], Path], lines: Callable[[], list[str]]
 ) -> None:
-    assert load(checkpoint("llama2"), {}, kernels="torch").kernels == "torch"
+    info = load(checkpoint("llama2"), {"block_size": 8}, kernels="torch", dtype="float16")
+    assert (info.kernels, info.dtype, info.kv_block_size) == ("torch", "float16", 0), "it takes any of them"
     assert lines() == ["kernels: torch, because model.kernels is torch"]
+    assert info.remarks == (f"the model runs on torch operators, because model.kernels is torch: {LOST}",)
 
 
-@pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
-def test_what_the_native_kernels_cannot_do_runs_on_the_torch_tier(
+@pytest.mark.parametrize("kernels", ["auto", "native"])
+@pytest.mark.parametrize("wanted, used", [(1, 32), (8, 32), (16, 32), (32, 32), (64, 64)])
+def test_the_native_kernels_raise_small_blocks_and_say_so(
     checkpoint: Callable[[str], Path],
-    lines: Callable[[], list[str]],
-    fields: dict[str, object],
-    kv_cache: dict[str, object],
-    reason: str,
+    native_kernels: None,
+    caplog: pytest.LogCaptureFixture,
+    kernels: str,
+    wanted: int,
+    used: int,
 ) -> None:
-    assert load(checkpoint("llama2"), kv_cache, **fields).kernels == "torch"
-    assert lines() == [f"kernels: torch, because {reason}"]
+    caplog.set_level(logging.WARNING, logger="everbatch.worker")
+    info = load(checkpoint("llama2"), {"block_size": wanted}, kernels=kernels)
+    assert info.kernels == "native"
+    assert info.kv_block_size == (used if used != wanted else 0)
+    assert info.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4, "layers, key and value, kv heads, padded head, bytes"
+    told = (
+        f"kv_cache.block_size is {wanted}, and the native kernels hold KV in blocks of at least 32 tokens: "
+        f"it is 32 in this server"
+    )
+    assert info.remarks == ((told,) if used != wanted else ())
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [*info.remarks]
 
 
-@pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
-def test_insisting_on_what_the_native_kernels_cannot_do_is_refused(
-    checkpoint: Callable[[str], Path],
-    lines: Callable[[], list[str]],
-    fields: dict[str, object],
-    kv_cache: dict[str, object],
-    reason: str,
+@pytest.mark.parametrize("kernels", ["auto", "native"])
+def test_a_float16_model_is_computed_in_float32_and_that_is_said(
+    checkpoint: Callable[[str], Path], native_kernels: None, kernels: str
 ) -> None:
-    with pytest.raises(ConfigError) as error:
-        load(checkpoint("llama2"), kv_cache, kernels="native", **fields)
-    assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
-    assert lines() == []
+    info = load(checkpoint("llama2"), {}, kernels=kernels, dtype="float16")
+    assert (info.kernels, info.dtype) == ("native", "float32")
+    (remark,) = info.remarks
+    assert remark.startswith("the model is float16, and the native kernels compute it in float32")
+    assert "--set model.dtype=bfloat16" in remark
+
+
+def test_a_model_that_runs_as_it_is_configured_needs_no_remark(
+    checkpoint: Callable[[str], Path], native_kernels: None
+) -> None:
+    assert load(checkpoint("llama2"), {}, additional_outputs=("hidden_states",)).remarks == ()
 
 
 @pytest.mark.parametrize("dtype, bits", [("int8", 8), ("int4", 4)])
@@ -154,7 +170,7 @@ def choose(
     config = msgspec.structs.replace(read_model_config(checkpoint("llama2")), head_dim=head_dim)
     section = ModelConfigSection(device=device, **fields)
     kv_cache = KvCacheConfig(block_size=block_size)
-    return tier.choose_tier(section, kv_cache, torch.device(device), config, torch.bfloat16, lambda line: None)
+    return tier.choose_tier(section, kv_cache, torch.device(device), config, lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +183,7 @@ def choose(
 def test_other_devices_and_huge_heads_are_the_torch_tier_s(
     checkpoint: Callable[[str], Path], lines: Callable[[], list[str]], options: dict[str, int | str], reason: str
 ) -> None:
-    assert choose(checkpoint, **options) == tier.Choice("torch")
+    assert choose(checkpoint, **options) == tier.Choice("torch", reason=reason)
     assert lines() == [f"kernels: torch, because {reason}"]
     with pytest.raises(ConfigError) as error:
         choose(checkpoint, kernels="native", **options)

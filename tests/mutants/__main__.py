@@ -1,10 +1,11 @@
-"""`python -m tests.mutants [ROOM ...]`: plant each bug, and see whether the tests notice it."""
+"""Plant each bug, and see whether the tests that are named for it notice: `python -m tests.mutants [ROOM | ROOM:NAME ...]`."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
-from tests.mutants.catalogue import TESTS_FAILED, Mutant, mutants, run_tests
+from tests.mutants.catalogue import TESTS_FAILED, Mutant, find, mutants, rooms, run_tests
 
 
 def verdict(mutant: Mutant) -> str:
@@ -14,16 +15,32 @@ def verdict(mutant: Mutant) -> str:
     return "SURVIVES" if status == 0 else f"CANNOT BE TRIED (pytest's status {status}): {output.strip()[-300:]}"
 
 
-def main(chosen: list[str]) -> int:
-    survivors = 0
-    planted = mutants(chosen)
-    for number, mutant in enumerate(planted, 1):
+def planted(chosen: list[str]) -> list[Mutant]:
+    """The bugs of the rooms and names chosen, all without any. Exits with a sentence for a name that there is not."""
+    if not chosen:
+        return mutants()
+    found: list[Mutant] = []
+    for each in chosen:
+        if each.partition(":")[0] not in rooms():
+            sys.exit(f"there is no room {each!r}; there are {', '.join(rooms())}")
+        try:
+            found += [find(each)] if ":" in each else mutants([each])
+        except LookupError as error:
+            sys.exit(str(error))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("chosen", nargs="*", metavar="ROOM or ROOM:NAME", help=f"of {', '.join(rooms())}; none: all")
+    survivors, bugs = 0, planted(parser.parse_args().chosen)
+    for number, mutant in enumerate(bugs, 1):
         result = verdict(mutant)
         survivors += result != "killed"
-        print(f"{number:3} of {len(planted)}  {mutant.name:60} {result}", flush=True)
-    print(f"{len(planted) - survivors} of {len(planted)} killed")
+        print(f"{number:3} of {len(bugs)}  {mutant.name:60} {result}", flush=True)
+    print(f"{len(bugs) - survivors} of {len(bugs)} killed")
     return 1 if survivors else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

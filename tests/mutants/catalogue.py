@@ -43,7 +43,7 @@ def find(name: str) -> Mutant:
     for mutant in mutants([name.partition(":")[0]]):
         if mutant.name == name:
             return mutant
-    raise LookupError(f"there is no planted bug {name!r}; python -m tests.mutants lists them")
+    raise LookupError(f"there is no planted bug {name!r} in tests/mutants")
 
 
 def run_tests(tests: list[str], mutant: str = "") -> tuple[int, str]:

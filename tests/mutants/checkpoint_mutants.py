@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from backend.api import model_files
-from backend.models import linears, loader, weight_files
+from backend.api import model_files, weight_files
+from backend.models import linears, loader
 from backend.models.tensors import TensorSource
 from backend.text import chat, tokenizer
 from backend.worker import loaded_model, native_tier

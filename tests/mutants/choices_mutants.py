@@ -9,7 +9,7 @@ from tests.serving import conftest  # noqa: F401
 
 from backend.serving.fronts import everbatch, vllm, vllm_sampling
 from backend.serving.fronts.named_sampling import NamedSampling
-from gateway import choices, chunks, core, translate, triton_client
+from gateway import choices, chunks, translate, triton_client
 from gateway.visit import Visit
 from tests.mutants.changes import Plant, change
 
@@ -73,9 +73,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/gateway/test_log.py"],
     ),
     "best_of_takes_no_places": (
-        change(
-            core, "replies_generated", ('max(request.get("n", 1), request.get("best_of", 1))', 'request.get("n", 1)')
-        ),
+        change(translate, "replies_generated", ("max(message.n or 1, best_of)", "(message.n or 1)")),
         ["tests/gateway/test_limits.py"],
     ),
     "best_of_is_lost_on_the_way": (

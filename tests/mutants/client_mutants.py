@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from client import async_client, cli, client, messages, terminal
+from client import async_client, cli, client, errors, http_messages, messages, terminal
 from client.grpc_transport import GrpcTransport
 from client.history import History
 from client.http_messages import FinalMark
 from client.http_transport import HttpTransport
 from client.statistics import AnswerClock
-from tests.mutants.changes import Plant, change
+from tests.mutants.changes import Plant, change, change_everywhere
 
+CLI = "tests/client/test_cli.py::"
 RAISED = "raise Unavailable(NO_END)"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "every_request_samples_alike": (
+        change(messages.GenerateRequest, "with_seed", ("secrets.randbelow(MAX_FRESH_SEED)", "0")),
+        [CLI + "test_what_samples_has_another_seed_each_time_that_is_told_and_can_be_given_again"],
+    ),
+    "a_greedy_request_has_a_seed": (
+        change(messages.GenerateRequest, "samples", ("self.temperature == 0 or ", "")),
+        ["tests/client/test_messages.py::test_only_a_request_that_samples_gets_a_seed_of_its_own"],
+    ),
+    "the_server_of_the_checkout_is_not_asked": (
+        change(cli.Server, "connect", ("url is None and", "False and")),
+        [CLI + "test_without_an_address_the_server_of_the_checkout_is_asked_and_named"],
+    ),
+    "a_server_that_stops_is_called_absent": (
+        change(cli.Server, "why_not", ("located.why_not()", "None")),
+        [CLI + "test_a_server_that_stops_or_starts_is_not_called_absent"],
+    ),
+    "what_is_known_of_one_server_is_said_of_all": (
+        change(cli.Server, "why_not", (" or url not in (located.grpc_url, located.http_url)", "")),
+        [CLI + "test_a_server_that_stops_or_starts_is_not_called_absent"],
+    ),
     "unknown_session_is_begun_for_ever": (
         change(History, "_pause_after", (" and self._known", "")),
         ["tests/client/test_conversation.py::test_a_session_that_cannot_be_begun_is_an_error_and_not_tried_for_ever"],
@@ -68,5 +89,27 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "the_first_of_several_ends_is_the_last": (
         change(FinalMark, "push", ("self._num_ends == 0", "True")),
         ["tests/client/test_http.py::test_the_last_of_several_ends_is_the_final_one"],
+    ),
+    "each_attempt_has_all_of_the_time": (
+        change(client, "repeated", ("deadline - time.monotonic() if attempt else timeout_s", "timeout_s")),
+        ["tests/client/test_retry.py"],
+    ),
+    "each_attempt_has_all_of_the_time_with_asyncio": (
+        change(async_client, "repeated", ("deadline - time.monotonic() if attempt else timeout_s", "timeout_s")),
+        ["tests/client/test_retry.py"],
+    ),
+    "a_pause_may_outlast_the_deadline": (
+        change(client, "repeated", ("time.monotonic() + again.pause_s >= deadline", "False")),
+        ["tests/client/test_retry.py"],
+    ),
+    "a_server_that_is_stopped_has_no_such_model": (
+        change_everywhere(
+            errors.code_in, ('message.endswith(("has no available versions", "is not at ready state"))', "False")
+        ),
+        ["tests/client/test_http.py"],
+    ),
+    "a_proxys_502_is_no_reason_to_ask_again": (
+        lambda set_attribute: set_attribute(http_messages, "_CODES", {**http_messages._CODES, 502: "INTERNAL"}),
+        ["tests/client/test_http.py"],
     ),
 }

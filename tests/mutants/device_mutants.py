@@ -26,6 +26,10 @@ def _drafts(*replacements: tuple[str, str]) -> Plant:
 DRAFT_MODEL = ["tests/kernels/interpreted/test_draft_model.py::test_who_was_paused_is_computed_again_by_both_models"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "rows_with_positions_of_their_own_replay_a_graph": (
+        change(DeviceRunner, "launch", ("not self.batch.brings_inputs(step.rows) and ", "")),
+        ["tests/kernels/interpreted/test_prompt_inputs.py"],
+    ),
     "drafts_run_as_if_there_were_none": (
         change(DeviceRunner, "launch", ("if any(row.drafts", "if not any(row")),
         TOKENS,

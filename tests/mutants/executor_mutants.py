@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.api.silence import Silence
 from backend.engine.core import EngineCore
 from backend.engine.deadlines import Deadlines
 from backend.engine.loop import EngineLoop
@@ -102,6 +103,18 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
 }
 
 OWN: dict[str, tuple[Plant, list[str]]] = {
+    "a_slow_engine_is_dead": (
+        change(Executor, "_on_message", ("self._watch.pid = self._transport.engine_pid", "pass")),
+        ["tests/executor/test_watch.py"],
+    ),
+    "the_reason_of_an_engine_that_is_gone_is_its_silence": (
+        change(Executor, "why_not_ready", ("self._connected and ", "")),
+        ["tests/executor/test_watch.py"],
+    ),
+    "a_moments_work_makes_a_stuck_engine_well": (
+        change(Silence, "tick", ("self._idle = self.is_too_long", "pass")),
+        ["tests/executor/test_watch.py"],
+    ),
     "rest_of_a_frame_sent_from_its_beginning": (
         change(Outgoing, "send", ("memoryview(frame)[sent:]", "memoryview(frame)")),
         OUTGOING,
@@ -165,7 +178,7 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         SUPERVISOR,
     ),
     "a_new_process_inherits_silence": (
-        change(Watch, "_judge", ("        self._silent_s = self._turn_age_s = 0.0\n", "")),
+        change(Watch, "_judge", ("        self._silence.end()\n        self._turn_age_s = 0.0\n", "")),
         WATCH,
     ),
     "a_busy_loop_looks_hung": (
@@ -206,4 +219,28 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
     ),
 }
 
-MUTANTS = REVIEWED | OWN
+GONE: dict[str, tuple[Plant, list[str]]] = {  # what must be gone afterwards, and values that were all alike
+    "connections_that_ended_are_remembered": (
+        change(EngineServer, "_forget", ("self._connections.pop(index, None)", "pass")),
+        SERVER,
+    ),
+    "the_writer_of_a_client_that_left_waits_for_ever": (
+        change(Connection, "_read", ("self._outgoing.finish()", "pass")),
+        SERVER,
+    ),
+    "the_writer_of_a_lost_connection_waits_for_ever": (
+        change(SocketTransport, "_disconnect", ("outgoing.finish()", "pass")),
+        SERVER,
+    ),
+    "a_connection_leaves_its_socket_open": (change(Outgoing, "_write", ("self._sock.close()", "pass")), SERVER),
+    "records_of_requests_have_the_limit_of_those_of_steps": (
+        change(RecordShelf, "limit", ("config.max_request_iterations", "config.max_iterations")),
+        ["tests/executor/test_records.py"],
+    ),
+    "records_of_events_have_the_limit_of_those_of_tensors": (
+        change(RecordShelf, "limit", ("config.max_kv_events", "config.max_debug_iterations")),
+        ["tests/executor/test_records.py"],
+    ),
+}
+
+MUTANTS = REVIEWED | OWN | GONE

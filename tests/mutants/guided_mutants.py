@@ -7,7 +7,8 @@ from backend.engine import beam_step
 from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
 from backend.engine.intake import Intake
-from backend.guided import llguidance_backend, schema_parts, sentences, vocabulary
+from backend.guided import compiler, llguidance_backend, schema_parts, sentences, setup, vocabulary
+from backend.guided.compile_errors import error_of
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from backend.worker import guided_rows
@@ -18,6 +19,7 @@ from tests.mutants.changes import change, change_everywhere
 OUTPUTS = ["tests/guided/test_outputs.py"]
 DRAFTS = ["tests/guided/test_drafts.py"]
 COMPILER = ["tests/guided/test_compiler.py"]
+GUIDE = ["tests/api/test_guide.py"]
 WAITING = ["tests/engine/test_antechamber_guides.py"]
 SCHEMAS = ["tests/guided/test_schemas.py"]
 GRAMMARS = ["tests/guided/test_grammars.py"]
@@ -25,6 +27,10 @@ GATEWAY = ["tests/gateway/test_guides.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
 
 MUTANTS = {
+    "xgrammar_that_is_missing_is_not_replaced": (
+        change(setup, "_library", ('backend == "xgrammar" and', "False and")),
+        ["tests/guided/test_xgrammar.py"],
+    ),
     "a_limit_that_a_draft_has_met_stays": (
         change(GuidedRow, "fill_ahead", ("if self._matcher.error:", "if False:")),
         DRAFTS,
@@ -69,10 +75,10 @@ MUTANTS = {
     "the_cache_has_no_bound": (change(GuideCompiler, "_shrink", ("size <= self", "True or size <= self")), COMPILER),
     "late_guides_are_waited_for": (change(GuideCompiler, "_take_late", ("if limit <= now", "if False")), COMPILER),
     "the_watch_sleeps_on": (change(GuideCompiler, "begin", ("self._someone_waits.notify()", "pass")), COMPILER),
-    "no_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "min_tokens > 0")), COMPILER),
-    "any_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "False")), COMPILER),
+    "no_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "min_tokens > 0")), GUIDE),
+    "any_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "False")), GUIDE),
     "any_number_waits": (
-        change(GuideCompiler, "begin", ("if waiting >= self", "if False and waiting >= self")),
+        change(GuideCompiler, "_check_queue", ("if waiting >= self", "if False and waiting >= self")),
         COMPILER,
     ),
     "a_cancelled_one_still_waits": (
@@ -82,7 +88,7 @@ MUTANTS = {
     "guides_are_kept_for_ever": (change(Antechamber, "end", ("self._guides.end(request_id)", "pass")), WAITING),
     "an_error_is_no_end": (change(EngineCore, "admit", ("if waiting.error is None:", "if True:")), WAITING),
     "a_turn_that_waits_cannot_be_stopped": (
-        change(EngineCore, "stop_session", ("self.antechamber.turn_of(key)", "None")),
+        change(EngineCore, "_stop_session", ("self.antechamber.turn_of(key)", "None")),
         WAITING,
     ),
     "who_waits_has_all_the_time": (change(Antechamber, "late", ("now_ns < self._earliest_ns", "True")), WAITING),
@@ -91,7 +97,31 @@ MUTANTS = {
         WAITING,
     ),
     "any_number_of_requests_waits": (change(Antechamber, "enter", (">= self._max_size", ">= 1e9")), WAITING),
-    "no_end_id_is_needed": (change(Intake, "ready_to_wait", ("if not self._model.eos_ids:", "if False:")), WAITING),
+    "no_end_id_is_needed": (change(Intake, "check", ("if not self._model.eos_ids:", "if False:")), WAITING),
+    "a_guide_is_known_by_its_text_alone": (
+        change_everywhere(compiler._digest, ("{guide.type.value}\\0", "")),
+        COMPILER,
+    ),
+    "times_begin_at_24": (
+        lambda set_attribute: set_attribute(
+            schema_parts,
+            "_PATTERNS",
+            {name: text.replace("2[0-3]", "2[0-4]", 1) for name, text in schema_parts._PATTERNS.items()},
+        ),
+        SCHEMAS,
+    ),
+    "rows_that_sample_nothing_have_samples": (
+        change(GuidedRows, "of_step", ("num_sampling += row.samples", "num_sampling += 1")),
+        DRAFTS,
+    ),
+    "drafts_have_samples_of_their_own": (
+        change(GuidedRows, "of_step", ("num_sampling += row.samples", "num_sampling += row.num_samples")),
+        DRAFTS,
+    ),
+    "all_guides_are_of_one_namespace": (
+        change(Antechamber, "enter", ("request.guide, request.cache_salt", "request.guide, ''")),
+        WAITING,
+    ),
     "keys_twice_are_one": (
         change(llguidance_backend, "parse_json", ("if len(found) < len(pairs):", "if False:")),
         SCHEMAS,
@@ -134,11 +164,11 @@ MUTANTS = {
         GATEWAY,
     ),
     "the_compiler_tells_no_place": (
-        change(GuideCompiler, "_compile", ("InvalidGuide(str(error), error.place)", "InvalidGuide(str(error))")),
+        change_everywhere(error_of, ("InvalidGuide(outcome.text, outcome.place)", "InvalidGuide(outcome.text)")),
         COMPILER,
     ),
     "the_tool_is_counted_among_the_chosen": (
-        change(translate, "form_of_tools", ("for i in tools)", "for i in range(len(tools)))")),
+        change(translate, "form_of_tools", ("for i in chosen)", "for i in range(len(chosen)))")),
         GATEWAY,
     ),
     "what_was_written_is_not_told": (
@@ -159,7 +189,7 @@ MUTANTS = {
         ),
         GRAMMARS,
     ),
-    "nesting_counts_round_brackets_only": (change(guide, "nesting", ('"([{"', '"[{"')), COMPILER),
+    "nesting_counts_round_brackets_only": (change(guide, "nesting", ('"([{"', '"[{"')), GUIDE),
     "byte_level_entries_are_plain": (
         change(vocabulary, "_style", ('entry.startswith("\\u0120")', "False")),
         VOCABULARY,

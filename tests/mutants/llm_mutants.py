@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from backend.llm import arguments, llm, logits, mapping
+from backend.llm import LLM, arguments, llm, logits, mapping
+from backend.llm.chat import ChatTokenizer
 from backend.llm.executor import GenerationExecutor
 from backend.llm.folding import RequestFold, SequenceFold
 from backend.llm.postprocessing import PostprocPool, PostprocProcess, PostprocWorker
@@ -21,6 +22,22 @@ MAPPING = ["tests/llm/test_mapping.py"]
 POSTPROCESSING = ["tests/llm/test_postprocessing.py"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "a_failed_prompt_stops_the_batch": (
+        change(LLM, "generate", ("except RequestError", "except KeyError")),
+        ["tests/llm/test_llm.py"],
+    ),
+    "failed_prompts_are_left_out_of_the_outputs": (
+        change(LLM, "generate", ("[outputs.get(n) for n in range(len(prompts))]", "list(outputs.values())")),
+        ["tests/llm/test_llm.py"],
+    ),
+    "a_chat_gets_a_second_beginning": (
+        change(ChatTokenizer, "apply_chat_template", ("add_special_tokens=False", "add_special_tokens=True")),
+        ["tests/llm/test_chat.py"],
+    ),
+    "a_chat_has_no_tools": (
+        change(ChatTokenizer, "apply_chat_template", ("add_generation_prompt, tools", "add_generation_prompt")),
+        ["tests/llm/test_chat.py"],
+    ),
     "ids_stop_at_64_bits": (
         change(GenerationExecutor, "_get_next_client_id", (" % UINT64", "")),
         EXECUTOR,

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from backend.api import adapter_files
 from backend.api import lora as api_lora
 from backend.api.request import Request
+from backend.engine import prefetch
 from backend.engine.antechamber import Antechamber
 from backend.engine.intake import Intake
 from backend.engine.loop import EngineLoop
+from backend.engine.names import AdapterNames
+from backend.engine.read_ahead import ReadAhead
 from backend.kvcache.prefix_trie import PrefixTrie
-from backend.models import lora
+from backend.layers import lora as layers
+from backend.layers.lora import Stacks
+from backend.models import lora, npy
+from backend.scheduler import adapters as scheduler_adapters
 from backend.scheduler.adapters import AdapterCache, Level
 from backend.scheduler.scheduler import Scheduler
+from backend.serving import named_adapters
 from backend.serving.fronts import llmapi, trtllm_tokens
+from backend.wire.engine_server import EngineServer
+from backend.worker import adapter_pages, adapters
+from backend.worker.adapter_pages import AdapterPages, PagePool
+from backend.worker.adapters import DeviceAdapters
+from backend.worker.copy_streams import CopyStreams
 from deploy import serve
 from gateway.core import Gateway
-from tests.mutants.changes import change
+from tests.mutants.changes import change, change_everywhere
 
 CACHE = ["tests/scheduler/test_adapters.py"]
 WAITING = ["tests/engine/test_antechamber_adapters.py"]
+READING = ["tests/engine/test_read_ahead.py", *WAITING]
 MODEL = ["tests/model/test_lora.py"]
+HELD = ["tests/model/test_held_adapters.py"]
+HOSTILE = ["tests/model/test_hostile_adapters.py"]
 EVENTS = ["tests/kvcache/test_events.py"]
+PAGES = ["tests/model/test_adapter_pages.py"]
+NAMED = ["tests/executor/test_named_adapters.py"]
 GATEWAY = ["tests/gateway/test_adapters.py"]
 
 MUTANTS = {
@@ -55,21 +73,42 @@ MUTANTS = {
     "later_requests_overtake": (change(Antechamber, "enter", ("waiting.line in self._lines", "False")), WAITING),
     "the_cancelled_run": (change(Antechamber, "_advance", ("if not first.has_left:", "if True:")), WAITING),
     "all_adapters_are_read_ahead": (
-        change(Antechamber, "_read_ahead", ("and self._num_ahead < self._num_readers", "")),
-        WAITING,
+        change(ReadAhead, "_has_room", ("return own < free if own else free > 0", "return True")),
+        READING,
     ),
     "who_leaves_takes_the_adapter_along": (change(Antechamber, "_close_ranks", ("or is_meant", "")), WAITING),
     "who_leaves_is_read_for_all_the_same": (
-        change(Antechamber, "_close_ranks", ("self._unread.remove(each)", "pass")),
+        change(Antechamber, "_close_ranks", ("self._reading.let_go(each.adapter)", "pass")),
         WAITING,
     ),
     "a_drain_leaves_the_antechamber_behind": (
         change(EngineLoop, "_is_over", (" or self._core.antechamber", "")),
         WAITING,
     ),
-    "what_nobody_means_keeps_a_reader": (
-        change(Antechamber, "_close_ranks", ("self._num_ahead -= 1", "pass")),
-        WAITING,
+    "what_nobody_means_keeps_its_room": (
+        change(ReadAhead, "let_go", ("self._held.pop(coming, None)", "pass")),
+        READING,
+    ),
+    "a_namespace_takes_all_room": (
+        change(ReadAhead, "_has_room", ("return own < free if own else free > 0", "return free > 0")),
+        READING,
+    ),
+    "a_reader_waits_with_its_adapter": (change(ReadAhead, "note", ("self._num_reading -= 1", "pass")), READING),
+    "more_read_than_there_are_readers": (
+        change(ReadAhead, "_begin", ("self._num_reading < self._num_readers and ", "")),
+        READING,
+    ),
+    "a_reader_s_place_is_never_given_back": (
+        change(ReadAhead, "note", ("self._unread.done(coming.namespace)", "pass")),
+        READING,
+    ),
+    "adapters_in_the_cache_take_room_here": (
+        change(Antechamber, "_put", ("self._reading.let_go(adapter)", "pass")),
+        READING,
+    ),
+    "readers_outlive_the_engine": (
+        change(ReadAhead, "close", ("self._threads = None", "pass")),
+        READING,
     ),
     "the_loop_sleeps_past_a_deadline": (
         change(EngineLoop, "_sleep", ("if earliest_ns is not None:", "if False:")),
@@ -96,7 +135,7 @@ MUTANTS = {
     ),
     "alpha_is_one_for_all": (change(lora, "_scale", ("alpha = value", "pass")), MODEL),
     "adapters_of_other_kinds_begin": (
-        change(serve, "with_adapters", ("check_adapter_files(Path(directory))", "pass")),
+        change(serve, "with_adapters", ("check_adapter_files(Path(directory), lora.max_rank)", "pass")),
         ["tests/deploy/test_serve_options.py"],
     ),
     "other_kinds_are_plain_adapters": (
@@ -113,5 +152,117 @@ MUTANTS = {
     ),
     "the_endpoint_forgets_the_adapter": (change(Gateway, "jobs", ("request | adapter", "request")), GATEWAY),
     "an_adapter_has_no_parent": (change(Gateway, "card", ("card if name in", "card if True or name in")), GATEWAY),
+    "files_of_another_time_are_the_same": (
+        change_everywhere(adapters._files, (", each.st_mtime_ns", "")),
+        HELD,
+    ),
+    "a_place_keeps_what_it_held": (
+        change_everywhere(layers._fill, ("stack.a[:, place], stack.b[place] = 0, 0", "pass")),
+        HELD,
+    ),
+    "a_place_keeps_its_rank": (
+        change(Stacks, "fill", ("self._ranks[place] = max(", "_ = max(")),
+        HELD,
+    ),
+    "any_alpha_is_a_number": (change(lora, "_scale", ("not abs(alpha) <= MAX_ALPHA", "False")), HOSTILE),
+    "factors_may_be_infinite": (change(lora, "read_adapter", ("part.b * part.scale", "part.b")), HOSTILE),
+    "arrays_are_as_long_as_they_say": (change(npy, "_read", ("needed != there or", "False or")), HOSTILE),
+    "arrays_in_fortran_s_order_are_in_c_s": (change(npy, "_read", ("if is_transposed", "if False")), HOSTILE),
+    "two_tensors_of_one_name_are_one": (
+        change_everywhere(adapter_files.half_tensors, ("is not half", "is None")),
+        HOSTILE,
+    ),
+    "named_adapters_are_not_read_at_the_start": (
+        change(
+            prefetch,
+            "make_adapters",
+            ("adapters.check_fits(workers.prepare_adapter(LoraConfig(0, path=directory, name=name)))", "pass"),
+        ),
+        ["tests/model/test_lora_prefetch.py"],
+    ),
+    "high_ranks_are_found_by_requests": (
+        change_everywhere(adapter_files.check_adapter_files, ('if each.half == "A"', "if False")),
+        ["tests/serving/test_named_adapters.py"],
+    ),
+    "adapters_of_a_list_are_not_checked": (
+        change_everywhere(named_adapters.check_adapters, ("if lora.enabled else ()", "if False else ()")),
+        ["tests/serving/test_named_adapters.py"],
+    ),
+    "a_projection_lies_in_two_pages": (
+        change(AdapterPages, "hold", ("self._copy(index, b)", "self._copy(0, b)")),
+        PAGES,
+    ),
+    "pages_have_no_room_for_what_is_not_divided": (
+        change_everywhere(
+            adapter_pages.page_bytes, ("whole + max(size(place, max_rank) for place in known.values())", "whole")
+        ),
+        PAGES,
+    ),
+    "pages_are_never_given_back": (change(PagePool, "give_back", ("self._free.extend(pages)", "pass")), PAGES),
+    "pages_of_live_adapters_are_given_back": (
+        change(AdapterPages, "belong_to", ("weakref.finalize(owner, self", "weakref.finalize(Layers(), self")),
+        PAGES,
+    ),
+    "memory_is_taken_page_by_page": (
+        change(PagePool, "_grow", ("torch.empty(self._pages_per_block,", "torch.empty(1,")),
+        PAGES,
+    ),
+    "a_device_s_memory_grows_by_one_adapter": (
+        change(Stacks, "_grow", ("self._block_bytes // self.bytes_per_adapter", "1")),
+        PAGES,
+    ),
+    "rows_of_caches_are_those_of_the_highest_rank": (
+        change_everywhere(adapter_pages.module_bytes, ("size(place, 1)", "size(place, 64)")),
+        PAGES,
+    ),
+    "caches_are_not_whole_pages": (
+        change_everywhere(scheduler_adapters._in_pages, ("-(-module_layers", "(module_layers")),
+        PAGES,
+    ),
+    "a_step_begins_before_its_adapters_are_there": (
+        change(DeviceAdapters, "_ensure", ("wait(copies)", "return")),
+        PAGES,
+    ),
+    "one_worker_copies_all": (
+        change(DeviceAdapters, "_ensure", ("ThreadPoolExecutor(self._num_workers,", "ThreadPoolExecutor(1,")),
+        PAGES,
+    ),
+    "what_could_not_be_copied_is_there": (
+        change(DeviceAdapters, "update", ("placed = {", "placed = self._held = {")),
+        PAGES,
+    ),
+    "copies_overtake_what_still_reads": (
+        change(CopyStreams, "begin", ("for stream in self.streams", "for stream in []")),
+        PAGES,
+    ),
+    "links_lead_out_of_the_allowed_directory": (
+        change_everywhere(adapter_files.allowed_directory, ("(root / directory).resolve()", "(root / directory)")),
+        NAMED,
+    ),
+    "any_directory_is_allowed": (
+        change_everywhere(adapter_files.allowed_directory, ("root not in path.parents or ", "")),
+        NAMED,
+    ),
+    "names_are_loaded_without_an_allowed_directory": (
+        change(AdapterNames, "_check_allowed", ("self._lora.enabled and self._lora.allowed_dir", "True")),
+        NAMED,
+    ),
+    "a_name_is_taken_over": (change(AdapterNames, "_check_free", ("known != directory", "False")), NAMED),
+    "loads_outlive_the_engine_unanswered": (
+        change(AdapterNames, "close", ("for request_id in self._loading", "for request_id in ()")),
+        NAMED,
+    ),
+    "any_number_is_loaded_at_once": (
+        change(AdapterNames, "_begin", ("len(self._loading) >= MAX_LOADING", "False")),
+        NAMED,
+    ),
+    "clients_are_not_told_of_names": (
+        change(AdapterNames, "take_change", ("self.directories if changed else None", "None")),
+        NAMED,
+    ),
+    "later_clients_miss_names": (
+        change(EngineServer, "publish_adapters", ("self._broadcast(Adapters(adapters))", "pass")),
+        ["tests/wire/test_adapter_names.py"],
+    ),
     "the_rank_is_not_divided_by": (change(lora, "_scale", ("else rank)", "else 1)")), MODEL),
 }

@@ -31,6 +31,14 @@ DEBUG = "tests/model/test_debug_tensors.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
 
 MUTANTS = {
+    "too_few_results_are_enough": (
+        change(PostProcessors, "_run_batch", ("strict=True", "strict=False")),
+        [PROCESSORS + "test_a_batched_one_that_returns_too_few_tensors_fails_for_all"],
+    ),
+    "a_processor_that_exits_ends_the_engine": (
+        change(PostProcessors, "_run_one", ("(Exception, SystemExit)", "Exception")),
+        RAISES,
+    ),
     "debug_logits_are_of_every_row": (
         change(ExtraWork, "_fetch_debug", ("given[name][self.sampling_rows]", "given[name]")),
         [DEBUG + "test_the_logits_are_there_beside_those_of_a_prompt_that_a_request_gets"],

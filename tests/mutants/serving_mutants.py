@@ -7,10 +7,13 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving import cancellation, model_server, requests
+from backend.serving import cancellation, environment, families, request_log, requests
+from backend.serving.assembly import ToolsLoader
 from backend.serving.cancellation import CancellationPoller
+from backend.serving.dialect import Dialect
 from backend.serving.environment import RunDirectory
-from backend.serving.fronts import llmapi, named_sampling, trtllm_tokens, vllm_engine_args
+from backend.serving.fronts import llmapi, named_sampling, token_ids, trtllm_fields, trtllm_tokens, vllm_engine_args
+from backend.serving.fronts.trtllm_outputs import _SoFar
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.model_server import ModelServer
@@ -18,7 +21,7 @@ from backend.serving.news import Progress, TextReporter
 from backend.serving.outputs import BeamsOutput, JointOutput, SeparateOutput
 from backend.serving.pump import ResponsePump
 from backend.serving.text_pool import TextPool
-from tests.mutants.changes import Plant, change
+from tests.mutants.changes import Plant, change, change_everywhere
 
 DETAILS = "tests/serving/test_stub_details.py::"
 INPUTS = "tests/serving/test_trtllm_inputs.py::"
@@ -26,6 +29,44 @@ SEVERAL = "tests/serving/test_several_sequences.py::"
 RACES = "tests/serving/test_pump_races.py::"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "a_stream_tells_the_newest_log_probabilities_only": (
+        change(_SoFar, "log_probs", ("if not self._repeats:", "if True:")),
+        [INPUTS + "test_each_response_of_a_stream_has_the_log_probabilities_of_all_tokens_so_far"],
+    ),
+    "context_logits_are_repeated_without_end": (
+        change(_SoFar, "context_logits", ("self._room -= known.nbytes", "pass")),
+        [INPUTS + "test_each_response_of_a_stream_has_the_log_probabilities_of_all_tokens_so_far"],
+    ),
+    "the_last_response_has_no_context_logits": (
+        change(_SoFar, "context_logits", ("if news.finish is not None or self._room", "if self._room")),
+        [INPUTS + "test_each_response_of_a_stream_has_the_log_probabilities_of_all_tokens_so_far"],
+    ),
+    "ids_are_clamped_though_nobody_has_asked": (
+        change_everywhere(token_ids.read_prompt, ("if context.config.triton.clamp_token_ids:", "if True:")),
+        ["tests/serving/test_token_requests.py"],
+    ),
+    "clamped_ids_are_one_too_great": (
+        change_everywhere(
+            token_ids.read_prompt, ("clip(max=vocab_size + num_virtual - 1)", "clip(max=vocab_size + num_virtual)")
+        ),
+        ["tests/serving/test_token_requests.py"],
+    ),
+    "the_wire_reads_sampling_without_upstreams_rule": (
+        change_everywhere(trtllm_fields.read_sampling, ("return tensorrt_llm_sampling(", "return SamplingConfig(")),
+        ["tests/serving/test_token_requests.py"],
+    ),
+    "the_launcher_is_not_told_why": (
+        change(ModelServer, "_give_sign", ('self._why_unavailable() if state == "unavailable" else ""', '""')),
+        ["tests/serving/test_health.py"],
+    ),
+    "the_operators_template_does_not_reach_the_stub": (
+        change(ToolsLoader, "prepare", (", self._chat_template)", ")")),
+        ["tests/serving/test_text_server.py"],
+    ),
+    "the_models_do_not_hear_of_adapters_names": (
+        change(ModelServer, "_context", ("self._executor.adapters", "config.lora.directories")),
+        ["tests/serving/test_adapter_commands.py"],
+    ),
     "the_draft_model_is_not_told": (
         change(vllm_engine_args, "_of_speculation", ('if method == "draft_model":', "if False:")),
         ["tests/serving/test_vllm_backend.py"],
@@ -39,7 +80,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_cancellation_gate.py"],
     ),
     "an_interval_joins_nothing_that_waits": (
-        change(model_server, "coalesces", ("config.triton.stream_interval_ms > 0 or ", "")),
+        change(Dialect, "coalesces", ("settings.stream_interval_ms > 0 or ", "")),
         [DETAILS + "test_tokens_that_wait_for_a_sender_share_a_response_where_that_is_asked_for"],
     ),
     "sweeps_stay_away": (
@@ -63,7 +104,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [DETAILS + "test_the_same_session_number_of_another_namespace_waits_for_nobody"],
     ),
     "a_stop_of_a_session_makes_room_that_is_not_there": (
-        change(ModelServer, "_submit", (" and not isinstance(work.request, StopSession)", "")),
+        change(ModelServer, "_submit", (" and isinstance(work.request, Request)", "")),
         [DETAILS + "test_a_stop_of_a_session_makes_no_room_in_the_engine"],
     ),
     "stuck_text_threads_look_ready": (
@@ -98,9 +139,33 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Housekeeper, "stop", ("        signal.set_wakeup_fd(-1)\n", "")),
         [DETAILS + "test_a_housekeeper_that_has_stopped_leaves_no_pipe_for_signals_behind"],
     ),
-    "signs_of_life_by_the_wall_clock": (
-        change(RunDirectory, "report_health", ("time.monotonic_ns()", "time.time_ns()")),
-        [DETAILS + "test_a_sign_of_life_has_the_time_of_the_clock_that_the_launcher_reads"],
+    "each_sign_of_life_leaves_a_file_open": (
+        change(RunDirectory, "report_health", ("os.close(pipe)", "pass")),
+        ["tests/deploy/test_signs.py"],
+    ),
+    "a_stub_waits_for_a_reader_of_its_signs": (
+        change(RunDirectory, "report_health", ("(BlockingIOError, BrokenPipeError)", "BrokenPipeError")),
+        ["tests/deploy/test_signs.py"],
+    ),
+    "a_drain_does_not_know_its_streams": (
+        change(ModelServer, "_give_sign", ("self.num_live_streams", "0")),
+        ["tests/serving/test_health.py"],
+    ),
+    "metrics_of_requests_exchanged": (
+        change(families, "_scheduled", ("stats.latest.num_scheduled_requests", "stats.latest.num_context_requests")),
+        ["tests/serving/test_metrics.py"],
+    ),
+    "a_path_of_another_alphabet_is_not_found": (
+        change(
+            environment,
+            "local_path",
+            ('os.fsdecode(path.encode("utf-8", "surrogateescape"))', 'path.encode().decode("latin-1")'),
+        ),
+        [DETAILS + "test_a_path_with_letters_that_are_not_ascii_is_opened_by_an_interpreter_that_knows_ascii_only"],
+    ),
+    "a_full_disk_fails_the_requests_that_are_logged": (
+        change(request_log, "_to_stderr", ("except OSError:", "except ZeroDivisionError:")),
+        ["tests/serving/test_request_log.py"],
     ),
     "every_sequence_is_told_of_with_every_response": (
         change(SeparateOutput, "render", (" if reporter.is_due", "")),

@@ -10,6 +10,7 @@ from backend.scheduler import drafting, scheduler
 from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup, OtherOutputs
+from backend.scheduler.model_drafting import ModelDrafter
 from backend.scheduler.step_cost import StepCost
 from backend.worker import group, model_runner
 from backend.worker.draft_model import DraftModel
@@ -24,6 +25,18 @@ ISOLATION = ["tests/model/test_speculation_isolation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 
 MUTANTS = {
+    "given_drafts_take_no_room": (
+        change(Drafter, "propose", ("room -= draft.num_tokens", "room -= 0")),
+        ["tests/scheduler/test_drafting.py"],
+    ),
+    "ended_sequences_are_remembered": (
+        change(Drafter, "end", ("self._known.pop(seq.seq_id, None)", "self._known.get(seq.seq_id)")),
+        ["tests/scheduler/test_drafting.py"],
+    ),
+    "given_drafts_teach_the_cost_of_passes": (
+        change(ModelDrafter, "note", ("if any(draft.is_given for draft in drafts):", "if False:")),
+        ["tests/scheduler/test_model_drafting.py"],
+    ),
     "guessing_never_rests": (change(Drafter, "_settle", ("if self._won_s <", "if False and self._won_s <")), DRAFTING),
     "a_rest_never_ends": (change(Drafter, "guess", ("max(0, self._num_resting - 1)", "self._num_resting")), DRAFTING),
     "a_backlog_is_looked_at_token_by_token": (change(Lookup, "see", ("(_BACKLOG if", "(1e9 if")), DRAFTING),
@@ -166,7 +179,7 @@ MUTANTS = {
         DRAFT_MODEL,
     ),
     "the_pool_forgets_the_draft_model": (
-        change(InProcessWorkerGroup, "load", ("kv_bytes += self._draft", "0 and self._draft")),
+        change(InProcessWorkerGroup, "load", ("models.append(self._draft)", "pass")),
         DRAFT_MODEL,
     ),
     "a_request_cannot_bound_its_guesses": (

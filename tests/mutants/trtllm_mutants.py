@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from backend.api import sampling_rules
+from backend.engine import groups, update
 from backend.executor import own_processors
 from backend.trtllm import (
     engine_config,
@@ -10,6 +12,7 @@ from backend.trtllm import (
     gpt_manager,
     inference_request,
     record,
+    repeats,
     request_configs,
     to_core,
 )
@@ -18,8 +21,9 @@ from backend.trtllm.decoding import DecodingConfig
 from backend.trtllm.executor import Executor
 from backend.trtllm.gpt_manager import GptManager
 from backend.trtllm.record import Field, Record
+from backend.trtllm.repeats import Repeats
 from backend.trtllm.results import Response
-from tests.mutants.changes import Plant, change
+from tests.mutants.changes import Plant, change, change_everywhere
 
 CLASSES = ["tests/trtllm/test_classes.py"]
 NAMES = ["tests/trtllm/test_names.py"]
@@ -29,7 +33,82 @@ EXECUTOR = ["tests/trtllm/test_executor.py"]
 FIGURES = ["tests/trtllm/test_figures.py"]
 MANAGER = ["tests/trtllm/test_gpt_manager.py"]
 
+STREAMS = ["tests/trtllm/test_streams.py"]
+VALUES = ["tests/trtllm/test_values.py"]
+
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "used_blocks_are_told_as_free": (
+        change(
+            from_core,
+            "_kv_cache_stats",
+            ("free_num_blocks=given.max_num_blocks - given.used_num_blocks", "free_num_blocks=given.used_num_blocks"),
+        ),
+        VALUES,
+    ),
+    "used_and_free_are_exchanged_in_json": (
+        change(
+            gpt_manager,
+            "stats_json",
+            ('"Used KV cache blocks": kv.used_num_blocks', '"Used KV cache blocks": kv.free_num_blocks'),
+        ),
+        VALUES,
+    ),
+    "context_requests_are_those_that_generate": (
+        change(
+            gpt_manager,
+            "stats_json",
+            ('"Context Requests": latest.num_context_requests', '"Context Requests": latest.num_gen_requests'),
+        ),
+        VALUES,
+    ),
+    "static_context_requests_are_all": (
+        change(from_core, "_static", ("given.num_context_requests", "given.num_scheduled_requests")),
+        VALUES,
+    ),
+    "removed_events_hold_nothing": (
+        change(from_core, "_event_data", ("KVCacheRemovedData(data.block_hashes)", "KVCacheRemovedData([])")),
+        VALUES,
+    ),
+    "updated_events_tell_the_level": (
+        change(
+            from_core,
+            "_event_data",
+            ("KVCacheUpdatedData(data.block_hash, priority=", "KVCacheUpdatedData(data.block_hash, cache_level="),
+        ),
+        VALUES,
+    ),
+    "an_adapter_s_config_is_left_out": (
+        change(to_core, "_lora", ("tuple(map(tuple, config.tolist()))", "()")),
+        VALUES,
+    ),
+    "gpt_manager_forgets_its_token_limit": (
+        change(gpt_manager, "_engine_config", ("max_num_tokens=params.max_num_tokens", "max_num_tokens=None")),
+        VALUES,
+    ),
+    "gpt_manager_forgets_chunking": (
+        change(gpt_manager, "_engine_config", ("params.enable_chunked_context", "False")),
+        VALUES,
+    ),
+    "gpt_manager_forgets_its_adapters": (
+        change(
+            gpt_manager,
+            "_engine_config",
+            ("peft_cache_config=params.peft_cache_manager_config", "peft_cache_config=None"),
+        ),
+        VALUES,
+    ),
+    "gpt_manager_forgets_sink_tokens": (
+        change(gpt_manager, "_engine_config", ("kv_cache.sink_token_length", "None")),
+        VALUES,
+    ),
+    "context_positions_are_outputs": (
+        change(
+            from_core,
+            "_one_request",
+            ("context_prefill_position=given.num_computed_tokens", "context_prefill_position=given.num_output_tokens"),
+        ),
+        VALUES,
+    ),
     "fixed_attributes_can_be_set": (change(Field, "__set__", ("if self.read_only:", "if False:")), CLASSES),
     "keyword_only_arguments_by_position": (change(Record, "__init__", ("args and not each.kw_only", "args")), CLASSES),
     "unknown_arguments_are_ignored": (change(Record, "__init__", ("if args or kwargs:", "if args:")), CLASSES),
@@ -61,8 +140,68 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         NAMES,
     ),
     "a_temperature_alone_samples": (
-        change(to_core, "_sampling", ('values["temperature"] = values["top_k"] = None', "pass")),
+        change_everywhere(sampling_rules.tensorrt_llm_sampling, ("top_k=1", "top_k=0")),
+        ["tests/serving/test_llmapi_model.py"],
+    ),
+    "a_stream_tells_the_newest_log_probabilities_only": (
+        change_everywhere(repeats._repeat, ("result.log_probs = [before.log_probs]", "pass")),
+        STREAMS,
+    ),
+    "log_probabilities_that_are_complete_are_added_up": (
+        change_everywhere(repeats._repeat, ("stream.adds_up and", "")),
+        STREAMS,
+    ),
+    "context_logits_are_told_once": (
+        change_everywhere(repeats._repeat, ("result.context_logits = before.context_logits", "pass")),
+        STREAMS,
+    ),
+    "streams_that_have_ended_are_remembered": (
+        change(Repeats, "complete", ("self._streams.pop(response.request_id, None) if is_final else", "")),
+        STREAMS,
+    ),
+    "heirs_have_no_context_rows": (
+        change(groups, "share_prompt", ("heir.gathered.inherit(seq.gathered)", "pass")),
+        STREAMS,
+    ),
+    "drafts_do_not_end_the_request": (
+        change_everywhere(update._is_after_drafts, ("num_output > len(drafts)", "False")),
+        STREAMS,
+    ),
+    "a_wrong_draft_does_not_end_the_request": (
+        change_everywhere(update._is_after_drafts, ("(num_output > 0", "(num_output < 0")),
+        STREAMS,
+    ),
+    "the_last_iteration_is_told_before_the_end": (
+        change(from_core, "perf_metrics", ("iteration if is_last else None", "iteration")),
+        STREAMS,
+    ),
+    "a_nameless_processor_is_called": (
+        change(executor, "_started", (" if each is not None", "")),
+        TENSORS,
+    ),
+    "reused_blocks_are_told_as_allocated": (
+        change(from_core, "perf_metrics", ("KvCacheMetrics(given.num_new_blocks,", "KvCacheMetrics(new + reused,")),
+        FIGURES,
+    ),
+    "a_queue_of_minus_one_refuses_every_request": (
+        change_everywhere(engine_config._max_queue_size, ("(None, 0, -1)", "(None,)")),
         CONVERSION,
+    ),
+    "the_bindings_pass_the_configuration_s_checks_by": (
+        change(
+            engine_config,
+            "engine_config",
+            ("checked_config(tree)", "msgspec.convert(tree, EngineConfig, strict=False)"),
+        ),
+        ["tests/trtllm/test_configuration_checks.py"],
+    ),
+    "errors_name_keys_that_the_bindings_do_not_have": (
+        change(engine_config, "_in_their_words", ("_NAMES.get(found[0]", "_NAMES.get(''")),
+        ["tests/trtllm/test_configuration_checks.py"],
+    ),
+    "a_top_p_of_zero_is_out_of_range": (
+        change_everywhere(sampling_rules.tensorrt_llm_sampling, ("or value != 0", "or True")),
+        ["tests/api/test_sampling.py"],
     ),
     "end_id_minus_one_is_a_token": (change(to_core, "to_core", (" or request.end_id < 0", "")), CONVERSION),
     "beams_beyond_the_executor_s": (
@@ -80,7 +219,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         CONVERSION,
     ),
-    "metrics_with_every_response": (change(from_core, "result", (" if given.is_final else None", "")), FIGURES),
+    "metrics_with_the_last_response_only": (
+        change(from_core, "_perf_metrics", ("given.perf_metrics is None", "not given.is_final")),
+        STREAMS,
+    ),
     "cached_blocks_are_not_free": (
         change(
             from_core,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backend.core.step import Row
 from backend.worker.native_tier import NativeTier, PackLinears
-from kernels.cpu.decoder import NativeDecoder, NativeShape, UnknownCell
+from kernels.cpu.decoder import Given, NativeDecoder, NativeShape, UnknownCell
 from tests.model.driver import Driver
 from tests.native.harness import Format, drive, load, native_driver, prompt
 from tools.make_random_model import make_random_model
@@ -46,10 +46,11 @@ class Attempt:
         self.rows = np.array([[1, 0, 40, 1], [0, 70, 30, 2]], dtype=np.int32)
         self.token_ids = driver.runner.batch.token_ids.clone()
         self.tables = driver.runner.batch.block_tables.copy()
+        self.given: Given | None = None
 
     def run(self) -> tuple[NDArray[np.int64], Tensor | None]:
         decoder: NativeDecoder = self._runner.tier._decoder
-        return decoder.step(self.rows, self.token_ids, self.tables, self._runner.storage.pools, True)
+        return decoder.step(self.rows, self.token_ids, self.tables, self._runner.storage.pools, True, given=self.given)
 
     def assert_refused(self, row: int) -> None:
         before = [pool.view(torch.uint8).clone() for pool in self._runner.storage.pools]
@@ -93,6 +94,31 @@ def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver: Driver, token
     attempt = Attempt(driver)
     attempt.token_ids[0, 69] = token  # computed long ago: nobody reads it
     attempt.run()
+
+
+@pytest.mark.parametrize("position", [-1, LONGEST, 2**40, -(2**63)])
+@pytest.mark.parametrize("place, row", [(0, 0), (39, 0), (40, 1), (69, 1)])
+def test_positions_that_the_model_has_not_are_refused(driver: Driver, place: int, row: int, position: int) -> None:
+    attempt = Attempt(driver)
+    positions = np.zeros(70, dtype=np.int64)
+    positions[place] = position
+    attempt.given = Given(None, positions)
+    attempt.assert_refused(row)
+
+
+def test_a_token_beyond_the_vocabulary_is_taken_where_its_embedding_is_given(driver: Driver) -> None:
+    """At the first token of the second row; at the one behind it, it is refused."""
+    vector = torch.zeros(driver.runner.tier._hidden_size)
+    for place, is_refused in ((40, False), (41, True)):
+        attempt = Attempt(driver)
+        attempt.token_ids[0, 70] = VOCAB
+        addresses = np.zeros(70, dtype=np.uintp)
+        addresses[place] = vector.data_ptr()
+        attempt.given = Given(addresses, None, vector)
+        if is_refused:
+            attempt.assert_refused(1)
+        else:
+            attempt.run()
 
 
 def test_a_table_that_is_too_narrow_is_refused(driver: Driver) -> None:

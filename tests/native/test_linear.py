@@ -15,6 +15,7 @@ from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
 from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from kernels.cpu.isa import AMX_EMULATED
+from kernels.cpu.structs import FLOAT16, FLOAT32
 from tests.native.harness import threads
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -76,6 +77,41 @@ def test_a_float_layer_is_a_product_and_a_bias(kernels: CDLL, isa: str, dtype: t
         layer = PackLinears(kernels)(w, bias)
         assert layer.shape == (n, k)
         assert_product(layer(x), x.double(), w.double(), bias, (rows, n, k))
+
+
+def test_a_float32_weight_that_float16_holds_takes_half_the_memory_and_yields_the_same_bits(
+    kernels: CDLL, isa: str
+) -> None:
+    """The bits of the same weight beside one, in a column of zeros, that float16 does not hold."""
+    rng = torch.Generator().manual_seed(7)
+    extremes = torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-15), 65504.0, -65504.0])
+    for rows, n, k in shapes(7, isa, 6):
+        x, w = random_tensor(rng, rows, k), random_tensor(rng, n, k).half().float()
+        w.view(-1)[: len(extremes)] = extremes[: w.numel()]
+        bias = random_tensor(rng, n) if n % 2 else None
+        held = PackLinears(kernels)(w, bias)
+        more = torch.cat([w, torch.full((1, k), 1e-9)])
+        other = PackLinears(kernels)(more, None if bias is None else torch.cat([bias, torch.zeros(1)]))
+        assert (held.struct.format, other.struct.format) == (FLOAT16, FLOAT32)
+        assert torch.equal(held(x), other(x)[:, :n])
+    panels = -(-n // 32) * 32 * (-(-k // 64) * 64)
+    assert held.num_bytes == 2 * panels + (0 if bias is None else -(-n // 32) * 32 * 4)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 65520.0, 1 + 2.0**-11, 2.0**-25])
+def test_a_weight_with_a_number_that_float16_does_not_hold_stays_float32(best_kernels: CDLL, value: float) -> None:
+    w = torch.ones(40, 70)
+    w[39, 69] = value
+    layer = PackLinears(best_kernels)(w, None)
+    assert layer.struct.format == FLOAT32
+    assert layer(torch.ones(1, 70))[0, 39].isnan() == (value != value)
+
+
+def test_a_layer_held_in_float16_takes_float32_only(best_kernels: CDLL) -> None:
+    layer = PackLinears(best_kernels)(torch.ones(40, 70), None)
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(TypeError, match="this layer takes torch.float32"):
+            layer(torch.ones(1, 70, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

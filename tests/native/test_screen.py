@@ -16,7 +16,7 @@ from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
 from kernels.cpu.screen import GROUP, Screen
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # that the head is held in
 HEADS, HEAD_DIM, INTERMEDIATE, MAX_LEN, BLOCK = 2, 32, 64, 32, 32
 SLOTS = 10  # more than are screened together
 
@@ -27,6 +27,7 @@ class Model:
     def __init__(self, library: CDLL, lm_head: Tensor, scale: float = 1.0) -> None:
         rng = torch.Generator().manual_seed(0)  # a seed other than random_head's, so that no token wins by far
         vocab, hidden = lm_head.shape
+        lm_head = as_given(lm_head)
         dtype, arena = lm_head.dtype, Arena()
         self.library = library
 
@@ -70,6 +71,11 @@ def random_head(vocab: int, hidden: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(vocab, hidden, generator=torch.Generator().manual_seed(vocab)).to(dtype)
 
 
+def as_given(head: Tensor) -> Tensor:
+    """A head that is to be held in float16 is given in float32."""
+    return head.float() if head.dtype == torch.float16 else head
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab, hidden", [(33, 64), (96, 40), (200, 300)])
 def test_no_logit_is_further_from_its_screened_value_than_the_screen_says(
@@ -78,7 +84,7 @@ def test_no_logit_is_further_from_its_screened_value_than_the_screen_says(
     w = random_head(vocab, hidden, dtype)
     w[:, : hidden // 2] *= 40  # uneven rows
     w[vocab // 2] = 0
-    screen = Screen(kernels, PackedLinear.of_floats(kernels, Arena(), w))
+    screen = Screen(kernels, PackedLinear.of_floats(kernels, Arena(), as_given(w)))
     kept = dequantize(*quantize_weight(w, GROUP), GROUP).double()
     norm, lost = kept.norm(dim=1), (w.double() - kept).norm(dim=1)
     assert (screen.norm[:vocab] >= norm).all() and (screen.norm[:vocab] <= norm * 1.01).all()

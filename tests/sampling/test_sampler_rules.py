@@ -201,6 +201,26 @@ def test_no_repeat_ngram_equals_hugging_face(run: Run, size: int) -> None:
         assert got == int(expected.argmax()), tokens
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_repeat_ngram_masks_exactly_what_would_repeat_whatever_lies_in_other_slots_and_behind_the_row(
+    run: Run, size: int
+) -> None:
+    """Each token in turn is what the model prefers, in a slot that is not the row's number; all rows are chosen at once."""
+    processor = hf.NoRepeatNGramLogitsProcessor(size)
+    for tokens in ([5], [4, 5], [1, 2, 1], [3, 4, 3, 4, 3], [5, 0, 5, 2, 1, 0, 5]):
+        cases, expected = [], []
+        for preferred in range(6):
+            logits = np.arange(6, dtype=np.float32)
+            logits[preferred] = 9.0
+            config = SamplingConfig(no_repeat_ngram_size=size)
+            cases.append(Case(tokens, 1, logits, config))
+            masked = processor(torch.tensor([tokens]), torch.from_numpy(logits)[None].clone())
+            expected.append(int(masked.argmax()))
+        cases.append(Case([0, 1, 2, 3, 4, 5], 1, np.zeros(6, dtype=np.float32), SamplingConfig(no_repeat_ngram_size=7)))
+        got = [token.token_id for token in run(cases, slots=[6, 5, 4, 3, 2, 1, 0])]
+        assert got[:6] == expected, tokens
+
+
 def test_top_p_falls_to_its_least_and_is_set_back_by_a_token(run: Run) -> None:
     logits = np.zeros(16, dtype=np.float32)  # equal tokens: of 16, top_p keeps ceil(16 * top_p)
     decaying = {"top_p": 1.0, "top_p_decay": 0.5, "top_p_min": 0.1, "top_p_reset_ids": 9}

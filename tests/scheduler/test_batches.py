@@ -205,6 +205,37 @@ def test_a_plan_lists_whom_no_pool_can_hold_apart_from_those_it_runs() -> None:
     assert [seq.request_id for seq in plan.admitted] == [1] and not plan.is_empty
 
 
+@pytest.mark.feature("003-52")
+def test_all_that_qserve_s_scheduler_outputs_tell_is_told_by_the_plan_and_its_step() -> None:
+    """Two prompts begin alike, so that a block is copied; later both generate, and one is paused. Nothing is ever swapped."""
+    runner = Runner(num_blocks=7, block_size=4, reuse=True, policy="max_utilization")
+    scheduler = runner.core.scheduler
+    runner.ask(0, [1, 2, 3, 4, 5, 6], 3)
+    runner.run()
+    runner.ask(1, [1, 2, 3, 4, 5, 9], 12)
+    runner.ask(2, [7, 8], 12)
+    runner.ask_unchecked(3, [3] * 40, 4)
+    prompts: list[bool] = []
+    copies: list[tuple[int, int]] = []
+    ignored, swapped, num_paused = set(), set(), 0
+    while runner.core.has_work:
+        plan = scheduler.schedule()
+        scheduled = [(seq.request_id, num_tokens) for seq, num_tokens in plan.rows]
+        prompts.append(bool(plan.context))
+        ignored |= {seq.request_id for seq in plan.rejected}
+        swapped |= {name for name in dir(plan) if "swap" in name}
+        num_paused += len(plan.paused)
+        before = len(runner.trace)
+        runner.step()
+        for step in runner.trace[before:]:
+            assert len(step.rows) == len(scheduled)
+            assert sum(row.num_tokens for row in step.rows) == sum(tokens for _, tokens in scheduled)
+            copies += step.copies
+    assert ignored == {3} and not swapped and num_paused > 0
+    assert prompts[0] and not all(prompts), "prompt_run"
+    assert len(copies) == 1 and copies[0][0] != copies[0][1], "blocks_to_copy"
+
+
 @pytest.mark.feature("003-34")
 def test_a_sequence_is_in_one_queue_or_in_none() -> None:
     runner = Runner(num_blocks=8, block_size=2, slots=3, policy="max_utilization")

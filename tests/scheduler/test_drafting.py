@@ -8,7 +8,7 @@ from backend.api.config import SpeculationConfig
 from backend.core.sequence import Sequence
 from backend.scheduler.drafting import MARGIN, Drafter
 from backend.scheduler.lookup import Lookup
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, answer
 
 LOOKUP = SpeculationConfig(mode="lookup")
 
@@ -110,6 +110,29 @@ def test_a_row_whose_token_is_not_known_yet_gets_no_guesses() -> None:
     assert list(drafter.propose(rows, 100)) == [rows[1].seq_id]
     rows[1].num_inflight_samples = 1
     assert not drafter.propose(rows, 100)
+
+
+def test_draft_tokens_of_requests_share_the_room_of_a_step() -> None:
+    """Nine draft tokens each, of which eight are left after the first token."""
+    driver = Driver(pool_tokens=1024, slots=3)
+    for row in range(3):
+        prompt = [10 * row, 1, 2]
+        driver.ask(prompt, 40, draft_tokens=answer(prompt, 9))
+    driver.step()  # of the prompts, which gives each its first token
+    rows = list(driver.core.scheduler.running)
+    assert [seq.is_generating for seq in rows] == [True] * 3
+    for room, expected in ((100, [8, 8, 8]), (11, [8, 3]), (8, [8]), (0, [])):
+        drafts = Drafter(SpeculationConfig()).propose(rows, room)
+        assert [draft.num_tokens for draft in drafts.values()] == expected
+
+
+def test_nothing_is_remembered_of_sequences_that_have_ended() -> None:
+    driver = Driver(pool_tokens=1024, speculation=LOOKUP)
+    for number in range(3):
+        driver.ask([number, 1, 2, 3] * 4, 8, cache_salt="a")
+    driver.run()
+    drafter = driver.core.scheduler._drafter
+    assert drafter is not None and drafter._known == {}
 
 
 class Sluggish:

@@ -115,6 +115,15 @@ def test_a_row_whose_token_is_not_known_yet_gets_no_guesses() -> None:
     assert told[2] == 0 < min(told[0], told[1], told[3])
 
 
+def test_a_step_with_draft_tokens_of_a_request_says_nothing_about_the_draft_model() -> None:
+    rows = sequences(4)
+    drafter = drafter_of(rows, 0.9, 1.0, 0.1)
+    before = counts(drafter, rows), drafter.passes.seconds(4, 0), drafter.passes.seconds(4, 1)
+    for _ in range(200):
+        drafter.note(4, [Draft([1, 2], is_given=True)], 50.0)
+    assert (counts(drafter, rows), drafter.passes.seconds(4, 0), drafter.passes.seconds(4, 1)) == before
+
+
 def test_there_must_be_room_for_all() -> None:
     rows = sequences(4)
     drafter = drafter_of(rows, 0.95, 1.0, 0.01)

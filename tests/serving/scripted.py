@@ -33,6 +33,8 @@ class ScriptedExecutor:
 
     def __init__(self, model: ModelInfo = MODEL, model_path: str = "") -> None:
         self.hello: Hello | None = Hello(1, model, model_path, EngineConfig())
+        self.adapters: dict[str, str] = {}
+        self.named: list[tuple[str, str | None]] = []
         self.requests: dict[RequestId, Request] = {}
         self.live: dict[RequestId, OnResponse] = {}
         self.cancelled: list[tuple[RequestId, int | None]] = []
@@ -76,8 +78,22 @@ class ScriptedExecutor:
         self._put(request_id, Response(request_id, result_or_none=Result([[]], is_final=True)))
         return request_id
 
+    def name_adapter(self, name: str, directory: str | None, on_response: OnResponse) -> RequestId:
+        """Adapters that are called `bad` are refused."""
+        self.named.append((name, directory))
+        request_id = RequestId(20_000 + len(self.named))
+        self.live[request_id] = on_response
+        if name == "bad":
+            self.error(request_id, "it is bad", ErrorCode.INVALID_ARGUMENT)
+        else:
+            self._put(request_id, Response(request_id, result_or_none=Result([[]], is_final=True)))
+        return request_id
+
     def latest_stats(self) -> EngineStats | None:
         return self.stats
+
+    def why_not_ready(self) -> str:
+        return "" if self.is_ready() else "no sign of life"
 
     def is_ready(self) -> bool:
         return self.hello is not None and not self.was_shut_down

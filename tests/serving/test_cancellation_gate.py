@@ -9,7 +9,8 @@ import pytest
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving.cancellation import CancellationPoller, pause_s
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
-from backend.serving.pump import ResponsePump, Row
+from backend.serving.pump import ResponsePump
+from backend.serving.stream import OutputRow
 from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, ResponseSender
 
 
@@ -43,7 +44,7 @@ def test_no_sender_is_asked_once_its_end_is_on_the_way() -> None:
     poller.start()
     senders = [FragileSender() for _ in range(300)]
     for sender in senders:
-        stream = pump.open(sender, "r", [Row(token_output(RowSettings(True), []))])
+        stream = pump.open(sender, "r", [OutputRow(token_output(RowSettings(True), []))])
         result = Result([[1]], is_final=True, finish_reasons=(FinishReason.LENGTH,))
         threading.Event().wait(0.0005)  # let the poller look at it before it ends
         pump.deliver(stream, stream.rows[0], Response(RequestId(1), result_or_none=result))
@@ -73,7 +74,8 @@ def test_a_sender_that_raises_is_survived_and_asked_again() -> None:
 
     pump = ResponsePump(1, lambda stream: None, lambda row, kept: None)
     streams = [
-        pump.open(sender, "r", [Row(token_output(RowSettings(True), []))]) for sender in (MoodySender(), CalmSender())
+        pump.open(sender, "r", [OutputRow(token_output(RowSettings(True), []))])
+        for sender in (MoodySender(), CalmSender())
     ]
     abandoned: list = []
     poller = CancellationPoller(pump.live_streams, abandoned.append, period_s=1)

@@ -268,3 +268,17 @@ def test_one_sequence_has_no_index(tools: TextTools) -> None:
     arrays = dict(output.render()[0])
     assert arrays["response"].shape == (1,) and isinstance(arrays["response"], np.ndarray)
     assert "index" not in json.loads(arrays["response"][0])
+
+
+def test_tokens_that_share_a_character_are_shown_for_each_sequence_by_itself(tools: TextTools) -> None:
+    """The tokens of two sequences take turns."""
+    output = everbatch.work(tools, prompt="a", n=2, stream=True, logprobs=0).output
+    texts, shown = (" é!", "ü é"), {0: "", 1: ""}
+    rows = [tools.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    for i in range(max(map(len, rows))):
+        for sequence, ids in enumerate(rows):
+            if i < len(ids):
+                output.feed(Result([ids[i : i + 1]], sequence_index=sequence, log_probs=[[-0.5]]))
+                for one in (one for response in objects(output) for one in response):
+                    shown[one["index"]] += "".join(entry["token"] for entry in one["logprobs"])
+    assert max(map(len, rows)) > 3 and shown == dict(enumerate(texts))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.api import EngineConfig, FinishReason, InvalidRequest, PerfMetrics, Result, Unsupported
-from backend.api.config import LoraSection
-from backend.api.response import TopLogProb
+from backend.api import EngineConfig, FinishReason, InvalidRequest, PerfMetrics, Request, Result, Unsupported
+from backend.api.config import LoraSection, TritonConfig
+from backend.api.response import PromptLogProb, TopLogProb
 from backend.core.step import ModelInfo
 from backend.serving.fronts.everbatch import EVERBATCH
 from backend.serving.fronts.front import TextTools
@@ -28,11 +28,13 @@ def tools() -> TextTools:
     return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
-def work(tools: TextTools, max_kv_tokens: int = 0, config: EngineConfig = DEFAULTS, **fields: Any) -> Work:
+def work(
+    tools: TextTools, max_kv_tokens: int = 0, config: EngineConfig = DEFAULTS, max_seq_len: int = 64, **fields: Any
+) -> Work:
     text = fields.pop("raw", None) or json.dumps(fields)
     tensor = Tensor("request", np.array([text.encode()], dtype=object))
     batch = Batch.read(EVERBATCH.tensors, [tensor], 64)
-    info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
+    info = ModelInfo("m", tools.tokenizer.vocab_size, max_seq_len, eos_ids=(3,))
     context = ServingContext(config, info, max_kv_tokens=max_kv_tokens, adapters=config.lora.directories)
     EVERBATCH.check(batch, context)
     (only,) = EVERBATCH.parse(batch, context, Parameters(namespace="mine"), tools)
@@ -72,6 +74,7 @@ def test_sampling_follows_vllms_defaults_and_names(tools: TextTools) -> None:
     assert asked.request.sampling_config.is_greedy and asked.request.sampling_config.seed is None
     assert asked.request.sampling_config.logit_bias == {5: 2.5}
     assert asked.request.end_ids == (9,) and 3 in plain.end_ids
+    assert set(work(tools, prompt="a", stop_token_ids=[9]).request.end_ids) == {9, *plain.end_ids}
 
 
 @pytest.mark.parametrize(
@@ -80,10 +83,14 @@ def test_sampling_follows_vllms_defaults_and_names(tools: TextTools) -> None:
         ({}, "none of them is given"),
         ({"prompt": "a", "messages": []}, "messages and prompt is given"),
         ({"prompt": ""}, "the prompt holds no token"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0, at least 1"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens is -1, the least is 0"),
         ({"prompt": "a", "temperature": "hot"}, r"request\.temperature: expected `float \| null`, got `str`"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias holds the key 'x'"),
+        ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias holds the key '1{40}', token ids are expected"),
+        ({"prompt": "a", "logit_bias": {"1_0": 1}}, "logit_bias holds the key '1_0'"),
         ({"prompt_token_ids": [5] * 64}, "64 tokens, the limit is 63"),
+        ({"prompt_token_ids": [5, -1]}, "prompt token -1 is outside the vocabulary"),
+        ({"prompt_token_ids": [5, 1 << 40], "echo": True}, "prompt token 1099511627776 is outside the vocabulary"),
         ({"raw": "[" * 5000}, "not valid JSON"),
         ({"raw": "[1]"}, "request: expected `object`, got `array`"),
         ({"prompt": "a", "stop": ["s" * 5000]}, "stop has 5000 bytes"),
@@ -165,6 +172,25 @@ def test_a_stop_token_is_told_and_shown_only_when_asked(tools: TextTools, includ
     assert last["text"] == text and last["stop_reason"] == semicolon and last["token_ids"] == [*x, semicolon]
 
 
+@pytest.mark.parametrize(
+    ("fields", "takes_long"),
+    [
+        ({"max_tokens": 40, "logprobs": 20, "n": 8}, True),
+        ({"max_tokens": 40, "logprobs": 20, "n": 8, "stream": True}, False),
+        ({"max_tokens": 40, "logprobs": 20}, False),
+        ({"max_tokens": 40, "n": 128}, False),
+        ({"max_tokens": 40, "logprobs": 0, "n": 128}, True),
+        ({"max_tokens": 4, "logprobs": 20, "n": 8}, False),
+        ({"prompt": "a " * 2000, "prompt_logprobs": 20, "max_tokens": 0, "stream": True}, True),
+        ({"prompt": "a " * 20, "prompt_logprobs": 20, "max_tokens": 0}, False),
+    ],
+)
+def test_a_response_of_many_log_probs_is_known_to_take_long(
+    tools: TextTools, fields: dict[str, Any], takes_long: bool
+) -> None:
+    assert work(tools, **{"prompt": "a", "max_seq_len": 8192, **fields}).takes_long == takes_long
+
+
 def test_log_probs_come_with_the_text_and_bytes_of_each_token(tools: TextTools) -> None:
     output = work(tools, prompt="a", logprobs=1).output
     ids = tools.tokenizer.encode(" é!", add_special_tokens=False)
@@ -176,3 +202,101 @@ def test_log_probs_come_with_the_text_and_bytes_of_each_token(tools: TextTools) 
     assert bytes(byte for entry in last["logprobs"] for byte in entry["bytes"]).decode() == " é!"
     assert [entry["token_id"] for entry in last["logprobs"]] == ids
     assert last["logprobs"][0]["top"] == [{"token_id": ids[-1], "token": "!", "bytes": [ord("!")], "logprob": -0.5}]
+
+
+def test_a_prompt_is_scored_token_by_token(tools: TextTools) -> None:
+    """lm-eval's form: nothing, or one token, is generated, and the prompt's own tokens are told with the most likely ones."""
+    text = "x = é!"
+    ids = tools.tokenizer.encode(text)
+    asked = work(tools, prompt=text, max_tokens=0, echo=True, prompt_logprobs=1)
+    request = asked.request
+    assert isinstance(request, Request)
+    assert (request.max_tokens, request.output_config.prompt_log_probs) == (0, 1)
+    asked.output.feed(result([], FinishReason.LENGTH, prompt_log_probs=scores(ids)))
+    last = told(asked.output)
+    assert (last["text"], last["token_ids"], last["finish_reason"]) == (text, [], "length")
+    assert last["usage"]["completion_tokens"] == 0
+    found = last["prompt_logprobs"]
+    assert [one["token_id"] for one in found] == ids
+    assert [one["logprob"] for one in found] == [None, *(-float(i) for i in range(1, len(ids)))]
+    assert found[0]["top"] == [] and [one["token_id"] for one in found[1]["top"]] == [ids[-1]]
+    assert bytes(byte for one in found for byte in one["bytes"]).decode() == text
+    assert "".join(one["token"] for one in found) == text
+
+
+def scores(ids: list[int]) -> list[PromptLogProb]:
+    return [PromptLogProb(-float(i), 1, [TopLogProb(ids[-1], -0.5)]) for i in range(1, len(ids))]
+
+
+@pytest.mark.parametrize("each_token", [True, False])
+def test_each_sequence_of_a_stream_begins_with_the_scores_of_the_prompt(tools: TextTools, each_token: bool) -> None:
+    """The engine tells them with the first sequence only, whose first token may have no text yet."""
+    config = EngineConfig(triton=TritonConfig(one_response_per_token=each_token))
+    half = tools.tokenizer.encode("🌍", add_special_tokens=False)[:1]
+    x = tools.tokenizer.encode("x", add_special_tokens=False)
+    output = work(tools, config=config, prompt="a b", n=2, stream=True, prompt_logprobs=0, max_tokens=3).output
+    ids = tools.tokenizer.encode("a b")
+    output.feed(result(half, prompt_log_probs=scores(ids)))
+    output.feed(result(x, sequence_index=1))
+    found = [json.loads(dict(arrays)["response"][0]) for arrays in output.render()]
+    assert [(one["index"], [entry["token_id"] for entry in one["prompt_logprobs"]]) for one in found] == [
+        (0, ids),
+        (1, ids),
+    ]
+    output.feed(result(x, sequence_index=1))
+    assert "prompt_logprobs" not in told(output)
+
+
+def test_a_prompt_of_one_token_has_one_without_a_score(tools: TextTools) -> None:
+    output = work(tools, prompt_token_ids=[5], max_tokens=0, prompt_logprobs=2).output
+    output.feed(result([], FinishReason.LENGTH))
+    assert [one["logprob"] for one in told(output)["prompt_logprobs"]] == [None]
+
+
+def test_special_tokens_that_the_prompts_text_does_not_hold_have_no_bytes(tools: TextTools) -> None:
+    """So the bytes are the text that `echo` puts in front, and whoever counts them finds each token's place in it."""
+    special = min(tools.tokenizer.special_ids)
+    name = tools.tokenizer.visible_token(special, skip_special_tokens=False)
+    ids = [special, *tools.tokenizer.encode("x = 1", add_special_tokens=False), special]
+    for prompt, text in (
+        ({"prompt_token_ids": ids}, "x = 1"),
+        ({"prompt": f"{name}x = 1{name}"}, f"{name}x = 1{name}"),
+    ):
+        output = work(tools, **prompt, max_tokens=0, echo=True, prompt_logprobs=0).output
+        output.feed(result([], FinishReason.LENGTH, prompt_log_probs=scores(ids)))
+        last = told(output)
+        assert [one["token_id"] for one in last["prompt_logprobs"]] == ids
+        assert bytes(byte for one in last["prompt_logprobs"] for byte in one["bytes"]).decode() == last["text"] == text
+        assert last["prompt_logprobs"][0]["token"] == name
+
+
+def test_special_tokens_are_shown_where_asked_for_but_not_the_one_that_ends_the_output(tools: TextTools) -> None:
+    special = min(tools.tokenizer.special_ids)
+    name = tools.tokenizer.visible_token(special, skip_special_tokens=False)
+    x = tools.tokenizer.encode("x", add_special_tokens=False)
+    for skip, text in ((True, "x"), (False, f"{name}x")):
+        output = work(tools, prompt="a", skip_special_tokens=skip, stop_token_ids=[special]).output
+        output.feed(result([special, *x, special], FinishReason.END_ID))
+        assert told(output)["text"] == text
+
+
+def test_a_chat_is_rendered_as_its_keys_say(tools: TextTools) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "def main("}]
+
+    def prompt(**keys: Any) -> str:
+        return tools.tokenizer.decode(work(tools, messages=messages, **keys).request.input_token_ids, False)
+
+    assert prompt().startswith(prompt(add_generation_prompt=False)) and prompt() != prompt(add_generation_prompt=False)
+    assert prompt(continue_final_message=True).endswith("def main(")
+    with pytest.raises(InvalidRequest, match="^chat_template_kwargs holds messages"):
+        prompt(chat_template_kwargs={"messages": []})
+
+
+def test_a_prompt_may_only_be_tokenised(tools: TextTools) -> None:
+    only = work(tools, prompt="x = 1", tokenize=True, max_kv_tokens=48)
+    assert only.request is None, "the engine hears nothing of it"
+    ids = tools.tokenizer.encode("x = 1")
+    usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "cached_tokens": 0}
+    expected = {"text": "", "token_ids": ids, "finish_reason": "length", "stop_reason": None, "usage": usage}
+    expected["max_model_len"] = 48
+    assert told(only.output) == expected

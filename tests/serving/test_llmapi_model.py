@@ -95,6 +95,14 @@ def test_sampling_parameters_fill_the_engines_fields(tools: TextTools) -> None:
 
 
 @pytest.mark.feature("W-10")
+def test_a_temperature_alone_decodes_greedily(tools: TextTools) -> None:
+    assert work(tools, temperature=0.8).request.sampling_config.is_greedy
+    assert not work(tools, temperature=0.8, top_p=1.0).request.sampling_config.is_greedy
+    with pytest.raises(InvalidRequest, match="decoding is greedy, .*set sampling_param_top_k or sampling_param_top_p"):
+        work(tools, best_of=2, temperature=0.8)
+
+
+@pytest.mark.feature("W-10")
 def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
     ids = tools.tokenizer.encode("ab", add_special_tokens=False)
     plain = work(tools).output

@@ -231,3 +231,107 @@ def test_vllms_families_appear_once_the_engine_is_known() -> None:
 def test_a_parameter_of_the_model_config_switches_vllms_families_on(text: str, meant: bool) -> None:
     assert is_true({"parameters": {"REPORT_CUSTOM_METRICS": {"string_value": text}}}, "REPORT_CUSTOM_METRICS") is meant
     assert is_true({}, "REPORT_CUSTOM_METRICS") is False
+
+
+CACHE = {
+    "max": "max_num_blocks",
+    "free": "free_num_blocks",
+    "cached": "cached_num_blocks",
+    "used": "used_num_blocks",
+    "allocated": "allocated_num_blocks",
+}
+SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the statistics, or a term of fields
+    "nv_trt_llm_request_metrics": {
+        "active": "num_active_requests",
+        "max": "max_num_active_requests",
+        "scheduled": "num_scheduled_requests",
+        "context": "num_context_requests",
+        "waiting": "num_active_requests - num_scheduled_requests",
+    },
+    "nv_trt_llm_runtime_memory_metrics": {"cpu": "cpu_memory_bytes", "gpu": "gpu_memory_bytes", "pinned": "0"},
+    "nv_trt_llm_kv_cache_block_metrics": {
+        "max": "max_num_blocks",
+        "free": "free_num_blocks + cached_num_blocks",
+        "used": "used_num_blocks",
+        "tokens_per": "tokens_per_block",
+        "reused": "reused_blocks_total",
+        "fraction": "used_num_blocks / max_num_blocks",
+    },
+    "nv_trt_llm_general_metrics": {"timestamp": "timestamp_ns // 1000", "iteration_counter": "iter"},
+    "nv_trt_llm_disaggregated_serving_metrics": {"kv_cache_transfer_ms": "0", "request_count": "0"},
+    "nv_trt_llm_inflight_batcher_metrics": {
+        "total_context_tokens": "num_ctx_tokens",
+        "generation_requests": "num_gen_requests",
+        "micro_batch_id": "micro_batch_id",
+        "paused_requests": "num_paused_requests",
+    },
+    "nv_trt_llm_v1_metrics": {
+        "total_context_tokens": "num_ctx_tokens",
+        "total_generation_tokens": "num_gen_requests",
+        "empty_generation_slots": "num_empty_gen_slots",
+    },
+    "everbatch_kv_blocks": CACHE,
+    "everbatch_kv_blocks_total": {
+        "new": "alloc_new_blocks_total",
+        "reused": "reused_blocks_total",
+        "missed": "missed_blocks_total",
+        "evicted": "evicted_blocks_total",
+    },
+    "everbatch_tokens_total": {
+        "prompt": "prompt_tokens_total",
+        "context": "context_tokens_total",
+        "cached": "cached_tokens_total",
+        "recomputed": "recomputed_tokens_total",
+        "generated": "generated_tokens_total",
+        "discarded": "discarded_tokens_total",
+    },
+    "everbatch_evictions_total": {"": "sequences_evicted_total"},
+    "everbatch_requests": {
+        "active": "num_active_requests",
+        "queued": "num_queued_requests",
+        "scheduled": "num_scheduled_requests",
+        "paused": "num_paused_requests",
+    },
+    "everbatch_requests_accepted_total": {"": "requests_accepted_total"},
+    "everbatch_requests_finished_total": {
+        reason: f"requests_finished_total['{reason.upper()}']"
+        for reason in ("end_id", "stop_words", "length", "timed_out", "cancelled", "error")
+    },
+    "everbatch_requests_rejected_total": {"": "requests_rejected_total"},
+    "everbatch_pauses_total": {"": "pauses_total"},
+    "everbatch_draft_tokens_total": {
+        "accepted": "accepted_draft_tokens_total",
+        "rejected": "draft_tokens_total - accepted_draft_tokens_total",
+    },
+    "everbatch_steps_total": {"": "steps_total"},
+    "everbatch_sessions": {"": "num_sessions"},
+}
+
+
+def numbered(kind: type[msgspec.Struct], first: int) -> dict[str, int]:
+    """A number of its own for each field that is one."""
+    fields = (field for field in msgspec.structs.fields(kind) if field.type in (int, float))
+    return {field.name: first + 1000 * number for number, field in enumerate(fields)}
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
+    cache = numbered(KvCacheStats, 100_000)
+    latest = numbered(IterationStats, 200_000) | {"num_active_requests": 10**9}  # the others are parts of it
+    counters = numbered(EngineCounters, 300_000) | {"draft_tokens_total": 10**9}
+    finished = {
+        name: 400_000 + number
+        for number, name in enumerate(("END_ID", "STOP_WORDS", "LENGTH", "TIMED_OUT", "CANCELLED", "ERROR"))
+    }
+    found = EngineStats(
+        IterationStats(kv_cache=KvCacheStats(**cache), **latest),
+        EngineCounters(requests_finished_total=finished, **counters),
+    )
+    values = {**cache, **latest, **counters, "requests_finished_total": finished}
+    assert len(values) == len(cache) + len(latest) + len(counters) + 1, "no two fields have one name"
+    families = engine_families(is_static)
+    other = "nv_trt_llm_inflight_batcher_metrics" if is_static else "nv_trt_llm_v1_metrics"
+    assert {family.name for family in families} == set(SOURCES) - {other}
+    for family in families:
+        told = {label: read(found) for label, read in family.values.items()}
+        assert told == {label: eval(term, dict(values)) for label, term in SOURCES[family.name].items()}, family.name

@@ -13,9 +13,10 @@ from backend.api.lora import LoraConfig
 from backend.core.step import ModelInfo
 from backend.serving.fronts.front import TextTools
 from backend.serving.fronts.vllm import VLLM, error_text
-from backend.serving.named_adapters import named_adapter, read_adapters
+from backend.serving.named_adapters import check_adapters, named_adapter, read_adapters
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext
+from tests.fakes.adapter_files import write_adapter
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_vllm_front import MAX_SEQ_LEN, tensors, tools  # noqa: F401 (fixture)
 
@@ -57,6 +58,23 @@ def test_the_list_of_adapters_is_a_file_beside_the_model(tmp_path: Path) -> None
         (tmp_path / "multi_lora.json").write_text(wrong)
         with pytest.raises(ConfigError, match="multi_lora.json is no JSON object of adapters' names"):
             read_adapters(tmp_path)
+
+
+def test_an_adapter_of_the_list_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "fine", rank=8)
+    write_adapter(tmp_path / "high", rank=9)
+    write_adapter(tmp_path / "head", rank=8, module="lm_head")
+    lora = LoraSection(enabled=True, max_rank=8)
+    named = {name: str(tmp_path / name) for name in ("fine", "high", "head", "none")}
+    check_adapters({"fine": named["fine"]}, lora)
+    for name, sentence in {
+        "high": "adapter high: it has rank 9 in layer 0, q_proj, the limit is 8 (lora.max_rank)",
+        "head": "adapter head: adapter_model.safetensors: tensor base_model.model.lm_head.lora_A.weight is no LoRA of a decoder",
+        "none": "adapter none: none: adapter_config.json: File does not exist",
+    }.items():
+        with pytest.raises(ConfigError, match=f"multi_lora.json: {re.escape(sentence)}"):
+            check_adapters({name: named[name]}, lora)
+    check_adapters(named, LoraSection())  # without LoRA nobody can name any
 
 
 def test_ten_of_the_names_are_told_and_how_many_more_there_are() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backend.api import FinishReason, Result
+from backend.api import FinishReason, PerfMetrics, Result
 from backend.api.response import TopLogProb
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 
@@ -69,3 +69,42 @@ def test_an_end_without_tokens_has_no_positions() -> None:
     output.feed(result([], final=True, top_log_probs=[]))
     arrays = dict(*output.render())
     assert arrays["top_log_probs_ids"].shape == arrays["top_log_probs"].shape == (1, 0, 0)
+
+
+def test_each_metric_is_told_under_its_own_name() -> None:
+    """All of them differ, so that none can stand in the place of another."""
+    perf = PerfMetrics(
+        arrival_ns=1_000_000_000_001,
+        first_scheduled_ns=1_000_000_000_002,
+        first_token_ns=1_000_000_000_003,
+        last_token_ns=1_000_000_000_004,
+        num_cached_tokens=5,
+        num_context_tokens=6,
+        num_recomputed_tokens=7,
+        num_new_blocks=8,
+        num_reused_blocks=9,
+        num_draft_tokens=10,
+        num_accepted_draft_tokens=4,
+    )
+    arrays = whole(perf_metrics=perf)
+    told = {name: (array.dtype, array.tolist()) for name, array in arrays.items()}
+    del told["output_ids"], told["sequence_length"]
+    times = {
+        "arrival_time_ns": perf.arrival_ns,
+        "first_scheduled_time_ns": perf.first_scheduled_ns,
+        "first_token_time_ns": perf.first_token_ns,
+        "last_token_time_ns": perf.last_token_ns,
+    }
+    counts = {
+        "kv_cache_alloc_new_blocks": 8,
+        "kv_cache_reused_blocks": 9,
+        "kv_cache_alloc_total_blocks": 8,
+        "total_accepted_draft_tokens": 4,
+        "total_draft_tokens": 10,
+        "num_cached_tokens": 5,
+        "num_context_tokens": 6,
+        "num_recomputed_tokens": 7,
+    }
+    expected = {name: (np.dtype(np.int64), [[value]]) for name, value in times.items()}
+    expected |= {name: (np.dtype(np.int32), [[value]]) for name, value in counts.items()}
+    assert told == {**expected, "acceptance_rate": (np.dtype(np.float32), [[np.float32(0.4)]])}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving import pb
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
-from backend.serving.pump import ResponsePump, Row, Stream
+from backend.serving.pump import ResponsePump
+from backend.serving.stream import OutputRow, Stream
 from tests.serving.fake_triton import ResponseSender, TritonModelException
 
 
@@ -24,11 +25,11 @@ class Harness:
 
     def __init__(self, num_lanes: int = 4) -> None:
         self.stopped: list[Stream] = []
-        self.ended: list[Row] = []
+        self.ended: list[OutputRow] = []
         self.responses: list[Response] = []  # with which they ended
         self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, sequence_index, kept: None, self._note)
 
-    def _note(self, stream: Stream, row: Row, response: Response) -> None:
+    def _note(self, stream: Stream, row: OutputRow, response: Response) -> None:
         self.ended.append(row)
         self.responses.append(response)
 
@@ -36,7 +37,7 @@ class Harness:
         self, num_rows: int = 1, streaming: bool = True, prompt: tuple[int, ...] = ()
     ) -> tuple[Stream, ResponseSender]:
         rows = [
-            Row(token_output(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
+            OutputRow(token_output(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
             for n in range(num_rows)
         ]
         sender = ResponseSender()
@@ -211,7 +212,7 @@ def test_a_refusal_does_not_wait_behind_a_stream(make: Callable[..., Harness]) -
     refused, refused_sender = harness.open(num_rows=0)
     harness.pump.refuse(refused, ErrorCode.UNAVAILABLE, "full")
     assert refused_sender.error() == "[UNAVAILABLE] full"
-    assert harness.pump.begin(refused, [Row(token_output(RowSettings(), []))]) is False and refused.rows == []
+    assert harness.pump.begin(refused, [OutputRow(token_output(RowSettings(), []))]) is False and refused.rows == []
     slow_sender.gate.set()
 
 
@@ -219,7 +220,7 @@ def test_a_stream_that_was_cancelled_gets_no_rows(make: Callable[..., Harness]) 
     harness = make()
     stream, sender = harness.open(num_rows=0)
     stream.cancelled = True
-    assert harness.pump.begin(stream, [Row(token_output(RowSettings(), []))]) is False and stream.rows == []
+    assert harness.pump.begin(stream, [OutputRow(token_output(RowSettings(), []))]) is False and stream.rows == []
     harness.pump.fail(stream, ErrorCode.CANCELLED, "stopped")
     assert sender.error() == "[CANCELLED] stopped"
 

@@ -10,7 +10,8 @@ import pytest
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
-from backend.serving.pump import ResponsePump, Row, Stream
+from backend.serving.pump import ResponsePump
+from backend.serving.stream import OutputRow, Stream
 from tests.serving.fake_triton import ResponseSender
 
 
@@ -40,8 +41,8 @@ class Gate:
         self._lock.release()
 
 
-def row() -> Row:
-    return Row(token_output(RowSettings(True), []))
+def row() -> OutputRow:
+    return OutputRow(token_output(RowSettings(True), []))
 
 
 def the_end(request_id: int = 1) -> Response:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from backend.serving.ended import EndedRow, EndedRows
 from backend.serving.model_server import ModelServer
 from backend.serving.news import TextReporter
 from backend.serving.outputs import Answer, SeparateOutput
-from backend.serving.pump import Failure, Row, Stream
 from backend.serving.request_log import RequestLog, hash_of
+from backend.serving.stream import Failure, OutputRow, Stream
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from tests.serving.fake_triton import InferenceRequest, ResponseSender
@@ -186,7 +188,7 @@ def test_publishing_stops_when_its_time_is_over_and_goes_on_later() -> None:
 
 def test_a_reason_is_the_one_that_the_client_was_told() -> None:
     output = SeparateOutput([TextReporter(TextStream(TOKENIZER, stops=[".b"]), streaming=True)], lambda told: [])
-    row, rows = Row(output, num_input_tokens=1), EndedRows()
+    row, rows = OutputRow(output, num_input_tokens=1), EndedRows()
     last = Result(
         [TOKENIZER.encode("self.b = 1\n    return other")], is_final=True, finish_reasons=(FinishReason.LENGTH,)
     )
@@ -197,10 +199,21 @@ def test_a_reason_is_the_one_that_the_client_was_told() -> None:
 
 
 def test_what_asks_for_no_tokens_is_no_request() -> None:
-    row, rows = Row(Answer([]), is_request=False), EndedRows()
+    row, rows = OutputRow(Answer([]), is_request=False), EndedRows()
     rows.add(stream_of("r", row), row, Response(RequestId(1), result_or_none=Result([[]], is_final=True)))
     assert list(rows.take(budget_s=60)) == []
 
 
-def stream_of(request_id: str, *rows: Row) -> Stream:
+def stream_of(request_id: str, *rows: OutputRow) -> Stream:
     return Stream(ResponseSender(), request_id, list(rows), queue.SimpleQueue())
+
+
+def test_a_line_for_which_there_is_no_room_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        rows = EndedRows()
+        rows.add_refused(stream_of("r"), Failure(ErrorCode.UNAVAILABLE, "no"))
+        (row,) = rows.take(budget_s=60)
+        RequestLog("m", as_json=False).add(row)
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what waits in its buffer goes there

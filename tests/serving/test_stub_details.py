@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,17 +21,18 @@ from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
 from backend.serving import pb, text_pool
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.dialect import Dialect
-from backend.serving.environment import RunDirectory
+from backend.serving.environment import RunDirectory, local_path
 from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
-from backend.serving.model_server import ModelServer, coalesces
-from backend.serving.pump import Stream
+from backend.serving.model_server import ModelServer
 from backend.serving.reading import Batch
 from backend.serving.requests import MAX_NAMESPACE, Parameters, ServingContext, Work, parse_parameters
+from backend.serving.stream import Stream
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
+from deploy import ROOT
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest, MetricFamily, ResponseSender, Tensor
 from tests.serving.helpers import bools, ints, streamed, strings, token_request, uint64
@@ -169,14 +171,6 @@ def test_a_metric_that_fails_does_not_put_off_the_end_of_a_drain(
     monkeypatch.undo()
 
 
-def test_a_sign_of_life_has_the_time_of_the_clock_that_the_launcher_reads(tmp_path: Path) -> None:
-    before = time.monotonic_ns()
-    RunDirectory(tmp_path).report_health("ensemble", "ready")
-    sign = json.loads((tmp_path / "health" / "ensemble").read_text())
-    assert sign["state"] == "ready" and sign["pid"] == os.getpid()
-    assert before <= sign["at_ns"] <= time.monotonic_ns()
-
-
 def test_a_process_of_another_user_is_not_the_owner_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,4 +255,20 @@ def test_tokens_that_wait_for_a_sender_share_a_response_where_that_is_asked_for(
     interval_ms: float, one_response_per_token: bool, every_step: bool, share: bool
 ) -> None:
     triton = TritonConfig(stream_interval_ms=interval_ms, one_response_per_token=one_response_per_token)
-    assert coalesces(EngineConfig(triton=triton), Dialect(every_step=every_step)) is share
+    assert Dialect(every_step=every_step).coalesces(EngineConfig(triton=triton)) is share
+
+
+def test_a_path_with_letters_that_are_not_ascii_is_opened_by_an_interpreter_that_knows_ascii_only(
+    tmp_path: Path,
+) -> None:
+    """As a stub's is: Triton starts it in isolated mode, without a locale."""
+    (tmp_path / "grüße").mkdir()
+    program = (
+        "import os, sys; from backend.serving.environment import local_path;"
+        "path = bytes.fromhex(sys.argv[1]).decode(); print(sys.getfilesystemencoding(), os.path.isdir(local_path(path)))"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", program, str(tmp_path / "grüße").encode().hex()]
+    said = subprocess.run(words, env=ascii_only, capture_output=True, text=True, check=True).stdout
+    assert said in ("ascii True\n", "utf-8 True\n")
+    assert local_path("/tmp/grüße") == "/tmp/grüße"

@@ -167,7 +167,10 @@ def test_a_full_queue_refuses_at_once(make_pool: Callable[..., TextPool]) -> Non
     waiting = [Asked(str(n), []) for n in range(2)]
     for asked in waiting:
         pool.submit(asked.job())
-    with pytest.raises(Overloaded, match=r"2 requests of 0 bytes wait .* the limits are 2 \(limits.max_queue_size\)"):
+    with pytest.raises(
+        Overloaded,
+        match=r"^Exceeds maximum queue size: 2 requests of 0 bytes wait .* the limits are 2 \(limits.max_queue_size\)",
+    ):
         pool.submit(Asked("one too many", []).job())
     held.may_end.set()
     wait(waiting[1].over)

@@ -52,6 +52,17 @@ def result(ids: list[int], final: bool = False, reason: FinishReason = FinishRea
     return Result([ids], is_final=final, finish_reasons=[reason] if final else [FinishReason.NOT_FINISHED], **fields)
 
 
+@pytest.mark.parametrize("model", [ENSEMBLE, BLS], ids=lambda model: model.model)
+def test_a_temperature_alone_decodes_greedily(works: Callable[..., list[Work]], model: ModelTensors) -> None:
+    def is_greedy(**sampling: np.ndarray) -> bool:
+        request = works(model, text_input=strings("a"), **sampling)[0].request
+        assert isinstance(request, Request)
+        return request.sampling_config.is_greedy
+
+    assert is_greedy(temperature=floats(1.0)) and is_greedy(temperature=floats(1.0), top_k=ints(0), top_p=floats(0.0))
+    assert not is_greedy(temperature=floats(1.0), top_p=floats(1.0))
+
+
 def test_text_is_tokenised_and_ends_at_the_models_end_ids(works: Callable[..., list[Work]], tools: TextTools) -> None:
     request = works(text_input=strings("def main("))[0].request
     assert isinstance(request, Request)
@@ -245,7 +256,7 @@ def test_what_a_stop_string_cuts_off_has_no_top_log_probs_either(
     assert arrays["top_log_probs_ids"].tolist() == [[[token] for token in ids[:kept]]]
 
 
-def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., list[Work]]) -> None:
+def test_log_probs_of_a_streams_response_are_those_of_all_tokens_so_far(works: Callable[..., list[Work]]) -> None:
     output = works(text_input=strings("a"), stream=bools(True), return_log_probs=bools(True))[0].output
     output.feed(result([10], log_probs=[[-1.0]], cum_log_probs=[-1.0]))
     output.feed(result([11], log_probs=[[-2.0]], cum_log_probs=[-3.0]))
@@ -253,7 +264,7 @@ def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., li
     output.feed(result([12], final=True, log_probs=[[-4.0]], cum_log_probs=[-7.0]))
     last = dict(*output.render())
     assert first["output_log_probs"].tolist() == [[[-1.0, -2.0]]] and first["cum_log_probs"].tolist() == [[-3.0]]
-    assert last["output_log_probs"].tolist() == [[[-4.0]]] and last["cum_log_probs"].tolist() == [[-7.0]]
+    assert last["output_log_probs"].tolist() == [[[-1.0, -2.0, -4.0]]] and last["cum_log_probs"].tolist() == [[-7.0]]
 
 
 @pytest.mark.feature("W-01")

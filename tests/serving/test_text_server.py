@@ -86,3 +86,12 @@ def test_a_text_model_without_an_engine_becomes_ready_when_one_appears(
     server.execute([late])
     executor.end(1, 50)
     assert len(late.sender.wait()) == 1
+
+
+def test_chats_of_a_text_model_are_rendered_by_the_operators_template(
+    executor: ScriptedExecutor, tmp_path: Path
+) -> None:
+    executor.hello = type(executor.hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), executor.hello.config)
+    (tmp_path / "mine.jinja").write_text("only {{ messages | length }}")
+    tools = ToolsLoader(executor, chat_template=str(tmp_path / "mine.jinja"))
+    assert tools.prepare() and tools.loaded().template.render([{"role": "user", "content": "x"}]) == "only 1"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, InvalidRequest, Request, SessionError, Unsupported
+from backend.api.config import TritonConfig
 from backend.api.guide import Guide, GuideType
 from backend.core.step import ModelInfo
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
@@ -14,12 +15,15 @@ from backend.serving.tensors import NUMPY_TYPES, Input
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, token_inputs, uint64
 
+DEFAULTS = EngineConfig()
 MODEL = ModelInfo("m", vocab_size=100, max_seq_len=16)
 
 
-def works(inputs: dict[str, np.ndarray], decoupled: bool = True, max_rows: int = 64) -> list[Work]:
+def works(
+    inputs: dict[str, np.ndarray], decoupled: bool = True, max_rows: int = 64, config: EngineConfig = DEFAULTS
+) -> list[Work]:
     batch = Batch.read(TOKEN_MODEL, [Tensor(name, array) for name, array in inputs.items()], max_rows)
-    return parse_token_requests(batch, ServingContext(EngineConfig(), MODEL, decoupled), Parameters())
+    return parse_token_requests(batch, ServingContext(config, MODEL, decoupled), Parameters())
 
 
 def parse(prompts: list[list[int]] | None = None, max_tokens: int = 4, **extra: np.ndarray) -> list[Request]:
@@ -78,6 +82,25 @@ def test_top_log_probs_are_asked_for_row_by_row() -> None:
 @pytest.mark.parametrize(("sent", "meant"), [(0.0, None), (-1.0, None), (0.5, 0.5)])
 def test_a_top_p_that_is_not_positive_means_unset(sent: float, meant: float | None) -> None:
     assert parse(runtime_top_p=floats(sent))[0].sampling_config.top_p == meant
+
+
+def test_ids_beyond_the_vocabulary_count_as_its_last_one_where_that_is_configured() -> None:
+    """NVIDIA's load generators send random ids, whatever the model."""
+    inputs = token_inputs([[1, 99, 100, 2**31 - 1]])
+    clamping = EngineConfig(triton=TritonConfig(clamp_token_ids=True))
+    (work,) = works(inputs, config=clamping)
+    assert isinstance(work.request, Request) and work.request.input_token_ids == [1, 99, 99, 99]
+    with pytest.raises(InvalidRequest, match="input_ids holds 100, allowed is 0 to 99"):
+        works(inputs)
+    with pytest.raises(InvalidRequest, match="input_ids holds -1"):
+        works(token_inputs([[1, -1]]), config=clamping)
+
+
+@pytest.mark.feature("W-01")
+@pytest.mark.parametrize("filters", [{}, {"runtime_top_k": ints(0)}, {"runtime_top_p": floats(0.0)}])
+def test_a_temperature_alone_decodes_greedily(filters: dict[str, np.ndarray]) -> None:
+    assert parse(temperature=floats(1.0), **filters)[0].sampling_config.is_greedy
+    assert not parse(temperature=floats(1.0), runtime_top_p=floats(1.0))[0].sampling_config.is_greedy
 
 
 @pytest.mark.parametrize(("sent", "meant"), [(-1, ()), (7, (7,)), (0, (0,))])

@@ -34,9 +34,14 @@ def tools() -> TextTools:
     return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
-def token_work(prompt: list[int] = [7, 8], decoupled: bool = True, **inputs: np.ndarray) -> Work:  # noqa: B006, only read
+def token_work(
+    prompt: list[int] = [7, 8],  # noqa: B006, only read
+    decoupled: bool = True,
+    max_tensor_bytes: int = 0,
+    **inputs: np.ndarray,
+) -> Work:
     tensors = [Tensor(name, array) for name, array in token_inputs([prompt], **inputs).items()]
-    config = EngineConfig(limits=LimitsConfig(max_extra_bytes=1024), lora=LORA)
+    config = EngineConfig(limits=LimitsConfig(max_extra_bytes=1024, max_tensor_bytes=max_tensor_bytes), lora=LORA)
     context = ServingContext(config, MODEL, decoupled, adapters=LORA.directories)
     (work,) = parse_token_requests(Batch.read(TOKEN_MODEL, tensors, 64), context, Parameters())
     return work
@@ -48,11 +53,11 @@ def asked(**inputs: np.ndarray) -> Request:
     return request
 
 
-def text_work(tools: TextTools, accumulate: bool = False, **inputs: np.ndarray) -> Work:
+def text_work(tools: TextTools, accumulate: bool = False, max_tensor_bytes: int = 0, **inputs: np.ndarray) -> Work:
     inputs = {"text_input": strings("x ="), "max_tokens": ints(4), **inputs}
-    triton = TritonConfig(accumulate_tokens=accumulate)
+    limits, triton = LimitsConfig(max_tensor_bytes=max_tensor_bytes), TritonConfig(accumulate_tokens=accumulate)
     info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
-    context = ServingContext(EngineConfig(triton=triton, lora=LORA), info, adapters=LORA.directories)
+    context = ServingContext(EngineConfig(limits=limits, triton=triton, lora=LORA), info, adapters=LORA.directories)
     batch = Batch.read(BLS, [Tensor(name, array) for name, array in inputs.items()], 64)
     (work,) = parse_text_requests(batch, context, Parameters(), tools)
     return work
@@ -89,8 +94,10 @@ def told(output: RowOutput) -> list[dict[str, Any]]:
 
 @pytest.mark.feature("000-20")
 def test_draft_tokens_reach_the_request() -> None:
-    assert asked(draft_input_ids=np.array([[2, 4, 9, 10]], np.int32)).draft_tokens == [2, 4, 9, 10]
-    assert asked().draft_tokens == []
+    drafted = asked(draft_input_ids=np.array([[2, 4, 9, 10]], np.int32))
+    assert drafted.draft_tokens == [2, 4, 9, 10] and drafted.ends_after_drafts
+    assert asked().draft_tokens == [] and not asked().ends_after_drafts
+    assert not asked(draft_input_ids=np.empty((1, 0), np.int32)).ends_after_drafts, "preprocessing may send none"
 
 
 def test_acceptance_by_probabilities_is_refused() -> None:
@@ -271,6 +278,33 @@ def test_logits_have_a_dimension_of_the_batch_and_one_of_the_beam() -> None:
     assert arrays["context_logits"].dtype == arrays["generation_logits"].dtype == np.float32
     assert arrays["context_logits"].tolist() == [[[0, 1, 2], [3, 4, 5]]]
     assert arrays["generation_logits"].tolist() == [[[[0, 1, 2], [3, 4, 5]]]]
+
+
+@pytest.mark.feature("W-01", "W-02")
+@pytest.mark.parametrize("max_bytes", [60, 24, 0])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_each_response_of_a_stream_has_the_log_probabilities_of_all_tokens_so_far(
+    tools: TextTools, is_text: bool, max_bytes: int
+) -> None:
+    """Clients keep those of the last response. The context logits, of 24 bytes, come again while there is room, and with it."""
+    flags = {"return_log_probs": bools(True), "return_context_logits": bools(True), "num_return_sequences": ints(2)}
+    output = (
+        text_work(tools, stream=bools(True), max_tensor_bytes=max_bytes, **flags)
+        if is_text
+        else token_work(streaming=bools(True), max_tensor_bytes=max_bytes, **flags)
+    ).output
+    a, b = tools.tokenizer.encode("ab", add_special_tokens=False)[:1], [5]
+    logits = TensorData("float32", (2, 3), np.arange(6, dtype=np.float32).tobytes())
+    told_so_far: dict[int, list[list[float]]] = {0: [], 1: []}
+    found_logits: dict[int, list[bool]] = {0: [], 1: []}
+    for step, (sequence, ids) in enumerate([(0, a), (1, a), (0, b), (0, a), (0, b), (1, b)], 1):
+        fields = {"log_probs": [[-float(step)]], "context_logits": logits if not told_so_far[sequence] else None}
+        output.feed(result(ids, sequence, last=step >= 5, final=step == 6, **fields))
+        for arrays in map(dict, output.render()):
+            told_so_far[sequence].append(arrays["output_log_probs"][0, 0].tolist())
+            found_logits[sequence].append("context_logits" in arrays)
+    assert told_so_far == {0: [[-1], [-1, -3], [-1, -3, -4], [-1, -3, -4, -5]], 1: [[-2], [-2, -6]]}
+    assert found_logits == {0: [True, max_bytes >= 24, max_bytes >= 48, True], 1: [True, True]}
 
 
 @pytest.mark.feature("W-02")

@@ -83,6 +83,7 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
         ("stats_check_period_ms", "200", "triton.stats_period_ms", 200),
         ("gpu_device_ids", "1", "model.device", "cuda:1"),
         ("lora_cache_max_adapter_size", "32", "lora.max_rank", 32),
+        ("lora_cache_optimal_adapter_size", "16", "lora.page_rank", 16),
         ("lora_cache_gpu_memory_fraction", "0.1", "lora.device_fraction", 0.1),
         ("lora_cache_host_memory_bytes", "1000", "lora.host_bytes", 1000),
         ("lora_prefetch_dir", "/loras", "lora.prefetch_dir", "/loras"),

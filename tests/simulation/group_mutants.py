@@ -12,7 +12,7 @@ from backend.core.step import NewRow
 from backend.engine import beams, core, groups, publish
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import KVPlan
-from backend.scheduler import capacity, scheduler
+from backend.scheduler import capacity, step_rows
 from backend.scheduler.scheduler import Scheduler
 
 SetAttribute = Callable[[object, str, object], None]
@@ -130,13 +130,13 @@ def widths_are_mixed(set_attribute: SetAttribute) -> None:
 
 
 def one_candidate_too_few(set_attribute: SetAttribute) -> None:
-    original = scheduler._new_beam_row
+    original = step_rows._new_beam_row
 
     def new_row(seq: BeamSequence, kv: KVCacheManager) -> NewRow:
         row = original(seq, kv)
         return msgspec.structs.replace(row, top_log_probs=seq.search.beam_width // 2)
 
-    set_attribute(scheduler, "_new_beam_row", new_row)
+    set_attribute(step_rows, "_new_beam_row", new_row)
 
 
 def output_of_beams_is_not_promised_its_blocks(set_attribute: SetAttribute) -> None:

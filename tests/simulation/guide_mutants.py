@@ -8,13 +8,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from backend.api.errors import EverbatchError
 from backend.api.request import Request, RequestId
 from backend.core.sequence import BeamSequence, Sequence
 from backend.core.step import NewRow
 from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
 from backend.kvcache.manager import KVCacheManager
-from backend.scheduler import scheduler
+from backend.scheduler import scheduler, step_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
 
 SetAttribute = Callable[[object, str, object], None]
@@ -54,22 +55,22 @@ def a_slot_keeps_the_guide_of_who_left(set_attribute: SetAttribute) -> None:
 
 
 def beams_go_without_a_guide(set_attribute: SetAttribute) -> None:
-    original = scheduler._new_beam_row
+    original = step_rows._new_beam_row
 
     def new_row(seq: BeamSequence, kv: KVCacheManager) -> NewRow:
         return msgspec.structs.replace(original(seq, kv), guide=None)
 
-    set_attribute(scheduler, "_new_beam_row", new_row)
+    set_attribute(step_rows, "_new_beam_row", new_row)
 
 
 def further_sequences_go_without_a_guide(set_attribute: SetAttribute) -> None:
-    original = scheduler._new_row
+    original = scheduler.new_row
 
     def new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         row = original(seq, kv)
         return msgspec.structs.replace(row, guide=None) if seq.sequence_index else row
 
-    set_attribute(scheduler, "_new_row", new_row)
+    set_attribute(scheduler, "new_row", new_row)
 
 
 def a_guide_is_let_go_when_its_request_is_accepted(set_attribute: SetAttribute) -> None:
@@ -96,15 +97,15 @@ def a_guide_is_let_go_when_its_sequence_is_paused(set_attribute: SetAttribute) -
 
 
 def the_guide_of_a_refused_request_is_kept(set_attribute: SetAttribute) -> None:
-    original = EngineCore._accept
+    original = EngineCore._give_up
 
-    def accept(self: EngineCore, request_id: RequestId, request: Request, now_ns: int) -> None:
+    def give_up(self: EngineCore, request_id: RequestId, request: Request | None, error: Exception) -> None:
         guides, was_known = self.workers.guides, dict(self.workers.guides.users)
-        original(self, request_id, request, now_ns)
+        original(self, request_id, request, error)
         if request_id not in self._live and request_id in was_known:
             guides.users[request_id] = was_known[request_id]
 
-    set_attribute(EngineCore, "_accept", accept)
+    set_attribute(EngineCore, "_give_up", give_up)
 
 
 def time_begins_when_the_guide_is_compiled(set_attribute: SetAttribute) -> None:
@@ -126,24 +127,24 @@ def a_cancelled_sequence_takes_a_held_request_on(set_attribute: SetAttribute) ->
 
 
 def a_guide_that_cannot_be_used_is_used(set_attribute: SetAttribute) -> None:
-    original = Antechamber._note
-    set_attribute(Antechamber, "_note", lambda self, who, what: original(self, who, ""))
+    original = Antechamber._note_guide
+    set_attribute(Antechamber, "_note_guide", lambda self, request_id, error: original(self, request_id, None))
 
 
 def a_request_is_refused_though_it_runs(set_attribute: SetAttribute) -> None:
-    note_it, admit_them = Antechamber._note, EngineCore.admit
+    note_it, admit_them = Antechamber._note_guide, EngineCore.admit
     told: list[RequestId] = []
 
-    def note(self: Antechamber, who: RequestId, what: str) -> None:
-        told.extend([who] if what else [])
-        note_it(self, who, what)
+    def note(self: Antechamber, request_id: RequestId, error: EverbatchError | None) -> None:
+        told.extend([request_id] if error is not None else [])
+        note_it(self, request_id, error)
 
     def admit(self: EngineCore) -> None:
         admit_them(self)
         while told:
             self.cancel(told.pop())
 
-    set_attribute(Antechamber, "_note", note)
+    set_attribute(Antechamber, "_note_guide", note)
     set_attribute(EngineCore, "admit", admit)
 
 

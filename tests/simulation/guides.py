@@ -123,7 +123,7 @@ class SlowGuides:
     def on_compiled(self, tell: OnCompiled) -> None:
         self.tell = tell
 
-    def begin(self, request_id: RequestId, guide: Guide) -> bool:
+    def begin(self, request_id: RequestId, guide: Guide, namespace: str) -> bool:
         assert request_id not in self.users, f"the guide of request {request_id} is asked for twice"
         if self.is_full(guide):
             raise Overloaded(f"{MAX_COMPILING} guides wait to be compiled")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from backend.api import FinishReason, Request
 from backend.engine.beams import FORBIDDEN
 from backend.engine.groups import stream_seed
-from backend.engine.sessions import BYTES_PER_SESSION, BYTES_PER_TOKEN
+from backend.engine.sessions import idle_bytes
 from tests.fakes.beam_oracle import Beam, beam_search
 from tests.fakes.hash_worker import cell_of, cells_of, in_reach, next_token, seed_of, top_tokens
 from tests.simulation.guides import choose, ends_of, first_state, may_follow, next_state, top_allowed
@@ -289,7 +289,7 @@ class Model:
     def _holds_too_much(self) -> bool:
         bounds = self._setup.config.sessions
         idle = [session for session in self.sessions.values() if session.turn is None]
-        num_bytes = sum(BYTES_PER_SESSION + BYTES_PER_TOKEN * len(session.log) for session in idle)
+        num_bytes = sum(idle_bytes(len(session.log), self.block_size) for session in idle)
         return len(self.sessions) > bounds.max_sessions or num_bytes > bounds.max_bytes
 
     def _limit(self, request: Request) -> int:

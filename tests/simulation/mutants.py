@@ -110,22 +110,22 @@ def random_stream_restarts_with_a_turn(set_attribute: SetAttribute) -> None:
 
 
 def random_stream_restarts_with_a_readmission(set_attribute: SetAttribute) -> None:
-    original = scheduler._new_row
+    original = scheduler.new_row
     set_attribute(
         scheduler,
-        "_new_row",
+        "new_row",
         lambda seq, kv: msgspec.structs.replace(original(seq, kv), num_sampled_before=-seq.num_output_tokens),
     )
 
 
 def penalty_boundary_lost_on_resume(set_attribute: SetAttribute) -> None:
-    original = scheduler._new_row
+    original = scheduler.new_row
 
     def new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         row = original(seq, kv)
         return msgspec.structs.replace(row, num_prompt_tokens=seq.num_tokens, num_sampled_before=seq.num_sampled_tokens)
 
-    set_attribute(scheduler, "_new_row", new_row)
+    set_attribute(scheduler, "new_row", new_row)
 
 
 def final_response_twice(set_attribute: SetAttribute) -> None:
@@ -245,8 +245,8 @@ def min_tokens_ignored(set_attribute: SetAttribute) -> None:
 
 def paused_goes_last_in_line(set_attribute: SetAttribute) -> None:
     def put_back(self: WaitingQueue, seq: Sequence) -> None:
-        self.append(seq)
-        self.num_paused += 1
+        self._paused.append(seq)
+        self._count(seq, 1)
 
     set_attribute(WaitingQueue, "put_back", put_back)
 

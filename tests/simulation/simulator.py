@@ -15,7 +15,7 @@ from random import Random
 
 import msgspec
 
-from backend.api import FinishReason, PerfMetrics, Request, Response, Result, SessionConfig
+from backend.api import FinishReason, InvalidRequest, PerfMetrics, Request, Response, Result, SessionConfig
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
@@ -160,7 +160,7 @@ class Simulation:
         expected, is_held = self._judge(request_id, request), False
         by_itself = self.model.judge_fields(request_id, request)
         if request.session is not None and self.model.held_turn(key_of(request)) is not None:
-            if by_itself == "ok" or (by_itself == "field" and request.guide is None):
+            if by_itself == "ok":
                 expected = "session 3"
         elif request.guide is not None and by_itself == "ok" and not guides.is_compiled(request.guide):
             if guides.is_full(request.guide):
@@ -204,7 +204,7 @@ class Simulation:
             guides.give_up(request_id)
             del self.model.held[request_id]
             expected = "guide" if error else self._judge(request_id, request)
-        guides.tell(request_id, error)
+        guides.tell(request_id, InvalidRequest(error) if error else None)
         self.core.admit()
         responses = self._take(self.core.take_responses())
         if request is None:

@@ -86,7 +86,7 @@ def _noted(simulation: Simulation, seen: Counter[str]) -> Callable[[], StepOutpu
     collect = simulation.core.workers.collect
 
     def noting() -> StepOutput:
-        step, output = simulation.core._in_flight[0].step, collect()
+        step, output = simulation.core._in_flight._flights[0].step, collect()
         running = {seq.slot: seq for seq in simulation.core.scheduler.running}
         for slot, further in output.further.items():
             seq = running.get(slot)

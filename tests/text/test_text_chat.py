@@ -168,6 +168,14 @@ def test_messages_beyond_the_caps_are_refused(messages: Any, message: str) -> No
         ChatTemplate(CHATML, max_messages=5, max_chars=100).render(messages)
 
 
+def test_tools_count_among_the_characters_of_a_chat() -> None:
+    messages, tools = [{"role": "user", "content": "x" * 40}], [{"type": "function", "function": {"name": "f" * 100}}]
+    template = ChatTemplate(CHATML, max_chars=150)
+    assert "x" * 40 in template.render(messages)
+    with pytest.raises(InvalidRequest, match="characters, allowed is 150; shorten them"):
+        template.render(messages, tools=tools)
+
+
 def test_deeply_nested_messages_are_refused() -> None:
     content: Any = "x"
     for _ in range(100_000):
@@ -199,3 +207,56 @@ def test_a_result_beyond_the_cap_is_cut_off_while_it_is_rendered() -> None:
     template = ChatTemplate("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}", max_chars=1000)
     with pytest.raises(InvalidRequest, match="longer than 1000 characters"):
         template.render([{"role": "user", "content": "x" * 100}])
+
+
+def test_a_file_of_the_operators_replaces_all_templates_of_the_model(tmp_path: Path, byte_level: Path) -> None:
+    """With tools too, for which the model has a template of its own."""
+    model = write_model(tmp_path, byte_level, chat_template="model's own")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("the model's own for tools")
+    target = tmp_path / "elsewhere" / "target.jinja"
+    target.parent.mkdir()
+    target.write_text("{{ messages[0].content }}, and {{ tools | length if tools else 'no' }} tools")
+    (tmp_path / "mine.jinja").symlink_to(target)
+    template = ChatTemplate.from_directory(model, Tokenizer.from_directory(model), str(tmp_path / "mine.jinja"))
+    assert template.exists
+    assert template.render(CHATS[0]) == "Hi, and no tools"
+    assert template.render(CHATS[0], tools=TOOL_LIST) == "Hi, and 1 tools"
+
+
+def test_further_variables_reach_the_template_and_count_among_the_characters() -> None:
+    template = ChatTemplate(
+        "{% if enable_thinking is false %}no thinking{% else %}{{ documents }}{% endif %}", max_chars=60
+    )
+    assert template.render(CHATS[0], further={"enable_thinking": False}) == "no thinking"
+    assert template.render(CHATS[0], further={"template": 1, "self": 2}) == "None", "any name may be one"
+    assert template.render(CHATS[0], further={"documents": "mine"}) == "mine"
+    with pytest.raises(InvalidRequest, match="allowed is 60"):
+        template.render(CHATS[0], further={"x": "y" * 61})
+    deep: Any = []
+    for _ in range(30):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="nested deeper"):
+        template.render(CHATS[0], further={"x": deep})
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_further_variable_takes_the_place_of_none_that_the_request_has(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^chat_template_kwargs holds {name}, which the request has a key for"):
+        ChatTemplate(CHATML).render(CHATS[0], further={name: "x"})
+
+
+@pytest.mark.parametrize("content", ["def main(", "  two spaces ahead", "one behind "])
+def test_the_last_message_is_continued_as_transformers_does(tmp_path: Path, byte_level: Path, content: str) -> None:
+    path = write_model(tmp_path, byte_level, chat_template=CHATML)
+    chat = [{"role": "user", "content": "def main("}, {"role": "assistant", "content": content}]
+    theirs = AutoTokenizer.from_pretrained(str(path))
+    expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert load(path).render(chat, continue_final=True) == expected
+    assert expected.endswith(content.strip()) or expected.endswith(content)
+
+
+@pytest.mark.parametrize("content", ["", "  "])
+def test_a_last_message_without_text_cannot_be_continued(content: Any) -> None:
+    with pytest.raises(InvalidRequest, match="^continue_final_message needs text in the last message"):
+        ChatTemplate(CHATML).render([{"role": "assistant", "content": content}], continue_final=True)

@@ -61,6 +61,24 @@ def test_the_chunks_add_up_to_the_full_decode(tokenizer: Tokenizer, family: str)
     assert exact > SEQUENCES_PER_FAMILY * 0.6
 
 
+def test_what_a_token_would_add_is_told_from_the_place_where_the_output_is_now(
+    tokenizer: Tokenizer, family: str
+) -> None:
+    """Asked at each place, it is what a detokenizer tells that was never asked before, and pushes what it was."""
+    rng = random.Random(family)
+    for _ in range(SEQUENCES_PER_FAMILY // 50):
+        ids, others = random_ids(rng, tokenizer, 8), random_ids(rng, tokenizer, 3)
+        asked = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+        for place in range(len(ids)):
+            fresh = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+            fresh.push(ids[:place])
+            for other in others:
+                new = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+                new.push(ids[:place])
+                assert asked.text_with(other) == new.text_with(other), (ids, place, other)
+            assert asked.push(ids[place : place + 1]) == fresh.push(ids[place : place + 1])
+
+
 @pytest.mark.feature("003-11")
 @pytest.mark.parametrize("text", ["👩‍👩‍👧‍👦 and 🏳️‍🌈!", "日本語のテキスト、漢字。", "ไทยไม่เว้นวรรค", "Ω≈ç√ naïve é ü"])
 def test_real_text_streams_without_a_replacement_character(family_tokenizers: dict[str, Tokenizer], text: str) -> None:

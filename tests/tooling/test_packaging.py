@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_that_serving_reads(wheel: zipfile.ZipFile) -
 
 def test_the_wheel_brings_the_command_the_licence_and_the_pins_of_serving(wheel: zipfile.ZipFile) -> None:
     folder = f"everbatch-{__version__}.dist-info"
-    assert "everbatch = deploy.cli:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+    assert "everbatch = deploy.entry:main" in wheel.read(f"{folder}/entry_points.txt").decode()
     assert b"Apache License" in wheel.read(f"{folder}/licenses/LICENSE")
     lines = wheel.read(f"{folder}/METADATA").decode().splitlines()
     asked = {

@@ -50,6 +50,7 @@ EXECUTOR_DEFAULTS = dict.fromkeys(EXECUTOR) | {
     "iter_stats_max_iterations": 1000,
     "request_stats_max_iterations": 0,
     "batching_type": trtllm.BatchingType.INFLIGHT,
+    "peft_cache_config": trtllm.PeftCacheConfig(),
     "use_gpu_direct_storage": False,
     "gpu_weights_percent": 1.0,
     "extended_runtime_perf_knob_config": trtllm.ExtendedRuntimePerfKnobConfig(),

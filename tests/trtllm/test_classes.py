@@ -173,6 +173,20 @@ def test_what_pybind_converts_is_converted() -> None:
     assert (request.max_tokens, request.end_id, request.streaming) == (5, 3, True)
     assert type(trtllm.SamplingConfig(temperature=1).temperature) is float
     assert trtllm.Request((1, 2), 3).input_token_ids == [1, 2]
+    sizes = trtllm.LookaheadDecodingConfig(np.int32(3), np.array([5]), np.array([[7]]))
+    assert sizes == trtllm.LookaheadDecodingConfig(3, 5, 7) and type(sizes.max_ngram_size) is int
+    for wrong in (np.array([3, 4]), np.array([0.5]), np.array(["3"])):
+        with pytest.raises(TypeError, match="max_window_size is"):
+            trtllm.LookaheadDecodingConfig(wrong)
+
+
+def test_a_name_without_a_post_processor_is_taken_and_is_none() -> None:
+    assert trtllm.LogitsPostProcessorConfig({"x": None}).processor_map == {"x": None}
+
+
+def test_the_change_of_a_value_in_a_kv_event_has_upstreams_name() -> None:
+    change = trtllm.kv_cache.KVCacheEventDiffInt(35, 80)
+    assert (change.old_value, change.new_value) == (35, 80)
 
 
 @pytest.mark.feature("000-11")

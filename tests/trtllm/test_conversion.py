@@ -22,6 +22,9 @@ POLICY = trtllm.CapacitySchedulerPolicy
 CHUNKING = trtllm.ContextChunkingPolicy
 
 
+CHUNKED = {"enable_chunked_context": True}  # without it max_num_tokens cannot be tuned
+
+
 def tuned(*options: Any) -> trtllm.SchedulerConfig:
     return trtllm.SchedulerConfig(dynamic_batch_config=trtllm.DynamicBatchConfig(*options))
 
@@ -38,9 +41,9 @@ def tuned(*options: Any) -> trtllm.SchedulerConfig:
         ({"scheduler_config": trtllm.SchedulerConfig(POLICY.MAX_UTILIZATION)}, "scheduler.policy", "max_utilization"),
         ({"scheduler_config": trtllm.SchedulerConfig(POLICY.STATIC_BATCH)}, "scheduler.policy", "static_batch"),
         ({"scheduler_config": tuned(True, False, 7)}, "scheduler.enable_batch_size_tuning", True),
-        ({"scheduler_config": tuned(False, True, 7)}, "scheduler.enable_max_num_tokens_tuning", True),
-        ({"scheduler_config": tuned(False, True, 7)}, "scheduler.enable_batch_size_tuning", False),
-        ({"scheduler_config": tuned(True, True, 7)}, "scheduler.tuning_requests", 7),
+        ({"scheduler_config": tuned(False, True, 7), **CHUNKED}, "scheduler.enable_max_num_tokens_tuning", True),
+        ({"scheduler_config": tuned(False, True, 7), **CHUNKED}, "scheduler.enable_batch_size_tuning", False),
+        ({"scheduler_config": tuned(True, True, 7), **CHUNKED}, "scheduler.tuning_requests", 7),
         ({}, "scheduler.chunking_policy", "first_come_first_served"),
         (
             {"scheduler_config": trtllm.SchedulerConfig(context_chunking_policy=CHUNKING.EQUAL_PROGRESS)},
@@ -73,6 +76,12 @@ def tuned(*options: Any) -> trtllm.SchedulerConfig:
         ({"kv_cache_config": trtllm.KvCacheConfig(sink_token_length=4)}, "kv_cache.sink_tokens", 4),
         ({}, "kv_cache.sink_tokens", 0),
         ({"max_queue_size": 3}, "limits.max_queue_size", 3),
+        ({"max_queue_size": 3, "enable_trt_overlap": True}, "limits.max_queue_size", 3),
+        ({"max_queue_size": 0}, "limits.max_queue_size", 1 << 40),
+        ({"max_queue_size": -1}, "limits.max_queue_size", 1 << 40),
+        ({"max_num_tokens": 16}, "scheduler.max_batch_size", 16),
+        ({}, "lora.enabled", True),
+        ({"peft_cache_config": None}, "lora.enabled", False),
         ({}, "limits.default_timeout_s", MAX_SECONDS),
         ({}, "records.max_iterations", 1000),
         ({"additional_model_outputs": [trtllm.AdditionalModelOutput("x")]}, "model.additional_outputs", ("x",)),
@@ -133,7 +142,6 @@ def kv(**options: Any) -> dict[str, Any]:
         ({"use_gpu_direct_storage": True}, "use_gpu_direct_storage is True"),
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent is 0.5"),
         ({"mm_embedding_offloading": True}, "mm_embedding_offloading is True"),
-        ({"enable_trt_overlap": True}, "enable_trt_overlap is True"),
         (
             {"debug_config": trtllm.DebugConfig(debug_tensor_names=["x"])},
             "debug_config.debug_tensors_max_iterations is 0",
@@ -298,7 +306,9 @@ def converted(**options: Any) -> Any:
                 )
             },
             "sampling_config",
-            SamplingConfig(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25),
+            SamplingConfig(
+                temperature=0.5, top_k=1, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25
+            ),
         ),
         (
             {"embedding_bias": torch.tensor([0.0] * 8 + [1.5, -2.0])},

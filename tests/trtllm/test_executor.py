@@ -226,13 +226,23 @@ def test_what_is_not_served_is_answered_with_an_error_that_names_it(executor: tr
     assert f"Request.{name} is not served" in refused(executor, PROMPT, 1, **{name: REFUSED[name]})
 
 
+@pytest.mark.feature("000-62")
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_queue_of_no_size_takes_any_number_of_requests(model_path: Path, size: int) -> None:
+    """As upstream's own model.py configures it."""
+    config = make_config(max_queue_size=size, max_batch_size=1, peft_cache_config=trtllm.PeftCacheConfig())
+    with make_executor(model_path, config) as executor:
+        ids = executor.enqueue_requests([trtllm.Request(PROMPT, 2) for _ in range(20)])
+        assert all(not finish(executor, request_id)[-1].has_error() for request_id in ids)
+
+
 def test_lookahead_needs_an_executor_that_is_configured_for_it(executor: trtllm.Executor) -> None:
     message = refused(executor, PROMPT, 1, lookahead_config=trtllm.LookaheadDecodingConfig(3, 5, 7))
     assert "max_draft_tokens is 4 (of lookahead decoding" in message and "speculation.mode=lookup" in message
 
 
 def test_other_refusals_name_what_is_wrong(executor: trtllm.Executor) -> None:
-    assert "LoRA is not enabled" in refused(executor, PROMPT, 1, lora_config=trtllm.LoraConfig(1))
+    assert "LoRA task 1 not found in cache" in refused(executor, PROMPT, 1, lora_config=trtllm.LoraConfig(1))
     drafts = trtllm.ExternalDraftTokensConfig([1], acceptance_threshold=0.5)
     error = refused(executor, PROMPT, 1, external_draft_tokens_config=drafts)
     assert "ExternalDraftTokensConfig.acceptance_threshold is not served" in error

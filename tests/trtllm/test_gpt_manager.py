@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from backend import trtllm
 from backend.engine.groups import stream_seed
 from backend.trtllm import bindings
+from backend.trtllm.engine_config import engine_config
 from tests.trtllm.helpers import ENGINE
 
 names = bindings.tensor_names
@@ -205,6 +207,20 @@ def test_statistics_of_requests_in_flight(model_path: Path) -> None:
     assert {each["MicroBatch ID"] for each in client.stats} == {0}
 
 
+@pytest.mark.feature("001-15", "001-16")
+def test_used_blocks_are_those_that_the_tokens_of_all_running_requests_fill(model_path: Path) -> None:
+    """Prompts of 30, 40 and 70 tokens and outputs of 6: the first block of the first request is full after two tokens more."""
+    lengths = {1: 30, 2: 40, 3: 70}
+    client = Client(*(request(n, [n * 7 + i % 5 for i in range(length)], 6) for n, length in lengths.items()))
+    client.run(model_path, max_batch_size=5)
+    counts = [(each["Context Requests"], each["Generation Requests"]) for each in client.stats]
+    assert counts[0] == (3, 0) and set(counts[1:-1]) == {(0, 3)}
+    assert [each["Total Context Tokens"] for each in client.stats] == [140, *[0] * (len(client.stats) - 1)]
+    for step, each in enumerate(client.stats[:-1]):  # with the last step all blocks are let go
+        assert each["Used KV cache blocks"] == sum(-(-(length + step) // 32) for length in lengths.values())
+    assert client.stats[-1]["Used KV cache blocks"] == 0
+
+
 @pytest.mark.feature("001-11")
 def test_the_form_of_the_time_stamp_can_be_chosen(model_path: Path) -> None:
     client = Client(request(1, [1], 1))
@@ -276,9 +292,16 @@ def test_a_missing_directory_and_parameters_that_are_not_served_raise(model_path
     client = Client()
     with pytest.raises(RuntimeError, match="File does not exist"):
         bindings.GptManager("Bla", FUSED, client.get, client.send)
-    for options, name in (({"device_ids": [0, 1]}, "device_ids"), ({"enable_trt_overlap": True}, "enable_trt_overlap")):
-        with pytest.raises(RuntimeError, match=name):
-            bindings.GptManager(model_path, FUSED, client.get, client.send, None, None, parameters(**options))
+    with pytest.raises(RuntimeError, match="device_ids"):
+        bindings.GptManager(model_path, FUSED, client.get, client.send, None, None, parameters(device_ids=[0, 1]))
+
+
+@pytest.mark.feature("W-03")
+def test_an_option_that_upstream_has_removed_is_taken(model_path: Path) -> None:
+    assert engine_config(trtllm.ExecutorConfig(enable_trt_overlap=True)) == engine_config(trtllm.ExecutorConfig())
+    client = Client(request(1, [1], 2))
+    client.run(model_path, enable_trt_overlap=True)
+    assert not client.errors
 
 
 @pytest.mark.feature("001-24")

@@ -107,13 +107,15 @@ def test_a_named_post_processor_changes_the_logits_of_who_names_it(model_path: P
         return other
 
     clients: list[int | None] = []
-    config = make_config(logits_post_processor_config=trtllm.LogitsPostProcessorConfig({"a": forty_two, "b": returned}))
+    named = {"a": forty_two, "b": returned, "none": None}
+    config = make_config(logits_post_processor_config=trtllm.LogitsPostProcessorConfig(named))
     with make_executor(model_path, config) as executor:
         plain = output_of(executor)
         assert output_of(executor, logits_post_processor_name="a") == [42] * 4
         assert output_of(executor, logits_post_processor_name="b", client_id=123) == [7] * 4
         assert output_of(executor) == plain and clients == [123] * 4
-        assert "'c' is not known" in refused(executor, PROMPT, 1, logits_post_processor_name="c")
+        for name in ("c", "none"):
+            assert f"'{name}' is not known" in refused(executor, PROMPT, 1, logits_post_processor_name=name)
 
 
 @pytest.mark.feature("000-39")

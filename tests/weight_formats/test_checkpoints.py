@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.api import ConfigError
+from backend.api.quantised import FORMATS
 from backend.layers.linear import DenseLinear, Linear, QuantizedLinear
 from backend.models.config import parse_model_config
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import load_directory
-from backend.models.quantized import SUPPORTED
 from benchmarks.quality import row_logits
 from kernels.common.quantize import dequantize, quantize_activations
 from tests.weight_formats.checkpoints import ACTIVATIONS, ODD, WEIGHTS, quantization_config, write_config, write_pair
@@ -172,7 +172,7 @@ def refusal(section: object) -> str:
 def test_other_formats_of_compressed_tensors_are_refused_by_name(changes: dict[str, object], reason: str) -> None:
     message = refusal(quantization_config(**changes))
     assert f"(compressed-tensors: {reason}), which is not supported" in message
-    assert message.endswith("use a float checkpoint, or " + SUPPORTED)
+    assert message.endswith("use a float checkpoint, or " + FORMATS)
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "quark", "torchao"])

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.api import ConfigError
+from backend.api.quantised import FORMATS
 from backend.layers.linear import DenseLinear, Linear, QuantizedLinear, Weight, make_torch_linear
 from backend.models.config import ModelConfig, parse_model_config
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import load_directory
-from backend.models.quantized import SUPPORTED
 from backend.models.tensors import TensorSource
 from kernels import w4a8, w4a16
 from tests.weight_formats.checkpoints import ACTIVATIONS, WEIGHTS, quantization_config
@@ -211,7 +211,7 @@ def test_what_is_not_read_is_refused_by_one_sentence_that_names_it(layout: Layou
         parse(layout.section)
     assert str(error.value) == (
         f"config.json: quantization_config: the checkpoint is quantised ({found}), which is not supported; "
-        f"use a float checkpoint, or {SUPPORTED}"
+        f"use a float checkpoint, or {FORMATS}"
     )
 
 

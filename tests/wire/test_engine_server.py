@@ -31,10 +31,11 @@ from backend.core.messages import (
 )
 from backend.core.step import ModelInfo
 from backend.wire import engine_server, framing
-from backend.wire.client import wait_until
+from backend.wire.client import SocketTransport, wait_until
 from backend.wire.engine_server import EngineServer
 from backend.wire.framing import FrameTooLarge, decode_message, encode_frame, receive_frame
 from backend.wire.heart import Heart
+from backend.wire.peer import Peer as OtherEnd
 
 LIMIT = 10_000
 MINE = 1 << CLIENT_SHIFT
@@ -171,7 +172,7 @@ def test_a_command_under_the_id_of_another_client_is_dropped(
 
 
 def test_another_user_is_hung_up_on(server: EngineServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.wire.engine_server._peer_uid", lambda sock: os.getuid() + 1)
+    monkeypatch.setattr("backend.wire.engine_server.peer", lambda sock: OtherEnd(1, os.getuid() + 1))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(5)
         stranger.connect(str(tmp_path / "s"))
@@ -244,18 +245,27 @@ def test_a_command_beyond_the_limit_is_refused_by_whoever_wants_to_send_it(monke
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"cache_salt": "ab\ud800"}, "cache_salt has a lone surrogate at character 2"),
-        ({"client_id": 1 << 64}, "client_id is an integer of 65 bits"),
-        ({"end_ids": (1, -(1 << 63) - 1)}, "end_ids is an integer of 64 bits"),
-        ({"sampling_config": SamplingConfig(seed=10**4400)}, "seed is an integer of 14617 bits"),
-        ({"sampling_config": SamplingConfig(logit_bias={1 << 70: 1.0})}, "logit_bias is an integer of 71 bits"),
-        ({"end_ids": (object(),)}, "the request holds a value"),
+        ({"cache_salt": "ab\ud800"}, "cache_salt has a lone surrogate at character 2, which is no text; remove it$"),
+        (
+            {"client_id": 1 << 64},
+            "client_id is 18446744073709551616; integers of a request are -9223372036854775808 to 1844",
+        ),
+        ({"end_ids": (1, -(1 << 63) - 1)}, "end_ids is -9223372036854775809; integers of a request are"),
+        (
+            {"sampling_config": SamplingConfig(seed=10**4400)},
+            "seed is an integer of more than 77 digits; integers of a request are",
+        ),
+        (
+            {"sampling_config": SamplingConfig(logit_bias={1 << 70: 1.0})},
+            "logit_bias is 1180591620717411303424; integers of a request are",
+        ),
+        ({"end_ids": (object(),)}, "the request holds a value that is neither a number nor text"),
     ],
 )
 def test_a_value_that_cannot_be_sent_is_an_error_of_its_request_that_names_it(
     fields: dict[str, object], named: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=f"{named} that cannot be sent to the engine; allowed are"):
+    with pytest.raises(InvalidRequest, match=f"^{named}"):
         encode_frame(Submit(1, Request([1], 1, **fields)))
 
 
@@ -338,3 +348,41 @@ def test_a_client_that_is_slow_loses_debug_tensors_and_nothing_else(
     assert [step.iter for records in got for step in records.iterations] == [0, 1, 2]
     assert [step.iter for records in got for step in records.debug_tensors] == [0]
     assert "client 1: debug tensors of a step were dropped" in caplog.text and "the limit is 1048576" in caplog.text
+
+
+def threads_of(prefix: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_kept_of_clients_that_have_left(
+    server: EngineServer, tmp_path: Path, posted: queue.SimpleQueue[Command | ClientGone]
+) -> None:
+    before = open_files()
+    for index in range(1, 21):
+        peer = Peer(str(tmp_path / "s"))
+        peer.sock.close()
+        assert posted.get(timeout=5) == ClientGone(index)
+    assert wait_until(lambda: not threads_of("engine-reader") and not threads_of("engine-writer"), 5)
+    assert wait_until(lambda: len(open_files()) <= len(before), 5)
+    assert server._connections == {}
+
+
+def test_nothing_is_kept_of_connections_that_a_client_has_lost(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    before = open_files()
+    greeted, lost = threading.Semaphore(0), threading.Semaphore(0)
+    transport = SocketTransport(path)
+    transport.start(lambda message: greeted.release() if isinstance(message, Hello) else None, lost.release)
+    for _ in range(5):
+        hello = lambda index: Hello(index, ModelInfo("m", 9, 9), "", EngineConfig())
+        server = EngineServer(path, lambda command: None, hello)
+        assert greeted.acquire(timeout=5)
+        server.close()
+        assert lost.acquire(timeout=5)
+    transport.close(drain=False)
+    assert wait_until(lambda: not threads_of("engine-client"), 5), threads_of("engine-client")
+    assert wait_until(lambda: len(open_files()) <= len(before), 5)

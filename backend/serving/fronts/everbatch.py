@@ -4,10 +4,13 @@
     response  STRING [n]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a sequence has
                            `finish_reason`, `stop_reason` and `usage` besides
 
+With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name.
+
 With `n` above 1 each object has the `index` of its sequence: a response of a stream tells of one sequence, the only one of a
 request that does not stream of all.
 
-One tensor each way is also the cheapest way through Triton. A stop request (`stop`: true) ends the request of its id.
+One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py). A stop request
+(`stop`: true) ends the request of its id.
 """
 
 from __future__ import annotations
@@ -20,18 +23,28 @@ from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import InvalidRequest, OutputConfig, Request
 from backend.api.guide import Guide
+from backend.api.limits import check_ids
+from backend.api.response import PromptLogProb
+from backend.serving.fronts.adapter_commands import is_command, read_command
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops, fitting_tokens, prompt_too_long
-from backend.serving.fronts.named_sampling import NamedSampling, check_choices, read_json
+from backend.serving.fronts.limits import (
+    MAX_TOKEN_BYTES,
+    check_stops,
+    fitting_tokens,
+    most_tokens,
+    prompt_too_long,
+)
+from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.named_adapters import named_adapter
 from backend.serving.news import News, TextReporter
-from backend.serving.outputs import Arrays, Render, text_array
+from backend.serving.outputs import Answer, Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.text.stream import TextStream
-from backend.text.token_texts import TokenText, TokenTexts
+from backend.text.token_texts import PromptTexts, TokenText, TokenTexts
+from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
 
 TENSORS = ModelTensors(
@@ -56,10 +69,16 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream: bool = False
     include_stop_in_output: bool = False
     echo: bool = False
+    prompt_logprobs: int | None = None  # most likely tokens at each place of the prompt; 0: only the prompt's own
     timeout_s: float | None = None
+    skip_special_tokens: bool = True  # False: special tokens that are generated are part of the text
     tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
+    add_generation_prompt: bool = True  # True if the chat template begins the answer
+    continue_final_message: bool = False  # the output goes on with the last message
+    chat_template_kwargs: dict[str, Any] | None = None  # more variables for the chat template
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
+    tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
 
 
 class Choice(Struct, frozen=True):
@@ -68,7 +87,7 @@ class Choice(Struct, frozen=True):
     token_id: int
     token: str
     bytes: list[int]
-    logprob: float
+    logprob: float | None  # None: the first token of a prompt, which follows nothing
     top: list[Choice] | UnsetType = UNSET
 
 
@@ -88,9 +107,11 @@ class Generated(Struct, frozen=True):
     token_ids: list[int]
     index: int | UnsetType = UNSET
     logprobs: list[Choice] | UnsetType = UNSET
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     stop_reason: str | int | None | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
 
 
 class _Prompt(NamedTuple):
@@ -105,21 +126,27 @@ def check(batch: Batch, context: ServingContext) -> None:
 
 
 def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
-    asked: Generate = read_json("request", required(batch, "request", 0), Generate)
+    value = json_value("request", required(batch, "request", 0))
+    if is_command(value):
+        return [read_command(value, context)]
+    asked: Generate = from_json("request", value, Generate)
     check_stops("stop", asked.stops, context.config.limits)
     check_stops("bad_words", asked.bad_words or [], context.config.limits)
     check_choices(asked, asked.stream)
     prompt = _read_prompt(asked, context, tools)
+    if asked.tokenize:
+        return [Work(None, Answer(_tokenized(prompt, context)))]
     request = Request(
         input_token_ids=prompt.ids,
         max_tokens=fitting_tokens(context, len(prompt.ids))
         if asked.max_tokens is None
-        else _at_least_one(asked.max_tokens),
+        else _not_negative(asked.max_tokens),
         streaming=asked.stream or bool(asked.stops),
         sampling_config=asked.sampling_config(),
         output_config=OutputConfig(
             return_log_probs=asked.logprobs is not None or asked.is_ranked,
             top_log_probs=asked.logprobs or 0,
+            prompt_log_probs=asked.prompt_logprobs,
             exclude_input_from_output=True,
             return_perf_metrics=True,
         ),
@@ -133,21 +160,39 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
 
     def new_reporter() -> TextReporter:
         return TextReporter(
-            TextStream(tools.tokenizer, prompt.ids, asked.stops, include_stop=asked.include_stop_in_output),
+            TextStream(
+                tools.tokenizer,
+                prompt.ids,
+                asked.stops,
+                include_stop=asked.include_stop_in_output,
+                skip_special_tokens=asked.skip_special_tokens,
+            ),
             streaming=asked.stream,
             prefix=prompt.text if asked.echo else "",
             every_token=context.config.triton.one_response_per_token,
-            hidden_ends=() if asked.include_stop_in_output else tuple(asked.stop_token_ids or ()),
+            hidden_ends=() if asked.include_stop_in_output else request.end_ids,
         )
 
     texts = [] if asked.logprobs is None else [TokenTexts(tools.tokenizer, prompt.ids) for _ in range(asked.n)]
-    render = renderer(asked, len(prompt.ids), texts)
+    render = renderer(asked, prompt, texts, tools.tokenizer)
     return [Work(request, choices_output(asked, new_reporter, render, streaming=asked.stream, joint=not asked.stream))]
 
 
-def _at_least_one(max_tokens: int) -> int:
-    if max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {max_tokens}, at least 1 is needed; leave it out for as many as fit")
+def _tokenized(prompt: _Prompt, context: ServingContext) -> Arrays:
+    told = Generated(
+        "",
+        prompt.ids,
+        finish_reason="length",
+        stop_reason=None,
+        usage=Usage(len(prompt.ids), 0, 0),
+        max_model_len=most_tokens(context),
+    )
+    return [("response", text_array([msgspec.json.encode(told)]))]
+
+
+def _not_negative(max_tokens: int) -> int:
+    if max_tokens < 0:
+        raise InvalidRequest(f"max_tokens is {max_tokens}, the least is 0; leave it out for as many as fit")
     return max_tokens
 
 
@@ -158,11 +203,21 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         raise InvalidRequest(f"exactly one of messages, prompt and prompt_token_ids is expected, {found} is given")
     if asked.prompt_token_ids is not None:
         ids = asked.prompt_token_ids
-        text = tools.tokenizer.decode(ids) if asked.echo else ""
+        check_ids(
+            "prompt token", ids, context.model.vocab_size
+        )  # ahead of the tokenizer, which has no words for others
+        is_shown = asked.echo or asked.prompt_logprobs is not None
+        text = tools.tokenizer.decode(ids, asked.skip_special_tokens) if is_shown else ""
     elif asked.prompt is not None:
         text, ids = asked.prompt, tools.tokenizer.encode(asked.prompt)
     else:
-        text = tools.template.render(asked.messages or [], tools=asked.tools)
+        text = tools.template.render(
+            asked.messages or [],
+            asked.add_generation_prompt,
+            asked.tools,
+            asked.chat_template_kwargs,
+            asked.continue_final_message,
+        )
         ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")
@@ -171,12 +226,15 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     return _Prompt(text, ids)
 
 
-def renderer(asked: Generate, num_prompt_tokens: int, texts: Sequence[TokenTexts]) -> Render:
+def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer) -> Render:
     """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
+    of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
 
     def render(told: Sequence[News]) -> Arrays:
         kept = chosen(asked, told)
         discarded = sum(news.num_tokens for news in told) - sum(news.num_tokens for news in kept)
+        if of_prompt is not None:
+            of_prompt.take(told)
         bodies = [msgspec.json.encode(_generated(news, discarded if news.sequence == 0 else 0)) for news in kept]
         return [("response", text_array(bodies))]
 
@@ -187,13 +245,42 @@ def renderer(asked: Generate, num_prompt_tokens: int, texts: Sequence[TokenTexts
             end = {
                 "finish_reason": news.finish.openai_name,
                 "stop_reason": news.stop,
-                "usage": Usage(num_prompt_tokens, news.num_tokens, cached, discarded or UNSET),
+                "usage": Usage(len(prompt.ids), news.num_tokens, cached, discarded or UNSET),
             }
         index = news.sequence if asked.n > 1 else UNSET
         choices = _choices(news, texts[news.sequence]) if texts else UNSET
-        return Generated(news.text, news.ids, index, choices, **end)
+        prompt_choices = UNSET if of_prompt is None else of_prompt.once(news.sequence)
+        return Generated(news.text, news.ids, index, choices, prompt_choices, **end)
 
     return render
+
+
+class _OfPrompt:
+    """The log-probabilities of the prompt. The engine tells them with the first sequence, a client gets them with each."""
+
+    def __init__(self, prompt: _Prompt, tokenizer: Tokenizer, num_sequences: int) -> None:
+        self._prompt, self._tokenizer = prompt, tokenizer
+        self._encoded: msgspec.Raw | None = None
+        self._untold = set(range(num_sequences))
+
+    def take(self, told: Sequence[News]) -> None:
+        """The first call is for a response that the first sequence is part of."""
+        if self._encoded is None:
+            self._encoded = msgspec.Raw(msgspec.json.encode(self._choices(told[0].prompt_log_probs or [])))
+
+    def once(self, sequence: int) -> msgspec.Raw | UnsetType:
+        if sequence not in self._untold or self._encoded is None:
+            return UNSET
+        self._untold.remove(sequence)
+        return self._encoded
+
+    def _choices(self, log_probs: Sequence[PromptLogProb]) -> list[Choice]:
+        texts = PromptTexts(self._tokenizer, self._prompt.text)
+        choices = [_choice(self._prompt.ids[0], texts.push(self._prompt.ids[0]), None, [])]
+        for token_id, found in zip(self._prompt.ids[1:], log_probs):
+            others = [_choice(one.token_id, texts.alternative(one.token_id), one.log_prob) for one in found.top]
+            choices.append(_choice(token_id, texts.push(token_id), found.log_prob, others))
+        return choices
 
 
 def _choices(news: News, texts: TokenTexts) -> list[Choice]:
@@ -205,7 +292,7 @@ def _choices(news: News, texts: TokenTexts) -> list[Choice]:
     return choices
 
 
-def _choice(token_id: int, token: TokenText, log_prob: float, top: list[Choice] | UnsetType = UNSET) -> Choice:
+def _choice(token_id: int, token: TokenText, log_prob: float | None, top: list[Choice] | UnsetType = UNSET) -> Choice:
     return Choice(token_id, token.text, list(token.raw), log_prob, top)
 
 

@@ -24,10 +24,12 @@ class TextTools(NamedTuple):
     template: ChatTemplate
 
     @classmethod
-    def from_directory(cls, path: str) -> TextTools:
-        """Raises ConfigError when the directory has no tokenizer that can be read."""
+    def from_directory(cls, path: str, chat_template: str = "") -> TextTools:
+        """`chat_template`: a file in place of the model's own. Raises ConfigError when the directory has no tokenizer that can be
+        read, and for a template that cannot.
+        """
         tokenizer = Tokenizer.from_directory(path)
-        return cls(tokenizer, ChatTemplate.from_directory(path, tokenizer))
+        return cls(tokenizer, ChatTemplate.from_directory(path, tokenizer, chat_template))
 
 
 class Front(NamedTuple):

@@ -20,12 +20,16 @@ def check_stops(name: str, texts: list[str], limits: LimitsConfig) -> None:
         )
 
 
+def most_tokens(context: ServingContext) -> int:
+    """Tokens of prompt and output together that the model and the KV pool hold."""
+    return min(context.model.max_seq_len, context.max_kv_tokens or context.model.max_seq_len)
+
+
 def fitting_tokens(context: ServingContext, num_prompt_tokens: int) -> int:
     """As many output tokens as the model and the KV pool hold behind a prompt; at least 1, so that a prompt which fits nowhere
     is refused with its own words.
     """
-    most = min(context.model.max_seq_len, context.max_kv_tokens or context.model.max_seq_len)
-    return max(1, most - num_prompt_tokens)
+    return max(1, most_tokens(context) - num_prompt_tokens)
 
 
 def prompt_too_long(num_tokens: int, max_seq_len: int) -> InvalidRequest:

@@ -17,6 +17,7 @@ import numpy as np
 from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
 from backend.api.limits import check_num_sequences
 from backend.api.lora import LoraConfig
+from backend.api.sampling_rules import tensorrt_llm_sampling
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
@@ -167,8 +168,8 @@ def _check_best_of(sampling: SamplingConfig, streaming: bool, most: int) -> None
         )
     if sampling.is_greedy:
         raise InvalidRequest(
-            f"{name} is {best_of}, and decoding is greedy, so that all sequences are the same; set a temperature, top_k or "
-            f"top_p, or leave it out"
+            f"{name} is {best_of}, and decoding is greedy, so that all sequences are the same; set {PREFIX}top_k or "
+            f"{PREFIX}top_p, or leave it out"
         )
 
 
@@ -195,7 +196,7 @@ def _sampling(batch: Batch) -> SamplingConfig:
     fields = batch.fields("sampling", 0)
     if fields.get("top_p", 1.0) <= 0.0:  # as in the other models of this wire: unset
         del fields["top_p"]
-    return SamplingConfig(**fields)
+    return tensorrt_llm_sampling(**fields)
 
 
 def renderer(batch: Batch) -> Render:
@@ -225,7 +226,7 @@ def _perf_arrays(perf: PerfMetrics) -> Arrays:
         ("kv_cache_reused_block", np.int32, perf.num_reused_blocks),
         ("kv_cache_missed_block", np.int32, perf.num_new_blocks),
         ("kv_cache_alloc_new_blocks", np.int32, perf.num_new_blocks),
-        ("kv_cache_alloc_total_blocks", np.int32, total),
+        ("kv_cache_alloc_total_blocks", np.int32, perf.num_new_blocks),
         ("kv_cache_hit_rate", np.float32, perf.num_reused_blocks / max(1, total)),
         ("arrival_time_ns", np.int64, perf.arrival_ns),
         ("first_scheduled_time_ns", np.int64, perf.first_scheduled_ns),

@@ -18,6 +18,7 @@ from backend.text.tokenizer import Tokenizer
 
 MAX_NAMED = 4  # unknown names that one error lists
 MAX_CHOICES = 128  # sequences for one prompt, as in OpenAI's API: the answer may hold the prompt so many times
+_TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
 _PLACE = re.compile(r"\.(\w+)")  # a name in msgspec's path of an error
 _EARLY_STOPPING: dict[bool | str, int] = {True: 1, False: 0, "never": 2}  # as the engine has it
 
@@ -62,7 +63,7 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the sequences are told by their log-probabilities, rather than as they were sampled."""
+        """True if the sequences are told by their log-probabilities, rather than as they were sampled."""
         return self.use_beam_search or self.num_generated > self.n
 
     def sampling_config(self, default_temperature: float | None = 1.0) -> SamplingConfig:
@@ -136,20 +137,23 @@ def _check_beams(asked: NamedSampling) -> None:
 
 
 def _by_id(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): weight for token_id, weight in bias.items()}
-    except ValueError:
-        wrong = next(token_id for token_id in bias if not token_id.removeprefix("-").isdigit())
-        raise InvalidRequest(f"logit_bias holds the key {wrong[:40]!r}, token ids are expected") from None
+    wrong = next((token_id for token_id in bias if _TOKEN_ID.fullmatch(token_id) is None), None)
+    if wrong is not None:
+        raise InvalidRequest(f"logit_bias holds the key {wrong[:40]!r}, token ids are expected")
+    return {int(token_id): weight for token_id, weight in bias.items()}
 
 
 def read_json(name: str, text: str, kind: type[Any], strict: bool = True) -> Any:
     """`text` as a `kind` of Struct. Raises InvalidRequest naming what is wrong; not strict: numbers may be strings."""
+    return from_json(name, json_value(name, text), kind, strict)
+
+
+def json_value(name: str, text: str) -> Any:
+    """Raises InvalidRequest."""
     try:
-        value = msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         raise InvalidRequest(f"{name} is not valid JSON; send one JSON object") from None
-    return from_json(name, value, kind, strict)
 
 
 def from_json(name: str, value: Any, kind: type[Any], strict: bool = True) -> Any:

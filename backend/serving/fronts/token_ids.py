@@ -5,13 +5,16 @@ from __future__ import annotations
 from backend.api import InvalidRequest
 from backend.serving.fronts.limits import prompt_too_long
 from backend.serving.reading import Batch
+from backend.serving.requests import ServingContext
 
 
-def read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int, num_virtual: int = 0) -> list[int]:
-    """The row's token ids without padding, of which `num_virtual` may lie beyond the vocabulary.
+def read_prompt(batch: Batch, row: int, context: ServingContext, num_virtual: int = 0) -> list[int]:
+    """The row's token ids without padding, of which `num_virtual` may lie beyond the vocabulary. With triton.clamp_token_ids
+    those that are still greater count as the last one.
 
     They are checked as an array, so no list is built of a prompt that is refused.
     """
+    vocab_size, max_seq_len = context.model.vocab_size, context.model.max_seq_len
     ids = batch.vector("input_ids", row)
     if ids is None:
         raise InvalidRequest("A value is required for input_ids")
@@ -25,6 +28,8 @@ def read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int, num_v
         raise InvalidRequest("Invalid format for input_ids: the prompt is empty; give at least 1 token")
     if length > max_seq_len:
         raise prompt_too_long(length, max_seq_len)
+    if context.config.triton.clamp_token_ids:
+        ids = ids.clip(max=vocab_size + num_virtual - 1)
     wrong = ids[(ids < 0) | (ids >= vocab_size + num_virtual)]
     if wrong.size:
         table = " and the rows of prompt_embedding_table" if num_virtual else ""

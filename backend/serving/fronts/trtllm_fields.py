@@ -13,6 +13,7 @@ from backend.api import (
     SessionStatus,
 )
 from backend.api.limits import check_num_sequences
+from backend.api.sampling_rules import tensorrt_llm_sampling
 from backend.serving.fronts.trtllm_outputs import RowSettings
 from backend.serving.reading import Batch
 from backend.serving.requests import ServingContext, StopSession
@@ -56,7 +57,7 @@ def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> Sampl
     fields = {name: value for name, value in given if name not in _UNSET or value > _UNSET[name]}
     if "early_stopping" in fields:
         fields["early_stopping"] = int(fields["early_stopping"])
-    return SamplingConfig(**fields, logit_bias=logit_bias or None)
+    return tensorrt_llm_sampling(**fields, logit_bias=logit_bias or None)
 
 
 def read_output_config(batch: Batch, row: int) -> OutputConfig:
@@ -79,6 +80,7 @@ def read_settings(batch: Batch, row: int, context: ServingContext, request: Requ
         num_input_tokens=len(request.input_token_ids),
         num_sequences=num_sequences,
         has_beams=config.beam_width > 1,
+        max_repeated_bytes=context.config.limits.max_tensor_bytes // batch.num_rows,
         batch_index=row if batch.num_rows > 1 else None,
         return_num_input_tokens=bool(batch.scalar("return_num_input_tokens", row)),
         return_num_output_tokens=bool(batch.scalar("return_num_output_tokens", row)),
@@ -86,6 +88,6 @@ def read_settings(batch: Batch, row: int, context: ServingContext, request: Requ
 
 
 def echoes_prompt(batch: Batch, row: int, default_exclude: bool) -> bool:
-    """Whether the prompt comes first in the answer. `default_exclude` holds where the request does not say."""
+    """True if the prompt comes first in the answer. `default_exclude` holds where the request does not say."""
     exclude = batch.scalar("exclude_input_in_output", row)
     return not (default_exclude if exclude is None else exclude)

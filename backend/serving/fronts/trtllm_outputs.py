@@ -32,17 +32,20 @@ class RowSettings(NamedTuple):
     return_num_output_tokens: bool = False
     num_sequences: int = 1  # that are asked for
     has_beams: bool = False
+    max_repeated_bytes: int = 0  # of context logits that come again with later responses of a stream
 
 
 def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:
     """A row of tensorrt_llm. `prompt_ids` are put in front of each response: only a row that does not stream has any."""
+
+    so_far = _SoFar(settings)
 
     def render(told: Sequence[News]) -> Arrays:
         ids = [prompt_ids + news.ids for news in told]
         return [
             ("output_ids", _padded(ids, np.int32)),
             ("sequence_length", np.array([[len(beam) for beam in ids]], np.int32)),
-            *_common_arrays(settings, told),
+            *_common_arrays(settings, told, so_far),
         ]
 
     return _row_output(settings, lambda: TokenReporter(settings.streaming), render)
@@ -62,15 +65,51 @@ def text_output(
             new_stream(), streaming=settings.streaming, prefix=prefix, accumulate=accumulate, every_token=every_token
         )
 
+    so_far = _SoFar(settings)
+
     def render(told: Sequence[News]) -> Arrays:
         arrays: Arrays = [("text_output", text_array([news.text for news in told]))]
         ends = [news.finish.openai_name for news in told if news.finish is not None]
         names = [name for name in ends if name is not None]
         if names:
             arrays.append(("finish_reason", text_array(names)))
-        return arrays + _common_arrays(settings, told)
+        return arrays + _common_arrays(settings, told, so_far)
 
     return _row_output(settings, new_reporter, render)
+
+
+class _SoFar:
+    """What TensorRT-LLM repeats in a stream, for clients that look at the last response only: with each response the
+    log-probabilities of all tokens so far, and the context logits.
+
+    Context logits may be large, and a client that does not read leaves all its responses in the server's memory. So beyond
+    `max_repeated_bytes` of them, of all sequences together, only the last response of a sequence has them again.
+    """
+
+    def __init__(self, settings: RowSettings) -> None:
+        self._repeats = settings.streaming and not settings.has_beams  # each response of beams has all of it anyway
+        self._room = settings.max_repeated_bytes
+        self._log_probs: dict[int, NDArray[np.float32]] = {}
+        self._context_logits: dict[int, NDArray[np.float32]] = {}
+
+    def log_probs(self, news: News) -> list[float] | NDArray[np.float32]:
+        new = news.log_probs or []
+        if not self._repeats:
+            return new
+        before = self._log_probs.get(news.sequence, np.empty(0, np.float32))
+        self._log_probs[news.sequence] = np.append(before, np.array(new, np.float32))
+        return self._log_probs[news.sequence]
+
+    def context_logits(self, news: News) -> NDArray[np.float32] | None:
+        if not self._repeats:
+            return news.context_logits
+        if news.context_logits is not None:
+            self._context_logits[news.sequence] = news.context_logits
+            return news.context_logits
+        known = self._context_logits.get(news.sequence)
+        if known is not None and news.finish is None:
+            self._room -= known.nbytes
+        return known if news.finish is not None or self._room >= 0 else None
 
 
 def _row_output(settings: RowSettings, new_reporter: Callable[[], Reporter], render: Render) -> RowOutput:
@@ -79,17 +118,18 @@ def _row_output(settings: RowSettings, new_reporter: Callable[[], Reporter], ren
     return SeparateOutput([new_reporter() for _ in range(settings.num_sequences)], render)
 
 
-def _common_arrays(settings: RowSettings, told: Sequence[News]) -> Arrays:
+def _common_arrays(settings: RowSettings, told: Sequence[News], so_far: _SoFar) -> Arrays:
     """The outputs that tokens and text share."""
     first = told[0]  # all but the log-probabilities come with a single beam only, or are the same for all
     arrays: Arrays = []
     if first.log_probs is not None:
         arrays.append(("cum_log_probs", np.array([[news.cum_log_prob for news in told]], np.float32)))
-        arrays.append(("output_log_probs", _padded([news.log_probs or [] for news in told], np.float32)))
+        arrays.append(("output_log_probs", _padded([so_far.log_probs(news) for news in told], np.float32)))
     if first.top_log_probs is not None:
         arrays.extend(_top_arrays(first.top_log_probs))
-    if first.context_logits is not None:
-        arrays.append(("context_logits", first.context_logits[np.newaxis]))
+    context_logits = so_far.context_logits(first)
+    if context_logits is not None:
+        arrays.append(("context_logits", context_logits[np.newaxis]))
     if first.generation_logits is not None:
         arrays.append(("generation_logits", first.generation_logits[np.newaxis, np.newaxis]))
     if settings.batch_index is not None:
@@ -105,7 +145,7 @@ def _common_arrays(settings: RowSettings, told: Sequence[News]) -> Arrays:
     return arrays
 
 
-def _padded(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> NDArray[Any]:
+def _padded(rows: Sequence[Sequence[float] | NDArray[np.float32]], dtype: type[np.generic]) -> NDArray[Any]:
     """[1, rows, the longest one's length]"""
     if len(rows) == 1:
         return np.array([rows], dtype)
@@ -134,7 +174,7 @@ def _perf_arrays(perf: PerfMetrics) -> Arrays:
     return [
         _number("kv_cache_alloc_new_blocks", perf.num_new_blocks),
         _number("kv_cache_reused_blocks", perf.num_reused_blocks),
-        _number("kv_cache_alloc_total_blocks", perf.num_new_blocks + perf.num_reused_blocks),
+        _number("kv_cache_alloc_total_blocks", perf.num_new_blocks),
         _number("arrival_time_ns", perf.arrival_ns, np.int64),
         _number("first_scheduled_time_ns", perf.first_scheduled_ns, np.int64),
         _number("first_token_time_ns", perf.first_token_ns, np.int64),

@@ -124,7 +124,7 @@ _COMMON_OUTPUTS = (
     Output("output_log_probs", "FP32", (-1, -1), "return_log_probs"),
     Output("top_log_probs_ids", "INT32", (-1, -1), "top_log_probs: [new tokens, n], the most likely first"),
     Output("top_log_probs", "FP32", (-1, -1), "top_log_probs: their log-probabilities"),
-    Output("context_logits", "FP32", (-1, -1), "return_context_logits: the first response"),
+    Output("context_logits", "FP32", (-1, -1), "return_context_logits"),
     Output("generation_logits", "FP32", (-1, -1, -1), "return_generation_logits"),
     Output("batch_index", "INT32", ONE, "a request of more than one row"),
     Output("sequence_index", "INT32", ONE, "num_return_sequences more than 1"),

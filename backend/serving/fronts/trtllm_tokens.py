@@ -38,7 +38,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     limits = context.config.limits
     embeddings = read_embeddings(batch, row, limits.max_extra_bytes)
     num_virtual = 0 if embeddings is None else embeddings.shape[0]
-    prompt = read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len, num_virtual)
+    prompt = read_prompt(batch, row, context, num_virtual)
     streaming = bool(batch.scalar("streaming", row))
     end_id, drafts = batch.scalar("end_id", row), batch.vector("draft_input_ids", row)
     request = Request(
@@ -60,6 +60,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         guide=read_guide(batch, row),
         lora=read_lora(batch, row, context),
         draft_tokens=[] if drafts is None else drafts.tolist(),
+        ends_after_drafts=drafts is not None and drafts.size > 0,
         max_draft_tokens=read_lookahead(batch, row),
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)

@@ -22,6 +22,7 @@ from backend.api import (
     SessionStatus,
     session_status,
 )
+from backend.api.sampling_rules import tensorrt_llm_sampling
 from backend.serving.dialect import Dialect, named
 from backend.serving.fronts.front import Front
 from backend.serving.fronts.token_ids import read_prompt
@@ -87,7 +88,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list
         return [Work(_stop_session(batch, parameters.namespace), TurbomindOutput([]))]
     limits, max_tokens = context.config.limits, required(batch, "request_output_len", 0)
     _check_length(batch, max_tokens, context.model.max_seq_len)
-    prompt = read_prompt(batch, 0, context.model.vocab_size, context.model.max_seq_len)
+    prompt = read_prompt(batch, 0, context)
     session = _read_session(batch, max_tokens)
     bad_words = decode_word_list("bad_words_list", batch.matrix("bad_words_list", 0), limits)
     request = Request(
@@ -159,7 +160,7 @@ _DECAY = ("top_p_decay", "top_p_min", "top_p_reset_ids")
 
 
 def _read_sampling(batch: Batch) -> SamplingConfig:
-    """Without top-k and top-p (0 is none) decoding is greedy, whatever the temperature, as in TurboMind."""
+    """With TensorRT-LLM's rule, which TurboMind shares."""
     fields = batch.fields("sampling", 0)
     if fields.get("top_p", 1.0) <= 0.0:
         del fields["top_p"]
@@ -169,9 +170,7 @@ def _read_sampling(batch: Batch) -> SamplingConfig:
         del fields["top_p_reset_ids"]
     if fields.get("top_p_decay", 1.0) in (0.0, 1.0):  # Without a decay the other two mean nothing.
         fields = {name: value for name, value in fields.items() if name not in _DECAY}
-    if not fields.get("top_k") and "top_p" not in fields:
-        fields["top_k"] = 1
-    return SamplingConfig(**fields)
+    return tensorrt_llm_sampling(**fields)
 
 
 TURBOMIND = Front(TENSORS, parse, Dialect(error_text))

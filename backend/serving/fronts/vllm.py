@@ -77,7 +77,7 @@ class Told(NamedTuple):
     logprobs: bool
     num_input_tokens: bool
     num_output_tokens: bool
-    log_probs: bool  # whether `logprobs` has any to tell
+    log_probs: bool  # True if `logprobs` has any to tell
 
     @classmethod
     def read(cls, batch: Batch, asked: VllmSampling) -> Told:

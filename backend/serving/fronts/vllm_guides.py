@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from backend.api import InvalidRequest
-from backend.api.guide import Guide, GuideType
+from backend.api.guide import Guide, GuideType, choice_guide
 
 _TYPES = {
     "json": GuideType.JSON_SCHEMA,
@@ -45,7 +44,11 @@ def read_guide(name: str, given: Any) -> Guide | None:
     asked = {key: given[key] for key in _TYPES if given.get(key) not in (None, False, "")}
     if len(asked) > 1:
         raise InvalidRequest(f"{name} holds {' and '.join(asked)}, one of them is expected")
-    return next((Guide(_TYPES[key], _text(name, key, value)) for key, value in asked.items()), None)
+    return next((_guide(name, key, value) for key, value in asked.items()), None)
+
+
+def _guide(name: str, key: str, value: Any) -> Guide:
+    return choice_guide(f"{name}.choice", value) if key == "choice" else Guide(_TYPES[key], _text(name, key, value))
 
 
 def _text(name: str, key: str, value: Any) -> str:
@@ -53,10 +56,6 @@ def _text(name: str, key: str, value: Any) -> str:
         if value is not True:
             raise InvalidRequest(f"{name}.json_object is no bool; send true")
         return ""
-    if key == "choice":
-        if not (isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)):
-            raise InvalidRequest(f"{name}.choice is no list of texts; send at least one, none empty")
-        return "|".join(re.escape(each) for each in value)
     if key in ("json", "structural_tag") and isinstance(value, dict):
         return json.dumps(value)
     if not isinstance(value, str):

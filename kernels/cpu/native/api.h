@@ -39,10 +39,14 @@ struct everbatch_batch {
     int64_t max_blocks, num_blocks;
     char* const* pools;  // one for each layer, of num_blocks blocks
     float* logits;       // [sum of num_logits][vocab]; null: not wanted
+    float* hidden;       // [sum of num_logits][hidden]: what the last norm makes of these tokens; null: not wanted
     int64_t* greedy;     // [sum of num_logits]: arg-max, the lowest id among equals
     const everbatch::LoraLayer* const* adapters;  // the layers of each adapter
     const int32_t* adapter_of;                    // [num_rows]: index into them, -1 = none; null when no row has one
     int64_t max_rank;                             // of any adapter
+    const float* const* embedded;  // [tokens of all rows]: a token's embedding [hidden] where it is given; null: that of its id
+    const int64_t* positions;      // [tokens of all rows]: by which queries and keys are rotated
+                                   // Either array is null where no row has any.
     int32_t threads;
 };
 

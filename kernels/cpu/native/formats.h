@@ -4,8 +4,8 @@
 
 namespace everbatch {
 
-// From Q4_K on: super_blocks.h.
-enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3, W4A8 = 4, Q4_K = 5, Q5_K = 6, Q6_K = 7, K_MIX = 8, V4_K = 9 };
-constexpr int NUM_FORMATS = 10;
+// FLOAT16 is read by models that compute in float32, which holds its numbers exactly. From Q4_K on: super_blocks.h.
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, W8A8 = 4, W4A8 = 5, Q4_K = 6, Q5_K = 7, Q6_K = 8, K_MIX = 9, V4_K = 10 };
+constexpr int NUM_FORMATS = 11;
 
 }  // namespace everbatch

@@ -3,7 +3,8 @@
 //     a block of one layer     [kv heads] x { keys, values }           block_size tokens, a multiple of 32
 //     keys                     [block_size / 32] panels of `dim` rows, 32 keys side by side
 //     values                   [block_size / 32][dim / 32] panels of 32 rows (the tokens), 32 dimensions side by side
-//     int8                     the same as bytes in the bfloat16 order, then float32 scales: keys [block_size], values [block_size]
+//     int8                     the same as bytes in the bfloat16 order, then float32 scales: keys [block_size], values [block_size];
+//                              symmetric, unlike int8 on other tiers (kernels/common/kv_format.py)
 //     int4                     the same as half bytes, then float16 scale and least in place of a scale (kernels/common/kv_format.py)
 //
 // `dim` is the head dimension rounded up to 32. Cells beyond the head dimension, and cells of a panel not written yet, are zero.

@@ -29,7 +29,7 @@ struct Linear {
     // Bytes of `count` packed weights of a panel, where T is the type of float weights. Of super-blocks it is a whole number of them.
     template <class T>
     int64_t bytes_of(int64_t count) const {
-        int64_t bytes = format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(sizeof(T));
+        int64_t bytes = format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(format == FLOAT16 ? sizeof(fp16) : sizeof(T));
         with_super_blocks(format, [&](auto s) { bytes = count / (SUPER_ROWS * PANEL) * s.BYTES; });
         return bytes;
     }
@@ -119,7 +119,7 @@ inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
 }
 
 // The product of up to MAX_ROWS rows with some of a layer's panels, panel_at(0 .. panels), AT_ONCE at a time. T is bf16 for BFLOAT16,
-// the type that INT8 is unpacked to, and float for the others.
+// float for FLOAT16, the type that INT8 is unpacked to, and float for the others.
 //
 // An item of work is a few panels, multiplied piece by piece along k with all tiles of rows. Sums are kept until the last piece; if there
 // is only one piece, put() gets them as soon as a few tiles are done.
@@ -230,7 +230,7 @@ private:
             else if (input_group_)
                 of_int8(Int8Panel{static_cast<const int8_t*>(part.rows)});
             else
-                product<lines()>(a_.row<T>(row) + first, a_.ld, static_cast<const T*>(part.rows), int(count), c, PANEL, first == 0, n, next);
+                of_floats(lines, a_.row<T>(row) + first, part.rows, int(count), c, n, next, first == 0);
         };
         if (tiles_ == 1 && !unpacks_)
             run(std::integral_constant<int, 2>());
@@ -238,6 +238,13 @@ private:
             run(std::integral_constant<int, 1>());
         else
             run(std::integral_constant<int, 0>());
+    }
+
+    template <class Lines>
+    void of_floats(Lines lines, const T* a, const void* rows, int count, float* c, int n, const char* next, bool first) const {
+        if constexpr (sizeof(T) == 4)
+            if (l_.format == FLOAT16) return product<lines()>(a, a_.ld, static_cast<const fp16*>(rows), count, c, PANEL, first, n, next);
+        product<lines()>(a, a_.ld, static_cast<const T*>(rows), count, c, PANEL, first, n, next);
     }
 
     // LINES: as `prefetch` has it.

@@ -17,27 +17,28 @@ int64_t everbatch_packed_bytes(int64_t n, int64_t k, int32_t format, int64_t gro
 // Groups of a packed row of k columns, the padding's included; 0 without scales.
 int64_t everbatch_groups(int64_t k, int64_t group) { return group ? Linear::padded_depth(k, group) / group : 0; }
 
-// weight [n][k] float32, bfloat16 or int8, or bytes of 0 .. 15 for W4A8 -> packed panels. What is beyond n and k becomes zero; of W4A8 it
+// weight [n][k] float32, bfloat16, float16 or int8, or bytes of 0 .. 15 for W4A8 -> packed panels. What is beyond n and k becomes zero; of W4A8 it
 // has a scale of zero (beyond n), or meets activations that are zero.
 void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, int64_t group, void* packed, int32_t threads) {
     const int64_t depth = Linear::padded_depth(k, group);
     run_team(threads, [&](Team& team) {
         team.for_each((n + PANEL - 1) / PANEL, [&](int64_t p) {
             const int64_t columns = std::min<int64_t>(PANEL, n - p * PANEL);
+            const auto pack_floats = [&](auto of_type) {
+                using T = decltype(of_type);
+                T* out = static_cast<T*>(packed) + p * depth * PANEL;
+                memset(out, 0, size_t(depth) * PANEL * sizeof(T));
+                for (int64_t c = 0; c < columns; c++) {
+                    const T* w = static_cast<const T*>(weight) + (p * PANEL + c) * k;
+                    for (int64_t i = 0; i < k; i++) out[packed_at<std::is_same_v<T, bf16> ? 2 : 1>(i, c)] = w[i];
+                }
+            };
             if (format == FLOAT32) {
-                float* out = static_cast<float*>(packed) + p * depth * PANEL;
-                memset(out, 0, size_t(depth) * PANEL * 4);
-                for (int64_t c = 0; c < columns; c++) {
-                    const float* w = static_cast<const float*>(weight) + (p * PANEL + c) * k;
-                    for (int64_t i = 0; i < k; i++) out[i * PANEL + c] = w[i];
-                }
+                pack_floats(float());
             } else if (format == BFLOAT16) {
-                bf16* out = static_cast<bf16*>(packed) + p * depth * PANEL;
-                memset(out, 0, size_t(depth) * PANEL * 2);
-                for (int64_t c = 0; c < columns; c++) {
-                    const bf16* w = static_cast<const bf16*>(weight) + (p * PANEL + c) * k;
-                    for (int64_t i = 0; i < k; i++) out[packed_at<2>(i, c)] = w[i];
-                }
+                pack_floats(bf16());
+            } else if (format == FLOAT16) {
+                pack_floats(fp16());
             } else if (format == W4A8) {
                 uint8_t* out = static_cast<uint8_t*>(packed) + p * depth * PANEL / 2;
                 memset(out, 0, size_t(depth) * PANEL / 2);
@@ -98,11 +99,13 @@ void everbatch_linear(const Linear* l, const float* x, int64_t rows, int32_t ele
     });
 }
 
-// Fills a screen, whose memory is all zero, from lm_head: bfloat16 or float32 panels.
+// Fills a screen, whose memory is all zero, from lm_head: panels of floats.
 void everbatch_screen(const Linear* lm_head, const Screen* screen, int32_t threads) {
     run_team(threads, [&](Team& team) {
         if (lm_head->format == FLOAT32)
             make_screen<float>(team, *lm_head, *screen);
+        else if (lm_head->format == FLOAT16)
+            make_screen<fp16>(team, *lm_head, *screen);
         else
             make_screen<bf16>(team, *lm_head, *screen);
     });

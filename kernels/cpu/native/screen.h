@@ -31,7 +31,7 @@ inline bf16 up_to_bf16(float x) {
 // Fills `to`, whose memory is all zero and whose groups are of PANEL columns of the input, from a packed layer of T.
 template <class T>
 void make_screen(Team& team, const Linear& of, const Screen& to) {
-    constexpr int TOGETHER = sizeof(T) == 4 ? 1 : 2;
+    constexpr int TOGETHER = std::is_same_v<T, bf16> ? 2 : 1;
     const int64_t depth = to.linear.depth();
     const float rounding = 4.0f * float(depth) * 0x1p-24f, up = 1.0f + 1e-3f;  // `up` covers the rounding of the norms
     team.for_each(of.panels(), [&](int64_t p) {

@@ -35,6 +35,7 @@ typedef int8_t Quarter __attribute__((vector_size(LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES * 4)));
 
 typedef uint16_t bf16;  // the upper half of a float32
+typedef _Float16 fp16;
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
@@ -97,6 +98,7 @@ ALWAYS_INLINE float to_float(bf16 x) {
     return f;
 }
 ALWAYS_INLINE float to_float(float x) { return x; }
+ALWAYS_INLINE float to_float(fp16 x) { return float(x); }
 // Round to nearest even; a NaN stays one.
 ALWAYS_INLINE bf16 to_bf16(float f) {
     uint32_t u;
@@ -132,7 +134,9 @@ ALWAYS_INLINE void store_bf16(bf16* p, Vec a, Vec b) {
 }
 
 // float16, subnormal ones too. Infinity and NaN do not come out right.
-ALWAYS_INLINE Vec load_half(const uint16_t* p) {
+template <class P>
+ALWAYS_INLINE Vec load_half(const P* p) {
+    static_assert(sizeof(P) == 2);
 #if defined(__AVX512F__)
     return (Vec)_mm512_cvtph_ps(load<__m256i>(p));
 #elif defined(__F16C__)

@@ -128,8 +128,12 @@ private:
             const Piece& piece = units_[u];
             const int64_t* ids = b_.token_ids + b_.rows[piece.row].slot * m_.max_seq_len + piece.position;
             for (int t = 0; t < piece.count; t++) {
-                const T* from = table + ids[t] * m_.hidden;
                 float* x = w_.x.data() + (piece.first + t) * x_ld_;
+                if (const float* given = b_.embedded ? b_.embedded[piece.first + t] : nullptr) {
+                    memcpy(x, given, size_t(m_.hidden) * sizeof(float));
+                    continue;
+                }
+                const T* from = table + ids[t] * m_.hidden;
                 for (int64_t i = 0; i < m_.hidden; i++) x[i] = to_float(from[i]);
             }
         });
@@ -137,11 +141,13 @@ private:
 
     float* scratch(Team& team) { return w_.threads[team.id].row.data(); }
 
-    // operand = norm(x), for the picked tokens.
-    void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked, const LoraRows* adapted) {
+    // operand = norm(x), for the picked tokens. told: where these rows are wanted as floats as well, or null.
+    void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked, const LoraRows* adapted,
+                        float* told = nullptr) {
         team.for_each(int64_t(picked.size()), [&](int64_t r) {
             rms_norm(w_.x.data() + picked[r] * x_ld_, weight, m_.hidden, m_.eps, scratch(team));
             if (adapted) lora_.put(*adapted, r, scratch(team), m_.hidden);
+            if (told) memcpy(told + r * m_.hidden, scratch(team), size_t(m_.hidden) * sizeof(float));
             operand.put(r, scratch(team));
         });
     }
@@ -254,12 +260,13 @@ private:
             prefetch_cell<E>(head_of(next), int(units_[next / kv_heads].position % kv_.block_size));
             for (int t = 0; t < piece.count; t++) {
                 const int64_t position = piece.position + t, flat = piece.first + t;
+                const int64_t angle = b_.positions ? b_.positions[flat] : position;
                 const float* y = w_.y.data() + flat * y_ld_;
                 for (int g = 0; g < group_; g++) {
-                    normed_rotated(y + (h * group_ + g) * d, l.q_norm, position);
+                    normed_rotated(y + (h * group_ + g) * d, l.q_norm, angle);
                     convert(turned, dim_, queries + ((h * tokens_ + flat) * group_ + g) * dim_);
                 }
-                normed_rotated(y + (m_.heads + h) * d, l.k_norm, position);
+                normed_rotated(y + (m_.heads + h) * d, l.k_norm, angle);
                 memcpy(value, y + (m_.heads + kv_heads + h) * d, size_t(d) * sizeof(float));
                 write_cell<E>(head, int(position % kv_.block_size), turned, value);
             }
@@ -298,7 +305,7 @@ private:
 
     void head(Team& team) {
         const int64_t n = int64_t(sampled_.size());
-        prepare_normed(team, w_.last, m_.norm, sampled_, nullptr);
+        prepare_normed(team, w_.last, m_.norm, sampled_, nullptr, b_.hidden);
         if (is_screened_) {
             screen(team);
             in_order<T, 1>(team, m_.lm_head, w_.last.view(), n, int64_t(wanted_.size()), [&](int64_t i) { return wanted_[i]; }, find_best(team));
@@ -387,6 +394,7 @@ int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
     int64_t widest = 1;  // the widest window of a layer, in tokens
     for (int64_t i = 0; i < m.num_layers; i++) widest = std::max(widest, m.layers[i].window ? m.layers[i].window : m.max_seq_len);
     const int64_t sink_blocks = (m.sink_tokens + m.kv.block_size - 1) / m.kv.block_size;
+    int64_t flat = 0;
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
         const int64_t end = int64_t(row.num_computed) + row.num_tokens, block_size = m.kv.block_size;
@@ -398,9 +406,10 @@ int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
             if (block == sink_blocks) block = std::max(block, in_window);  // blocks in between may have been let go
             if (table[block] < 0 || table[block] >= b.num_blocks) return r;
         }
-        for (int64_t t = row.num_computed; t < end; t++) {
+        for (int64_t t = row.num_computed; t < end; t++, flat++) {
             const int64_t id = b.token_ids[row.slot * m.max_seq_len + t];
-            if (id < 0 || id >= m.vocab) return r;
+            if ((id < 0 || id >= m.vocab) && !(b.embedded && b.embedded[flat])) return r;
+            if (b.positions && (b.positions[flat] < 0 || b.positions[flat] >= m.max_seq_len)) return r;
         }
     }
     return -1;

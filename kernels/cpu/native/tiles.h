@@ -5,7 +5,7 @@
 // Linear layers use it with panels of weights, and attention with panels of keys and of values, for the KV pool is stored as
 // panels. A packed panel of k rows lies in memory as
 //
-//     float32     [k][32 columns]
+//     float32     [k][32 columns]                  float16 too
 //     bfloat16    [k / 2][32 columns][2]      two or four of k are a dword of the dot product instructions, and a product reads
 //     int8        [k / 4][32 columns][4]      the panel from beginning to end
 //
@@ -86,15 +86,18 @@ struct Sums {
     }
 };
 
-// Not inlined, so that the sums can use all registers.
-template <int LINES, int ROWS>
-__attribute__((noinline)) void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
+ALWAYS_INLINE Vec load_floats(const float* p) { return load<Vec>(p); }
+ALWAYS_INLINE Vec load_floats(const fp16* p) { return load_half(p); }
+
+// Not inlined, so that the sums can use all registers. W: float, or fp16, of which a prefetched line serves twice as many rows of the panel.
+template <int LINES, int ROWS, class W>
+__attribute__((noinline)) void product_rows(const float* a, size_t lda, const W* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int i = 0; i < k; i++, w += PANEL) {
-        prefetch<LINES>(ahead);
+        if (sizeof(W) == 4 || i % 2 == 0) prefetch<LINES>(ahead);
         Vec wv[COLUMN_VECS];
 #pragma GCC unroll 8
-        for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<Vec>(w + j * LANES);
+        for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load_floats(w + j * LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             Vec x = splat(a[r * lda + i]);
@@ -170,8 +173,8 @@ void product(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t l
     with_rows<TILE_ROWS>(rows, [&](auto n) { product_rows<LINES, n()>(a, lda, w, k, c, ldc, first, ahead); });
 #endif
 }
-template <int LINES = 0>
-void product(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead = nullptr) {
+template <int LINES = 0, class W>
+void product(const float* a, size_t lda, const W* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead = nullptr) {
     with_rows<VECTOR_ROWS>(rows, [&](auto n) { product_rows<LINES, n()>(a, lda, w, k, c, ldc, first, ahead); });
 }
 template <class T>

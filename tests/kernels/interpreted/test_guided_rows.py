@@ -58,7 +58,7 @@ class Compiled:
     def on_compiled(self, tell: OnCompiled) -> None:
         pass
 
-    def begin(self, request_id: RequestId, guide: Guide) -> bool:
+    def begin(self, request_id: RequestId, guide: Guide, namespace: str = "") -> bool:
         return True
 
     def end(self, request_id: RequestId) -> None:

@@ -46,7 +46,12 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """The names of a file's tensors, after checking its header against itself and the file's length. Raises ConfigError."""
+    """The names of a file's tensors. Raises ConfigError."""
+    return list(tensor_shapes(path))
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of a file's tensors, after checking its header against itself and the file's length. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -64,7 +69,7 @@ def tensor_names(path: Path) -> list[str]:
             f"{path.name} is cut short or too long: its data_offsets end at {end}, and {num_bytes - 8 - len(header)} "
             f"bytes of data follow the header; fetch it again"
         )
-    return list(entries)
+    return {name: entry.shape for name, entry in entries.items()}
 
 
 def _shard_names(index: dict[str, object]) -> list[str]:

@@ -1,0 +1,119 @@
+"""What the files of a checkpoint say of it before anything of it is loaded: is it supported and whole, and how large is it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from backend.api.config import EngineConfig
+from backend.api.errors import ConfigError
+from backend.api.gguf import GgufHeader, gguf_file, read_header
+from backend.api.model_files import REMEDY, convert, read_object, shown
+from backend.api.quantised import FILE, KvDtype, parse_quantisation
+from backend.api.supported import GGUF_ARCHITECTURES, check_support, gguf_architecture
+from backend.api.weight_files import tensor_shapes, weight_files
+
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_BITS = {"int8": 8, "int4": 4}
+PARAMETER_BYTES = 4  # of a quantised head's key or value, beside its numbers
+_Count = Annotated[int, Meta(ge=1, le=2**40)]
+
+
+class _Sizes(Struct):
+    """The keys of config.json that its KV cache follows from."""
+
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    hidden_size: _Count
+    max_position_embeddings: _Count
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+class Checkpoint(Struct, frozen=True):
+    """A supported checkpoint. `dtype`: float32, bfloat16 or float16; `kv_dtype`: the type of KV that it asks for."""
+
+    architecture: str
+    weight_bytes: int  # of its files
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    dtype: str
+    kv_dtype: KvDtype | None = None
+
+    def max_seq_len(self, config: EngineConfig) -> int:
+        """Tokens of one sequence."""
+        return config.model.max_seq_len or self.max_position
+
+    def kv_bytes_per_token(self, config: EngineConfig, *, on_cpu: bool) -> int:
+        """Of all layers. On a CPU float16 is computed in float32."""
+        dtype = self.dtype if config.model.dtype == "auto" else config.model.dtype
+        value_bytes = VALUE_BYTES["float32" if on_cpu and dtype == "float16" else dtype]
+        kv_dtype = self.kv_dtype if config.kv_cache.dtype == "auto" else config.kv_cache.dtype
+        bits = KV_BITS.get(kv_dtype or "", 0)
+        head = self.head_dim * bits // 8 + PARAMETER_BYTES if bits else self.head_dim * value_bytes
+        return self.num_layers * 2 * self.num_kv_heads * head
+
+
+def examine(path: Path) -> Checkpoint:
+    """Look at a checkpoint directory or a GGUF file. Raises ConfigError where the model is not supported, or a file of it is
+    missing, torn or refused. Of the tensors only the headers are read.
+    """
+    if (file := gguf_file(path)) is not None:
+        return _of_gguf(read_header(file))
+    content = read_object(path, FILE)
+    if content is None:
+        raise ConfigError(f"model {shown(path.name)}: {FILE} is missing; give a Hugging Face checkpoint directory")
+    check_support(content)
+    _, kv_dtype = parse_quantisation(content)
+    files = weight_files(path)
+    for each in files:
+        tensor_shapes(each)
+    sizes = convert(content, _Sizes, FILE)
+    heads = sizes.num_attention_heads
+    return Checkpoint(
+        str(content["architectures"][0]),
+        sum(each.stat().st_size for each in files),
+        sizes.num_hidden_layers,
+        sizes.num_key_value_heads or heads,
+        sizes.head_dim or _head_dim(FILE, sizes.hidden_size, heads),
+        sizes.max_position_embeddings,
+        _known_dtype(sizes.dtype or sizes.torch_dtype),
+        kv_dtype,
+    )
+
+
+def _of_gguf(header: GgufHeader) -> Checkpoint:
+    name = gguf_architecture(header)
+
+    def need(key: str) -> int:
+        return header.need(f"{name}.{key}", _Count)
+
+    heads = need("attention.head_count")
+    kinds = {place.type.name for place in header.tensors.values() if len(place.shape) > 1}
+    return Checkpoint(
+        GGUF_ARCHITECTURES[name],
+        sum(place.num_bytes for place in header.tensors.values()),
+        need("block_count"),
+        header.get(f"{name}.attention.head_count_kv", _Count) or heads,
+        header.get(f"{name}.attention.key_length", _Count) or _head_dim(header.name, need("embedding_length"), heads),
+        need("context_length"),
+        "float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
+    )
+
+
+def _head_dim(file: str, hidden_size: int, heads: int) -> int:
+    if hidden_size < heads:
+        raise ConfigError(f"{file}: {heads} attention heads do not fit into a hidden size of {hidden_size}; {REMEDY}")
+    return hidden_size // heads
+
+
+def _known_dtype(name: str | None) -> str:
+    """The engine says more of one that is not known, and takes the embedding's where there is none."""
+    name = (name or "float32").removeprefix("torch.")
+    return name if name in VALUE_BYTES else "float32"

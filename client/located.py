@@ -1,0 +1,37 @@
+"""A server of this machine that is known without being asked for: what a command without --url is meant for."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from client.address import DEFAULT_URLS
+
+
+class Located(NamedTuple):
+    """`model`: the name of its checkpoint."""
+
+    grpc_url: str
+    http_url: str
+    model: str
+    state: Literal["starting", "serving", "stopping"] = "serving"
+
+    def url(self, protocol: str | None) -> str:
+        return self.http_url if protocol == "http" else self.grpc_url
+
+    def why_not(self) -> str | None:
+        """Why it takes no request now; None while it serves."""
+        if self.state == "stopping":
+            return (
+                f"the server at {self.grpc_url} is stopping: it finishes the requests that it has and takes no new ones; "
+                "start it again with ./everbatch serve"
+            )
+        if self.state == "starting":
+            return f"the server at {self.grpc_url} is still starting; try again when it says that it is ready"
+        return None
+
+
+def introduced(located: Located | None, protocol: str | None, model_name: str) -> str:
+    """Who will answer, in one line for a person who has named no address."""
+    if located is None:
+        return f"no server was started from here; asking whoever is at {DEFAULT_URLS[protocol or 'grpc']}, model {model_name}"
+    return f"{located.model} answers, at {located.url(protocol)}"

@@ -1,0 +1,87 @@
+"""How large a model is, and how much the memory of this machine holds of its KV: one line, for `doctor --model` and `serve`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from backend.api.checkpoint import Checkpoint, examine
+from backend.api.config import EngineConfig
+from backend.api.errors import ConfigError
+from deploy import memory
+from deploy.errors import UserError
+
+DEFAULT_FRACTION = 0.25  # of what is free after the weights, on a CPU: kv_cache.free_memory_fraction
+
+
+def examined(config: EngineConfig) -> Checkpoint:
+    """The checkpoint of the configuration. Raises UserError in one sentence where it, or the draft model, cannot be served."""
+    draft = config.speculation.draft_model
+    if draft and Path(draft).exists():  # A hub id is left to the engine.
+        _examined("speculation.draft_model", Path(draft))
+    return _examined("model", Path(config.model.path))
+
+
+def _examined(what: str, path: Path) -> Checkpoint:
+    try:
+        return examine(path)
+    except ConfigError as error:
+        raise UserError(f"{what} {path}: {error}") from None
+
+
+def on_cpu(config: EngineConfig) -> bool:
+    """True if the engine will run on the CPU, as far as can be told without torch."""
+    device = config.model.device
+    return device == "cpu" or (device == "auto" and shutil.which("nvidia-smi") is None)
+
+
+def described(checkpoint: Checkpoint, config: EngineConfig, available_bytes: int | None = None) -> str:
+    """For example: LlamaForCausalLM, weights 9.9 MiB, KV 6.0 KiB a token; memory for about 980,000 tokens, which is 478 sequences
+    of 2,048; up to 64 run at once.
+    """
+    cpu = on_cpu(config)
+    a_token = checkpoint.kv_bytes_per_token(config, on_cpu=cpu)
+    sizes = f"{checkpoint.architecture}, weights {size(checkpoint.weight_bytes)}, KV {size(a_token)} a token"
+    length = checkpoint.max_seq_len(config)
+    room = _room(checkpoint, config, a_token, cpu, available_bytes)
+    if room is None:
+        return f"{sizes}; the KV cache takes what is left of the GPU's memory, sequences have up to {length:,} tokens"
+    tokens, is_exact = room
+    about = "" if is_exact else "about "
+    whole = tokens // length
+    sequences = f"{whole:,} sequences of {length:,}" if whole else f"not even one sequence of {length:,}"
+    rows = config.scheduler.max_batch_size
+    return f"{sizes}; memory for {about}{tokens:,} tokens, which is {sequences}; up to {rows} run at once"
+
+
+def _room(
+    checkpoint: Checkpoint, config: EngineConfig, a_token: int, cpu: bool, available_bytes: int | None
+) -> tuple[int, bool] | None:
+    """Tokens that the KV pool will hold, and whether that is exact: what is free of the memory changes until it is taken.
+
+    None where only the GPU's memory limits it, which is not known here.
+    """
+    kv = config.kv_cache
+    limits = [] if kv.max_tokens is None else [(kv.max_tokens, True)]
+    if kv.num_slots is not None:
+        limits.append((kv.num_slots * checkpoint.max_seq_len(config), True))
+    if cpu and (kv.free_memory_fraction is not None or not limits):
+        available = memory.available_bytes() if available_bytes is None else available_bytes
+        free = max(0, available - checkpoint.weight_bytes)
+        limits.append((_two_digits(int(free * (kv.free_memory_fraction or DEFAULT_FRACTION)) // a_token), False))
+    return min(limits) if limits else None
+
+
+def _two_digits(number: int) -> int:
+    """The number rounded down to its first two digits."""
+    digits = str(number)
+    return int(digits[:2] + "0" * len(digits[2:]))
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes for a person: three digits and a unit."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1000 or unit == "GiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("the last unit takes every number")

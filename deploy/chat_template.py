@@ -1,0 +1,36 @@
+"""The chat template that a server will use: of the model, or the operator's own file, which is tried before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backend.api.config import EngineConfig
+from backend.api.errors import ConfigError, EverbatchError
+from backend.text.chat import ChatTemplate, read_templates
+from backend.text.tokenizer import Tokenizer
+from deploy.errors import UserError
+
+SAMPLE = [{"role": "user", "content": "Hello"}]
+
+
+def check_own(config: EngineConfig) -> None:
+    """Try the operator's template, where there is one, on a chat of one message. Raises UserError in one sentence."""
+    file, model = config.model.chat_template, config.model.path
+    if not file:
+        return
+    try:
+        ChatTemplate.from_directory(model, Tokenizer.from_directory(model), file).render(SAMPLE)
+    except EverbatchError as error:
+        raise UserError(f"--chat-template {file}: {error}") from None
+
+
+def exists(config: EngineConfig) -> bool:
+    """True if requests may send chats. A template that cannot be read counts: the server says what is wrong with it. Of a server
+    without a checkpoint nothing is known.
+    """
+    if not config.model.path:
+        return True
+    try:
+        return "default" in read_templates(Path(config.model.path), config.model.chat_template)
+    except ConfigError:
+        return True

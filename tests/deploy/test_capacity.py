@@ -1,0 +1,168 @@
+"""What is said of a model before a server starts: is it supported and whole, how large is it, how much of its KV fits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.api import quantised
+from backend.api.checkpoint import Checkpoint, examine
+from backend.api.config import EngineConfig
+from backend.api.config_file import load_config
+from backend.models import loader
+from backend.worker.loaded_model import LoadedModel
+from deploy import capacity, doctor
+from deploy.capacity import described, size
+from deploy.model_source import DEFAULT_MODEL
+from kernels.int8_rows import GROUP
+from kernels.w4a16 import GROUPS
+from tests.deploy.test_cli import on_free_ports, refused
+from tests.model.gguf_files import write_gguf
+
+SMALL = Checkpoint("LlamaForCausalLM", 100 << 20, 10, 4, 64, 1000, "bfloat16")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the default model that a test may break."""
+    return Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "model"))
+
+
+def with_settings(model: Path, **settings: Any) -> Path:
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, **settings}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported; supported are LlamaForCausalLM,"),
+        ({"architectures": None}, "none is not supported; supported are LlamaForCausalLM,"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported; supported is silu"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn is not supported; supported are default, linear"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised (bitsandbytes), which is not supported"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 8}},
+            "quantised (awq: 8 bits), which is not supported; use a float checkpoint, or",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+            "quantised (compressed-tensors: 0 config_groups), which is not supported",
+        ),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": "many", "head_dim": []}, "head_dim is []"),
+        ({"hidden_size": 4, "head_dim": None}, "8 attention heads do not fit into a hidden size of 4"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_told_before_anything_is_started(
+    model: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    """`refused` fails when a server process is started."""
+    said = " ".join(refused("serve", *on_free_ports(), "--model", str(with_settings(model, **settings))).split())
+    assert sentence in said and f"model {model}:" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b"", "model.safetensors is no safetensors file, or is cut short"), (None, "is cut short or too long")],
+)
+def test_a_torn_file_is_told_before_anything_is_started(model: Path, content: bytes | None, sentence: str) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] if content is None else content)
+    assert sentence in " ".join(refused("serve", *on_free_ports(), "--model", str(model)).split())
+
+
+def test_a_draft_model_is_looked_at_too(model: Path) -> None:
+    with_settings(model, hidden_act="gelu")
+    settings = ("--set", "speculation.mode=draft_model", "--set", f"speculation.draft_model={model}")
+    said = " ".join(refused("serve", *on_free_ports(), *settings).split())
+    assert f"speculation.draft_model {model}: config.json: hidden_act gelu is not supported" in said
+
+
+def test_a_model_without_a_working_doctor_row_is_a_failure(model: Path) -> None:
+    assert (
+        doctor.model(str(model)).state == "ok"
+        and "weights 9.9 MiB, KV 6.0 KiB a token" in doctor.model(str(model)).seen
+    )
+    found = doctor.model(str(with_settings(model, hidden_act="gelu")))
+    assert found.state == "fail" and "hidden_act gelu" in found.seen
+
+
+def test_the_examination_needs_no_tensors_and_agrees_with_the_engine_on_gguf_files(tmp_path: Path) -> None:
+    whole, file = examine(DEFAULT_MODEL), tmp_path / "model.gguf"
+    write_gguf(DEFAULT_MODEL, file)
+    read = examine(file)
+    kept = ("architecture", "num_layers", "num_kv_heads", "head_dim", "max_position", "dtype")
+    assert [getattr(read, name) for name in kept] == [getattr(whole, name) for name in kept]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+def test_the_kv_of_a_token_is_what_the_engine_takes_for_it(dtype: str, kv: str) -> None:
+    settings = [f"model.path={DEFAULT_MODEL}", "model.device=cpu", f"model.dtype={dtype}", f"kv_cache.dtype={kv}"]
+    config = load_config(overrides=settings)
+    engine = LoadedModel(loader.open_directory(DEFAULT_MODEL), config.model, config.kv_cache, torch.device("cpu"))
+    assert examine(DEFAULT_MODEL).kv_bytes_per_token(config, on_cpu=True) == engine.kv_bytes_per_token(32)
+
+
+def test_the_line_counts_tokens_and_sequences_of_the_free_memory() -> None:
+    on_cpu = load_config(overrides=["model.device=cpu"])
+    a_token = 10 * 2 * 4 * 64 * 2
+    assert SMALL.kv_bytes_per_token(on_cpu, on_cpu=True) == a_token
+    free = (100 << 20) + 4 * 5099 * a_token
+    assert described(SMALL, on_cpu, free) == (
+        "LlamaForCausalLM, weights 100 MiB, KV 10.0 KiB a token; memory for about 5,000 tokens, which is 5 sequences of 1,000; "
+        "up to 64 run at once"
+    )
+    assert "memory for about 0 tokens, which is not even one sequence of 1,000" in described(SMALL, on_cpu, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("setting", "tokens"),
+    [
+        ("kv_cache.max_tokens=300", "300 tokens, which is not even one sequence of 1,000"),
+        ("kv_cache.num_slots=64", "64,000 tokens, which is 64 sequences of 1,000"),
+        ("model.max_seq_len=50", "about 5,000 tokens, which is 100 sequences of 50"),
+        ("kv_cache.free_memory_fraction=0.5", "about 10,000 tokens, which is 10 sequences"),
+    ],
+)
+def test_the_line_follows_the_settings_of_the_pool(setting: str, tokens: str) -> None:
+    config = load_config(overrides=["model.device=cpu", setting])
+    assert f"memory for {tokens}" in described(SMALL, config, (100 << 20) + 4 * 5000 * 10240)
+
+
+def test_on_a_gpu_the_line_promises_no_number_that_is_not_known() -> None:
+    line = described(SMALL, load_config(overrides=["model.device=cuda"]))
+    assert "what is left of the GPU's memory" in line and "memory for" not in line
+    assert SMALL.kv_bytes_per_token(load_config(overrides=["model.dtype=float16"]), on_cpu=False) == 10240
+
+
+def test_sizes_have_few_digits_and_a_unit() -> None:
+    assert [size(number) for number in (0, 999, 1000, 6144, 150 << 20, 2200 << 20)] == [
+        "0 bytes", "999 bytes", "1.0 KiB", "6.0 KiB", "150 MiB", "2.1 GiB",
+    ]  # fmt: skip
+
+
+def test_without_a_gpu_the_engine_is_expected_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity.shutil, "which", lambda name: None)
+    assert capacity.on_cpu(EngineConfig())
+    monkeypatch.setattr(capacity.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert not capacity.on_cpu(EngineConfig()) and capacity.on_cpu(load_config(overrides=["model.device=cpu"]))
+
+
+def test_a_checkpoint_that_asks_for_quantised_kv_is_counted_so(model: Path) -> None:
+    scheme = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token_head", "dynamic": True}
+    section = {"quant_method": "awq", "bits": 4, "kv_cache_scheme": scheme}
+    found = examine(with_settings(model, quantization_config=section))
+    assert found.kv_dtype == "int8"
+    assert found.kv_bytes_per_token(EngineConfig(), on_cpu=True) == 6 * 2 * 4 * (32 + 4)
+
+
+def test_the_groups_that_are_allowed_are_those_of_the_kernels() -> None:
+    assert quantised.LEAST_GROUP == min(GROUPS) and quantised.QOQ_GROUP == GROUP

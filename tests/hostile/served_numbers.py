@@ -1,0 +1,76 @@
+"""Numbers that no field should hold, in every field of every wire that a server takes, in the order of the tables of fields.
+
+JSON        the fields of model `everbatch`, of vLLM's sampling parameters and of the OpenAI endpoint's three routes
+tensors     every input of every front, over HTTP (any JSON value) and gRPC (the extremes of its type)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+from backend.serving.fronts.roles import MODELS
+from tests.hostile import gateway_cases, http_cases, json_cases, served, values
+from tests.hostile.case import Case, GrpcCall
+from tests.hostile.grpc_messages import base, packed, replace_input
+from tests.hostile.numbers import VALUES, as_json
+
+KIND = "numbers"
+_TEXTS = {name: as_json(value) for name, value in VALUES.items()}
+_FLOATS = (math.inf, -math.inf, math.nan, 1e-45, 0.0, -1.0)
+
+
+def cases() -> list[Case]:
+    """All of them, in a fixed order."""
+    return [*_json_cases(), *_http_tensors(), *_grpc_tensors()]
+
+
+def _json_cases() -> Iterator[Case]:
+    for what, names in json_cases.NAMES.items():
+        for field in names:
+            for name, text in _TEXTS.items():
+                data = json_cases.object_text(json_cases.SERVED[what] | {field: text})
+                label = f"{what}: {field} = {name}"
+                if what in served.WITH_JSON:
+                    yield _in_tensor(what, data, label)
+                else:
+                    yield Case(KIND, label, served.GATEWAY, gateway_cases.exchange(data, what))
+
+
+def _in_tensor(model: str, data: bytes, label: str) -> Case:
+    """JSON that travels as the text of a tensor."""
+    fields = http_cases.base(model) | {served.WITH_JSON[model]: json.dumps(data.decode())}
+    return http_cases.post(KIND, label, model, http_cases.body(fields))
+
+
+def _http_tensors() -> Iterator[Case]:
+    for model, tensors in MODELS.items():
+        for spec in tensors.inputs:
+            for name, text in _TEXTS.items():
+                data = http_cases.body(http_cases.base(model) | {spec.name: text})
+                yield http_cases.post(KIND, f"{model}: {spec.name} = {name}", model, data)
+
+
+def _grpc_tensors() -> Iterator[Case]:
+    for model, tensors in MODELS.items():
+        method = "ModelInfer" if served.is_unary(model) else "ModelStreamInfer"
+        for spec in tensors.inputs:
+            for raw in _extremes(spec.dtype):
+                message = base(model)
+                shape = [*([1] if tensors.batched else []), *(1 for _ in spec.dims)]
+                replace_input(message, spec, shape, raw)
+                call = GrpcCall(method, (message.SerializeToString(),))
+                yield Case(KIND, f"{model}: {spec.name} = {raw.hex()}", model, call)
+
+
+def _extremes(dtype: str) -> Iterator[bytes]:
+    if dtype == "STRING":
+        yield from (packed(dtype, text) for text in (b"", b"1e308", b"NaN", b"1" * 5000))
+    elif dtype.startswith("FP"):
+        widest = 65_504.0 if dtype == "FP16" else 3.4e38
+        yield from (packed(dtype, value) for value in (*_FLOATS, widest, -widest))
+    else:
+        bits = 8 * values.WIDTH[dtype]
+        numbers = {values.wrapped(value, dtype) for value in (0, -1, 1, 1 << (bits - 1), (1 << (bits - 1)) - 1)}
+        yield from (packed(dtype, value) for value in sorted(numbers))

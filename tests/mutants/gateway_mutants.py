@@ -1,0 +1,284 @@
+"""Planted bugs of the OpenAI endpoint, and of the fronts that it and its kin speak through."""
+
+from __future__ import annotations
+
+# This one goes first: it brings the triton_python_backend_utils that backend.serving needs.
+from tests.serving import conftest  # noqa: F401
+
+# isort: split
+
+from backend.serving.fronts import everbatch, named_sampling, trtllm_fields, trtllm_inputs, trtllm_outputs
+from backend.serving.pump import ResponsePump
+from backend.serving.requests import Work
+from backend.text.chat import ChatTemplate
+from backend.text.detokenizer import IncrementalDetokenizer
+from gateway import (
+    adapters,
+    bodies,
+    choices,
+    chunks,
+    connection,
+    core,
+    errors,
+    front,
+    logprobs,
+    response_events,
+    tools,
+    translate,
+)
+from gateway.answers import Answer, Outlet
+from gateway.core import Gateway
+from gateway.keys import Client, Keys
+from gateway.places import Places
+from gateway.store import ResponseStore, Stored
+from gateway.triton_client import TritonLink
+from gateway.turns import Turns
+from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
+
+BODIES = ["tests/gateway/test_bodies.py"]
+COMPLETIONS = ["tests/gateway/test_completions.py"]
+CONNECTIONS = ["tests/gateway/test_connections.py"]
+ERRORS = ["tests/gateway/test_errors.py"]
+FORMS = ["tests/gateway/test_forms.py"]
+FRONTS = [
+    "tests/serving/test_outputs.py",
+    "tests/serving/test_token_requests.py",
+    "tests/serving/test_trtllm_inputs.py",
+]
+KEYS = ["tests/gateway/test_keys.py"]
+LEAVING = ["tests/gateway/test_leaving.py"]
+LIMITS = ["tests/gateway/test_limits.py"]
+PARAMETERS = ["tests/gateway/test_parameters.py"]
+PLACES = ["tests/gateway/test_places.py"]
+RESPONSES = ["tests/gateway/test_responses.py"]
+STORE = ["tests/gateway/test_store.py"]
+TURNS = ["tests/gateway/test_turns.py"]
+
+
+def entry(owner: object, table: str, name: str, value: object) -> Plant:
+    """A table with one entry that is wrong."""
+
+    def plant(set_attribute: SetAttribute) -> None:
+        assert name in getattr(owner, table)
+        set_attribute(owner, table, {**getattr(owner, table), name: value})
+
+    return plant
+
+
+MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    # Bodies.
+    "brackets_in_texts_are_counted": (change(bodies, "num_parts", (" & ~in_string", "")), BODIES),
+    "escaped_quotes_end_texts": (change(bodies, "num_parts", ('.replace(rb"\\"", b"__")', "")), BODIES),
+    "large_bodies_hold_up_the_others": (
+        change(core.Gateway, "aside", ("visit.body_bytes <= LARGE_BODY", "True")),
+        BODIES,
+    ),
+    "too_many_prompts_are_translated_first": (
+        change(core.Gateway, "places", ("if generated > limit", "if False")),
+        BODIES,
+    ),
+    # Large replies.
+    "a_slice_loses_its_last_token": (
+        change(logprobs, "encoded", ("tokens[start : start + SLICE]", "tokens[start : start + SLICE - 1]")),
+        TURNS,
+    ),
+    "all_slices_in_one_turn": (change(logprobs, "encoded", ("        await turns.next()\n", "")), TURNS),
+    "blocks_are_written_without_a_turn": (change(Outlet, "_last", ("await asyncio.sleep(0)", "pass")), TURNS),
+    "turns_do_not_let_others_run": (change(Turns, "next", ("await asyncio.sleep(0)", "pass")), TURNS),
+    "characters_do_not_span_tokens": (
+        change(
+            logprobs.TextColumns,
+            "__call__",
+            ("self._decoder.decode(bytes(", 'str(encoding="utf-8", errors="replace", object=bytes('),
+        ),
+        TURNS,
+    ),
+    "later_log_probs_replace_earlier_ones": (
+        change(choices.Reply, "add", ("self.logprobs = self.logprobs or []", "self.logprobs = []")),
+        TURNS,
+    ),
+    "later_texts_replace_earlier_ones": (
+        change(choices.Reply, "add", ("self._texts.append(piece.text)", "self._texts = [piece.text]")),
+        TURNS,
+    ),
+    "offsets_go_on_from_choice_to_choice": (
+        change(chunks.CompletionChunks, "_part", ("self._logprobs[index]", "self._logprobs[0]")),
+        COMPLETIONS,
+    ),
+    "choices_share_one_reader_of_calls": (
+        change(chunks.ChatChunks, "_body", ("self._readers[index]", "self._readers[0]")),
+        TURNS,
+    ),
+    "usage_is_that_of_the_last_choice": (
+        change(chunks.Chunks, "of", ("self._usages[index] =", "self._usages[0] =")),
+        TURNS,
+    ),
+    "every_prompt_counts_as_the_first": (
+        change(choices, "total_usage", ("choices[0].prompt_tokens for choices", "usages[0].prompt_tokens for choices")),
+        TURNS,
+    ),
+    # Connections and places.
+    "given_back_places_stay_the_client_s": (
+        change(Places, "give_back", ("self._held[namespace] -= count", "pass")),
+        PLACES,
+    ),
+    "who_holds_none_needs_a_share_too": (change(Places, "take", ("held and held + count", "held + count")), PLACES),
+    "open_routes_read_bodies": (
+        change(front.Front, "_answer", ('== "POST" and not is_open', '== "POST"')),
+        CONNECTIONS,
+    ),
+    "failed_requests_keep_their_places": (
+        change(front.Front, "__call__", ("if visit.admitted:", "if visit.admitted and not visit.left:")),
+        CONNECTIONS,
+    ),
+    "a_reply_of_many_gives_one_place_back": (
+        change(Answer, "__call__", ("leave(visit.namespace, self._choices)", "leave(visit.namespace, 1)")),
+        LIMITS,
+    ),
+    "replies_are_all_strangers": (
+        change(Answer, "__call__", ("enter(visit.namespace,", 'enter("",'), ("leave(visit.namespace,", 'leave("",')),
+        PLACES,
+    ),
+    "chunks_are_counted_over_all_requests": (
+        change(connection.BoundedHttp, "next_event", ("        self._chunks = 0\n", "")),
+        CONNECTIONS,
+    ),
+    "two_lengths_are_taken": (
+        change(connection, "_check_framing", ('if b"content-length" in names:', "if False:")),
+        CONNECTIONS,
+    ),
+    "ended_connections_stay_until_their_clients_go": (
+        change(connection.Connection, "_end", ("self.loop.call_later(LINGER_S, self.transport.close)", "pass")),
+        CONNECTIONS,
+    ),
+    "what_follows_an_answer_is_a_request": (
+        change(connection.Connection, "_end", ("self._ended = True", "pass")),
+        CONNECTIONS,
+    ),
+    "a_long_reply_counts_as_a_late_head": (
+        change(connection.Connection, "_stop_watching", ("self._head_timer.cancel()", "pass")),
+        CONNECTIONS,
+    ),
+    "a_connection_that_is_closing_makes_room": (
+        change(connection.Connection, "_make_room", ("if not other.transport.is_closing()", "if True")),
+        CONNECTIONS,
+    ),
+    "the_newest_connection_makes_room": (
+        change(connection.Connection, "_make_room", ("min(idle", "max(idle")),
+        CONNECTIONS,
+    ),
+    # Keys, models, the store.
+    "each_key_may_use_each_model": (change(Client, "may_use", ("self.models is None or", "True or")), KEYS),
+    "each_key_may_read_the_metrics": (
+        change(Keys, "client_of", ("found = client", "found = Client(client.name, client.models, metrics=True)")),
+        KEYS,
+    ),
+    "each_key_may_change_adapters": (
+        change(adapters, "_allowed", ("not visit.client.adapters", "False")),
+        ["tests/gateway/test_adapters.py"],
+    ),
+    "a_proxy_s_clients_may_change_adapters": (
+        change(Gateway, "is_of_this_machine", (" and not visit.is_forwarded", "")),
+        ["tests/gateway/test_adapters.py"],
+    ),
+    "loaded_adapters_cannot_be_named": (
+        change(adapters, "_change", ("gateway.adapters = tuple", "tuple")),
+        ["tests/gateway/test_adapters.py"],
+    ),
+    "a_reply_s_own_answer_is_not_counted": (
+        change(Stored, "size", ("len(self.answer) + ", "")),
+        STORE,
+    ),
+    "one_namespace_has_the_responses_of_all": (
+        change(ResponseStore, "put", ("self._shelves.setdefault(namespace,", 'self._shelves.setdefault("",')),
+        KEYS,
+    ),
+    # Triton and the values of fields.
+    "ready_when_anything_is": (change(TritonLink, "_ask_readiness", ("return all(", "return any(")), ERRORS),
+    "each_asks_for_itself": (change(TritonLink, "is_ready", ("if self._asking is None:", "if True:")), LIMITS),
+    "what_is_not_found_is_a_bad_request": (entry(errors, "_STATUS_OF_CODE", "NOT_FOUND", 400), ERRORS),
+    "what_is_exhausted_is_unavailable": (entry(errors, "_STATUS_OF_CODE", "RESOURCE_EXHAUSTED", 503), ERRORS),
+    "a_precondition_is_a_failure": (entry(errors, "_STATUS_OF_CODE", "FAILED_PRECONDITION", 500), ERRORS),
+    "beams_are_called_best_of": (entry(errors, "_PARAMETERS", "beam_width", "best_of"), ERRORS),
+    "penalties_are_exchanged": (
+        change(
+            translate,
+            "sampling",
+            (
+                "for name in _SAME_NAME if",
+                'for name in _SAME_NAME for other in ["presence_penalty" if name == "frequency_penalty" else name] if',
+            ),
+            ("getattr(message, name)", "getattr(message, other)"),
+        ),
+        PARAMETERS,
+    ),
+    "cached_tokens_are_the_output_s": (
+        change(
+            response_events,
+            "_usage",
+            ('"cached_tokens": usage.cached_tokens', '"cached_tokens": usage.completion_tokens'),
+        ),
+        RESPONSES,
+    ),
+    "a_response_shows_another_top_p": (
+        change(response_events.ResponseWriter, "body", ("else message.top_p", "else message.temperature")),
+        RESPONSES,
+    ),
+    "the_first_tool_is_meant": (
+        change(tools, "_chosen", ("asked.named in (None, one.name)", "asked.named is None or i == 0")),
+        FORMS,
+    ),
+    # The fronts.
+    "tools_are_not_counted": (
+        change(ChatTemplate, "_check", ("(messages, tools, further)", "(messages, further)")),
+        ["tests/text/test_text_chat.py"],
+    ),
+    "the_first_token_s_time_is_the_last_s": (
+        change(trtllm_outputs, "_perf_arrays", ("perf.first_token_ns", "perf.last_token_ns")),
+        FRONTS,
+    ),
+    "reused_blocks_are_the_new_ones": (
+        change(
+            trtllm_outputs,
+            "_perf_arrays",
+            ('reused_blocks", perf.num_reused_blocks', 'reused_blocks", perf.num_new_blocks'),
+        ),
+        FRONTS,
+    ),
+    "a_batch_of_rows_has_one_number": (
+        change_everywhere(trtllm_fields.read_settings, ("batch_index=row if", "batch_index=0 if")),
+        ["tests/serving/test_model_server.py"],
+    ),
+    "a_range_keeps_the_first_one_s_time": (
+        change(
+            trtllm_inputs, "_read_ranges", ("_seconds(duration))", "_seconds(durations[0] if durations else duration))")
+        ),
+        ["tests/serving/test_trtllm_inputs.py"],
+    ),
+    "an_unset_top_p_min_is_taken": (
+        entry(trtllm_fields, "_UNSET", "top_p_min", -1.0),
+        ["tests/serving/test_trtllm_inputs.py"],
+    ),
+    "sequences_share_the_text_of_tokens": (
+        change(everbatch, "renderer", ("texts[news.sequence]", "texts[0]")),
+        ["tests/serving/test_everbatch_model.py", "tests/serving/test_choices.py"],
+    ),
+    "a_long_response_is_built_among_the_others": (
+        change(ResponsePump, "begin", ("stream.lane = self._long_lane", "pass")),
+        ["tests/serving/test_pump_lanes.py"],
+    ),
+    "only_one_sequence_counts_as_work": (
+        change(Work, "takes_long", ("(sampling.num_return_sequences or 1) * ", "")),
+        ["tests/serving/test_everbatch_model.py"],
+    ),
+    "alternatives_are_compared_with_an_earlier_place": (
+        change(IncrementalDetokenizer, "_feed", ("self._rest = None", "pass")),
+        ["tests/text/test_text_detokenizer.py"],
+    ),
+    "own_ends_are_ignored_with_others": (
+        change(
+            named_sampling.NamedSampling, "end_ids", ("if self.ignore_eos", "if self.ignore_eos or self.stop_token_ids")
+        ),
+        ["tests/serving/test_everbatch_model.py"],
+    ),
+}

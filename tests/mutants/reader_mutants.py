@@ -1,0 +1,111 @@
+"""Bugs planted in the readers of checkpoints: what every test model has alike, what wraps, and what belongs to another row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backend.api import gguf as header
+from backend.api import quantised
+from backend.models import compressed_tensors, config, gguf_config, gptq
+from tests.mutants.changes import Plant, SetAttribute, change
+
+_SETTINGS = "tests/model/test_gguf_settings.py::"
+_ZEROS = "tests/weight_formats/test_zero_points.py::"
+_EVERY_ZERO = _ZEROS + "test_every_zero_point_belongs_to_its_row_and_group"
+_VALUES = "tests/model/test_config_values.py::"
+_REFUSED = _SETTINGS + "test_a_setting_that_changes_what_a_model_computes_is_refused"
+
+
+def forgotten(key: str) -> Plant:
+    """The GGUF setting `key` is not looked at."""
+
+    def plant(set_attribute: SetAttribute) -> None:
+        others = {name: values for name, values in gguf_config._NEUTRAL.items() if name != key}
+        set_attribute(gguf_config, "_NEUTRAL", others)
+
+    return plant
+
+
+_OTHERS: dict[str, str] = {
+    "expert_count": "1",
+    "logit_scale": "0.5",
+    "attention.scale": "1.0",
+    "attention.causal": "False",
+    "attention.clamp_kqv": "1.0",
+    "attention.temperature_scale": "0.1",
+    "residual_scale": "0.22",
+    "embedding_scale": "12.0",
+    "final_logit_softcapping": "1.0",
+    "attn_logit_softcapping": "1.0",
+}
+
+# name -> (what plants it, tests that must fail)
+MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
+    **{
+        f"{key.replace('.', '_')}_is_not_looked_at": (forgotten(key), [f"{_REFUSED}[{key}-{value}]"])
+        for key, value in _OTHERS.items()
+    },
+    "alignment_is_always_32": (
+        change(header._Reader, "header", ("self._alignment(settings)", "32")),
+        [_SETTINGS + "test_tensors_are_found_whatever_their_alignment[4096]"],
+    ),
+    "the_zero_point_0_becomes_16": (
+        change(gptq.GptqLayers, "take", ("(zeros + 1) & 15", "zeros + 1")),
+        [_EVERY_ZERO + "[16-gptq]"],
+    ),
+    "zero_points_of_version_2_are_those_of_1": (
+        change(gptq.GptqLayers, "take", ("self.version == 1", "True")),
+        [_EVERY_ZERO + "[16-gptq_v2]"],
+    ),
+    "padding_of_zero_points_is_rows": (
+        change(compressed_tensors.Int4Layers, "take", ("flatten(1)[:, :n].repeat", "flatten(1).repeat")),
+        [_ZEROS + "test_rows_that_fill_no_whole_word_are_read_without_the_padding[9]"],
+    ),
+    "norms_add_what_most_models_do": (
+        change(config, "of_object", ("norm_eps=raw.rms_norm_eps", "norm_eps=1e-6")),
+        [_VALUES + "test_each_number_of_a_config_json_reaches_the_model"],
+    ),
+    "norms_of_files_add_what_most_models_do": (
+        change(gguf_config, "config_of", ('settings.need("attention.layer_norm_rms_epsilon", _Float)', "1e-6")),
+        [_SETTINGS + "test_the_number_below_the_root_of_a_norm_is_the_file_s"],
+    ),
+    "scaled_positions_have_the_usual_base": (
+        change(
+            config,
+            "_rope",
+            ("RopeConfig(theta, kind, convert(section, _Linear", "RopeConfig(10000.0, kind, convert(section, _Linear"),
+        ),
+        [_VALUES + "test_the_base_of_rotary_positions_is_read_wherever_it_stands"],
+    ),
+    "the_base_inside_the_section_is_not_read": (
+        change(config, "_rope", ("scaling.rope_theta or raw.rope_theta", "raw.rope_theta")),
+        [_VALUES + "test_the_base_of_rotary_positions_is_read_wherever_it_stands"],
+    ),
+    "frequencies_of_llama_3_are_exchanged": (
+        change(
+            config,
+            "_rope",
+            (
+                "llama3.low_freq_factor,\n        llama3.high_freq_factor",
+                "llama3.high_freq_factor,\n        llama3.low_freq_factor",
+            ),
+        ),
+        [_VALUES + "test_each_number_of_llama_3_s_scaling_has_its_place"],
+    ),
+    "any_kv_scheme_is_ours": (
+        change(quantised, "_kv_dtype", (" or given != _KV_SCHEME", "")),
+        [_VALUES + "test_a_kv_cache_that_is_quantised_in_another_way_is_refused"],
+    ),
+    "the_older_scale_of_positions_is_not_read": (
+        change(gguf_config, "_rope", (' or settings.get("rope.scale_linear", float)', "")),
+        [_SETTINGS + "test_positions_are_scaled_by_either_name_of_the_factor[scale_linear]"],
+    ),
+    "a_scaling_of_no_kind_is_scaled": (
+        change(gguf_config, "_rope", ('if kind == "linear":', "if True:")),
+        [_SETTINGS + "test_positions_are_not_scaled_where_the_file_says_none"],
+    ),
+    "a_file_s_base_is_the_usual_one": (
+        change(gguf_config, "_rope", ('settings.get("rope.freq_base", Factor) or ', "")),
+        [_SETTINGS + "test_positions_are_scaled_by_either_name_of_the_factor[scaling.factor]"],
+    ),
+}
