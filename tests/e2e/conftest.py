@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
 from backend.api import EngineConfig, load_config
-from deploy.errors import ServerFailed
 from deploy.health import Report
-from deploy.supervisor import MAX_FIRST_STARTS
 from deploy.triton_server import TritonServer
 from tests.e2e.profile_repository import compose
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import TokenClient, eventually, scrape
 from tests.gateway.conftest import Served, serving
 
 EXACT = ("model.dtype=float32", "model.num_threads=1")  # float32: evicted and recomputed KV gives the same tokens
-START_TIMEOUT_S = 180
-
-
-@pytest.fixture(scope="session", autouse=True)
-def starts_that_fail_by_chance_are_tried_again() -> Iterator[None]:
-    """As `everbatch serve` does (deploy/supervisor.py): Triton's own locks end or stop one start of some hundred."""
-    wait_once = TritonServer.wait_ready
-
-    def wait_ready(server: TritonServer, *args: Any, **options: Any) -> None:
-        for _ in range(MAX_FIRST_STARTS - 1):
-            try:
-                return wait_once(server, *args, **options)
-            except ServerFailed as failure:
-                if not failure.by_chance:
-                    raise
-                warnings.warn(f"a start is tried again: {failure}", stacklevel=2)
-                server.abandon()
-                server.start()
-        return wait_once(server, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TritonServer, "wait_ready", wait_ready)
-        yield
 
 
 def health(server: TritonServer) -> dict[str, Report]:
@@ -60,7 +34,7 @@ def serve(run_dir: Path, *overrides: str) -> TritonServer:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """The default configuration."""
     with serve(tmp_path_factory.mktemp("server")) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 
@@ -94,7 +68,7 @@ def small_pool_server(
     small_pool_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     with TritonServer(small_pool_config, run_dir=tmp_path_factory.mktemp("small"), exit_timeout_s=5) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 
@@ -110,7 +84,7 @@ def lmdeploy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton
         probe_model=None,
         exit_timeout_s=5,
     ) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

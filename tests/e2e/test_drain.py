@@ -18,7 +18,8 @@ from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.ports import Ports
 from deploy.processes import stubs_of
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.test_engine_death import engine_pid
 from tests.e2e.wire import TokenClient, eventually, ids_of
 
@@ -38,7 +39,7 @@ def both(tmp_path: Path) -> Iterator[ServerWithGateway]:
 
 def start(both: ServerWithGateway) -> None:
     both.start()
-    both.wait_ready(START_TIMEOUT_S, on_phase=lambda phase: None)
+    wait_ready(both)
 
 
 class Reader:

@@ -12,14 +12,15 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import START_TIMEOUT_S, health, serve
+from tests.e2e.conftest import health, serve
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import TokenClient, eventually, ids_of
 
 
 @pytest.fixture
 def mortal_server(tmp_path: Path) -> Iterator[TritonServer]:
     with serve(tmp_path) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 
@@ -29,7 +30,7 @@ WATCHDOG_S = 8.0
 @pytest.fixture
 def watched_server(tmp_path: Path) -> Iterator[TritonServer]:
     with serve(tmp_path, f"triton.watchdog_timeout_s={WATCHDOG_S}") as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

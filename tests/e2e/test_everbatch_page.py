@@ -46,6 +46,6 @@ def keys_of(heading: str) -> set[str]:
 
 def test_the_tables_name_every_key_and_no_other() -> None:
     assert keys_of("What is asked") == set(Generate.__struct_fields__)
-    assert keys_of("What is told") == set(Generated.__struct_fields__)
-    told = text_of(PAGE).split("## What is told")[1]
+    assert keys_of("The response") == set(Generated.__struct_fields__)
+    told = text_of(PAGE).split("## The response")[1]
     assert all(f"`{name}`" in told for kind in (Choice, Usage) for name in kind.__struct_fields__)

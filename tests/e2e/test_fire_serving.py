@@ -19,7 +19,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from backend.serving.fronts.roles import PROFILES
 from backend.text.tokenizer import Tokenizer
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import START_TIMEOUT_S, health, serve
+from tests.e2e.conftest import health, serve
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import TYPES, TokenClient, eventually, ids_of, post
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
@@ -40,7 +41,7 @@ def fire_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServ
     (model / "chat_template.jinja").write_text(TEMPLATE)
     overrides = (f"model.path={model}", f"triton.text_timeout_s={TEXT_TIMEOUT_S}", "triton.text_threads=2")
     with serve(tmp_path_factory.mktemp("fire"), *overrides) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

@@ -14,7 +14,8 @@ import pytest
 from backend.api import silence
 from deploy import health, log_files
 from deploy.signs import LOOK_S
-from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.conftest import serve
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import eventually, post
 
 
@@ -50,7 +51,7 @@ def test_a_full_disk_is_told_once_and_neither_readiness_nor_serving_end(small_di
     server = serve(small_disk / "run", "triton.watchdog_timeout_s=5")
     server.on_event = told.append
     with server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         assert server.run_dir.stat().st_dev == small_disk.stat().st_dev and server._monitor is not None
         fill(small_disk)
         assert eventually(lambda: told != [], 30)

@@ -24,7 +24,8 @@ from backend.api import load_config
 from deploy import ROOT
 from deploy.triton_server import TritonServer
 from tests.e2e import test_perf_analyzer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.test_metrics import PERIOD_S, VLLM, settled
 from tests.gateway.conftest import Served, serving
 
@@ -78,7 +79,7 @@ def models_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSe
     (copy / "config.pbtxt").write_text((source / "config.pbtxt").read_text() + VLLM)
     config = load_config(overrides=[*EXACT, f"triton.stats_period_ms={int(PERIOD_S * 1000)}"])
     with TritonServer(config, run_dir=directory / "run", model_repository=repository, exit_timeout_s=5) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

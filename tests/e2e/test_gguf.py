@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Backend
 
 from backend.llm import LLM, SamplingParams
 from backend.models.loader import DEFAULT_MODEL
-from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.conftest import serve
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import post
 from tests.model.gguf_files import write_gguf
 from tests.text.gguf_tokenizers import add_tokenizer
@@ -31,7 +32,7 @@ def test_a_file_is_served_with_its_own_tokenizer(tmp_path: Path, tmp_path_factor
     with LLM(DEFAULT_MODEL, dtype="float32") as llm:
         expected = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0.0)).outputs[0].text
     with serve(tmp_path_factory.mktemp("run"), f"model.path={file}") as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         status, answer = post(
             f"{server.http_url}/v2/models/ensemble/generate", {"text_input": PROMPT, "max_tokens": 12}
         )

@@ -12,7 +12,8 @@ import pytest
 from deploy import memory
 from deploy.supervisor import StopSignals, supervise
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.conftest import serve
+from tests.e2e.starts import START_TIMEOUT_S, wait_ready
 from tests.e2e.wire import post
 
 PATH = "/v2/models/ensemble/generate"
@@ -41,7 +42,7 @@ def canary(server: TritonServer) -> int:
 def attacked(tmp_path: Path) -> Iterator[TritonServer]:
     """A server of its own: what an attack has made it occupy goes with it."""
     with serve(tmp_path) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

@@ -24,7 +24,8 @@ from deploy.ports import Ports
 from deploy.processes import stubs_of
 from deploy.signs import PIPE
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S, serve
+from tests.e2e.conftest import EXACT, serve
+from tests.e2e.starts import wait_ready
 from tests.e2e.test_engine_death import engine_pid
 from tests.e2e.wire import eventually, post
 
@@ -32,7 +33,7 @@ from tests.e2e.wire import eventually, post
 @pytest.fixture(scope="module")
 def watched_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serve(tmp_path_factory.mktemp("watched")) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 
@@ -102,7 +103,7 @@ def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(
     the others are silent until the watchdog's time is over.
     """
     with serve(tmp_path, "triton.watchdog_timeout_s=5") as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         assert eventually(lambda: both_say(server, True), 30)
         os.kill(stubs_of(server.pid)[0].pid, number)
         seconds_until(partial(says_no, server), SOON_S)
@@ -113,7 +114,7 @@ def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(
 
 def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path: Path) -> None:
     with serve(tmp_path, "triton.watchdog_timeout_s=5") as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         assert eventually(lambda: server.failure() is None, 30)
         os.kill(server.pid, signal.SIGSTOP)
         assert eventually(lambda: "has not answered" in failure_of(server), 60), failure_of(server)

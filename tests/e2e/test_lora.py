@@ -21,7 +21,8 @@ from client import ClientError, EverbatchClient
 from deploy import ROOT
 from deploy.serve import with_adapters
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.vllm_client import ask, request, text_of
 from tests.e2e.wire import Stream, TokenClient, to_input
 from tests.gateway.conftest import Served, serving
@@ -67,7 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, adapters: Adapters) -> Iter
     config = with_adapters(config, tuple(f"{name}={path}" for name, path in adapters.directories.items()))
     run_dir = tmp_path_factory.mktemp("lora")
     with TritonServer(config, run_dir=run_dir, model_repository=repository, exit_timeout_s=5) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

@@ -18,7 +18,8 @@ from tritonclient.utils import InferenceServerException
 from backend.api import load_config
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import ROOT, TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import TokenClient, events, eventually, ids_of, post
 
 PERIOD_S = 0.2
@@ -40,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with TritonServer(
         settings, run_dir=run_dir, model_repository=repository, exit_timeout_s=5, extra_environment=environment
     ) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

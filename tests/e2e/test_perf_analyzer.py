@@ -18,7 +18,8 @@ import pytest
 from backend.api import load_config
 from deploy import ROOT
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 
 TOOL = Path(os.environ.get("EVERBATCH_PERF_ANALYZER", "/nonexistent"), "perf_analyzer")
 pytestmark = pytest.mark.skipif(not TOOL.is_file(), reason="EVERBATCH_PERF_ANALYZER names no perf_analyzer 2.50")
@@ -56,7 +57,7 @@ def models_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSe
         (repository / source.name).symlink_to(source)
     config = load_config(overrides=list(EXACT))
     with TritonServer(config, run_dir=directory / "run", model_repository=repository, exit_timeout_s=5) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

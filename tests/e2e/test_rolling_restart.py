@@ -22,7 +22,8 @@ from deploy.ports import Ports
 from deploy.repository import DEFAULT_REPOSITORY
 from deploy.triton_server import TritonServer
 from tests.deploy.test_nginx import KEY, NGINX, Proxy, configuration, wait_until_open
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import START_TIMEOUT_S, wait_ready
 from tests.e2e.wire import eventually
 
 pytestmark = pytest.mark.skipif(NGINX is None, reason="no nginx here: apt-get install -y nginx-light")
@@ -42,7 +43,7 @@ def servers(tmp_path: Path) -> Iterator[list[TritonServer]]:
         for server in made:
             server.start()
         for server in made:
-            server.wait_ready(START_TIMEOUT_S)
+            wait_ready(server)
         yield made
     finally:
         for server in made:
@@ -75,7 +76,7 @@ def begin(server: TritonServer) -> None:
     for last_try in (False, True):
         try:
             server.start()
-            return server.wait_ready(START_TIMEOUT_S / 3)
+            return wait_ready(server, START_TIMEOUT_S / 3)
         except ServerFailed:
             server.kill()
             if last_try:

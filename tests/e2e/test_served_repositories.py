@@ -19,7 +19,8 @@ from deploy import ROOT, passed_flags
 from deploy.processes import processes_of_run
 from deploy.report import examples
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import TokenClient, events, eventually, post
 
 
@@ -39,7 +40,7 @@ def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServe
         log_format="json",
         extra_flags=passed_flags.check(["--metrics-config=summary_latencies=true"]),
     ) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

@@ -19,7 +19,8 @@ from backend.serving.fronts.roles import MODELS
 from backend.serving.model_config import ADAPTER, render
 from backend.text.tokenizer import Tokenizer
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import TYPES, TokenClient, eventually, num_cancelled, post, scrape
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def oracle(started: TritonServer) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def server(started: TritonServer, oracle: PreTrainedModel) -> TritonServer:
-    started.wait_ready(START_TIMEOUT_S)
+    wait_ready(started)
     return started
 
 

@@ -25,7 +25,8 @@ from backend.api import load_config
 from backend.serving.fronts.roles import MODELS
 from backend.serving.model_config import ADAPTER, render
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.wire import eventually, post, scrape, still, to_input
 
 PROMPT = "def main("
@@ -58,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterat
     config = load_config(overrides=[*EXACT, "triton.text_threads=1", "triton.decoupled=both"])
     run_dir = tmp_path_factory.mktemp("trtllm")
     with TritonServer(config, run_dir=run_dir, model_repository=repository, exit_timeout_s=5) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

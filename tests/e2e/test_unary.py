@@ -14,7 +14,8 @@ from tritonclient.utils import InferenceServerException
 
 from deploy.report import examples
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.conftest import serve
+from tests.e2e.starts import wait_ready
 from tests.e2e.test_command_line import everbatch
 from tests.e2e.wire import TYPES, events, ids_of, post, to_input
 
@@ -22,7 +23,7 @@ from tests.e2e.wire import TYPES, events, ids_of, post, to_input
 @pytest.fixture(scope="module")
 def unary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serve(tmp_path_factory.mktemp("unary"), "triton.decoupled=false") as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

@@ -20,7 +20,8 @@ from backend.text.tokenizer import Tokenizer
 from deploy import ROOT, probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.e2e.test_guides import GUIDES, MAX_TOKENS
 from tests.e2e.test_page_examples import answers
 from tests.e2e.vllm_client import PROMPT, ask, inputs_of, is_final, request, text_of, value_of, values_of
@@ -72,7 +73,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with TritonServer(
         config, run_dir=run_dir, model_repository=repository, probe_model="vllm_model", exit_timeout_s=5
     ) as server:
-        server.wait_ready(START_TIMEOUT_S)
+        wait_ready(server)
         yield server
 
 

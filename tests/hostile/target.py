@@ -14,10 +14,10 @@ from deploy.processes import STUB_NAME, Process, processes_of_run
 from deploy.repository import DEFAULT_PROFILE
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT
+from tests.e2e.starts import wait_ready
 from tests.hostile.repository import write_other_fronts
 from tests.hostile.served import ADDED
 
-START_TIMEOUT_S = 180.0
 LOG_TAIL_BYTES = 64 << 10
 
 
@@ -57,7 +57,7 @@ class Target:
         self._starts += 1
         self._both = self._new_server()
         self._both.start()
-        self._both.wait_ready(START_TIMEOUT_S, on_phase=lambda phase: None)
+        wait_ready(self._both)
         self._known = {process.pid: (name_of(process.pid), process) for process in processes_of_run(self.server.run_id)}
 
         self._first = ""
