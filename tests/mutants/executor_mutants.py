@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.api.back_off import BackOff
 from backend.api.silence import Silence
 from backend.engine.core import EngineCore
 from backend.engine.deadlines import Deadlines
@@ -9,7 +10,7 @@ from backend.engine.loop import EngineLoop
 from backend.engine.recorder import Recorder
 from backend.engine.statistics import Statistics
 from backend.executor import engine_process
-from backend.executor.engine_supervisor import EngineProcess, RestartPolicy
+from backend.executor.engine_supervisor import EngineProcess
 from backend.executor.executor import Executor
 from backend.executor.gpt_manager import GptManager
 from backend.executor.mailbox import Mailboxes
@@ -32,7 +33,7 @@ PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
 RECORDS = ["tests/engine/test_recorder.py", "tests/executor/test_records.py", "tests/kvcache/test_events.py"]
 MANAGER = ["tests/executor/test_gpt_manager.py"]
-SUPERVISOR = ["tests/executor/test_supervisor.py"]
+SUPERVISOR = ["tests/executor/test_supervisor.py", "tests/api/test_back_off.py"]
 WATCH = ["tests/executor/test_watch.py"]
 
 # Those that a review of the landed system planted, and that survived it.
@@ -89,7 +90,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
         EXECUTOR,
     ),
     "never_given_up": (
-        change(RestartPolicy, "pause_after_death", ("len(self._deaths) == MAX", "len(self._deaths) > MAX")),
+        change(BackOff, "delay_after_end", ("== self._ends.maxlen", "== -1")),
         SUPERVISOR,
     ),
     "error_of_a_later_start_ends_supervision": (
