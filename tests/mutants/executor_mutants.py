@@ -175,7 +175,7 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         ["tests/executor/test_socket.py::test_a_client_that_was_shut_down_stays_away"],  # all others take long then
     ),
     "time_in_which_it_hung_counts_as_quiet": (
-        change(EngineProcess, "_book_death", (" - self._stuck_s", "")),
+        change(EngineProcess, "_count_death", (" - self._stuck_s", "")),
         SUPERVISOR,
     ),
     "a_new_process_inherits_silence": (
