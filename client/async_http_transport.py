@@ -72,7 +72,7 @@ class AsyncHttpTransport:
             raise no_server(self._url) from None
         except aiohttp.ClientResponseError:
             raise no_http(self._url) from None
-        except (aiohttp.ClientError, OSError):  # What was read is cut short, for example.
+        except (aiohttp.ClientError, OSError):  # The response was cut short, for example.
             raise self._cancelled() if self._closed else broken(self._url) from None
 
     def _cancelled(self) -> ClientError:

@@ -1,4 +1,4 @@
-"""What `chat` does with a client and a terminal."""
+"""The `chat` command: a conversation between a terminal and a client."""
 
 from __future__ import annotations
 

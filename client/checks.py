@@ -26,7 +26,7 @@ _TYPES: dict[str, tuple[type[Any], str]] = {
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in the words of an error: `an int`, `a str`, `None`."""
+    """The type of a value as error messages name it: `an int`, `a str`, `None`."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 

@@ -149,7 +149,7 @@ def chat_command(
 
 
 class Server:
-    """Whom a command asks: the address that it was given, else what `locate` finds, else the default address."""
+    """The server that a command talks to: at the given address, else the one that `locate` finds, else at the default address."""
 
     def __init__(self, url: str | None, protocol: str | None, model_name: str) -> None:
         self._url, self._protocol, self._model_name = url, protocol, model_name
@@ -167,7 +167,7 @@ class Server:
         return EverbatchClient(url, chosen, self._model_name, namespace, api_key, ca_file=ca_file)
 
     def introduction(self) -> str | None:
-        """Who will answer; None where the address was given."""
+        """A line about the server that will answer; None if the address was given on the command line."""
         return None if self._url is not None else introduced(self._located, self._protocol, self._model_name)
 
     def why_not(self, url: str) -> str | None:
@@ -179,7 +179,7 @@ class Server:
 
 
 def _prompt(given: str | None) -> str:
-    """What is given, or else standard input, which is read unasked only where nobody types. Exits where there is neither."""
+    """The given prompt, or the text of standard input if that is `-` or no terminal. Exits if there is neither."""
     if given not in (None, "-"):
         return given
     text = ""
@@ -228,7 +228,7 @@ def _run(server: Server, make_client: Callable[[], EverbatchClient], action: Cal
     except ValueError as error:
         _complain(on_the_command_line(str(error)))
         status = 1
-    except BrokenPipeError:  # The reader of the pipe has left, as `head` does. Nobody is there to be told.
+    except BrokenPipeError:  # The reader of the pipe has left, as `head` does.
         sys.stderr.close()
         status = 0
     raise typer.Exit(status)

@@ -75,7 +75,7 @@ class EverbatchClient:
 
     @property
     def settings(self) -> Settings:
-        """What it was told, checked."""
+        """The checked settings that the client was made with."""
         return self._settings
 
     @property
@@ -248,7 +248,7 @@ def repeated(
 
 
 class NextAttempt(NamedTuple):
-    """What is sent after an error, and the seconds to wait before."""
+    """The request to send after an error, and the seconds to wait before."""
 
     request: GenerateRequest
     pause_s: float

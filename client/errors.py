@@ -1,4 +1,4 @@
-"""What a request can fail with: ClientError, and a class of it for each code that a caller may want to tell apart.
+"""ClientError, the error of a failed request, and a subclass for each code that a caller may want to handle by itself.
 
 Remedies name arguments of the client, as in `url=HOST:PORT`; see option_names for what the command line makes of them.
 """
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 _UNKNOWN_MODEL = "Request for unknown model:"
 _SESSION_ERROR = re.compile(r"session error (\d+)")
-# What a server says of a conversation that does not fit into the model's context, the KV pool or the limits of a request.
+# Error texts of a server when a conversation exceeds the model's context, the KV pool or the limits of a request.
 _TOO_LONG = re.compile(
     r"session error 6\b|(tokens|bytes), the limit is|KV blocks, the pool has|messages, allowed is 1 to \d+; drop"
 )
@@ -20,7 +20,7 @@ class ClientError(Exception):
     """A request failed. The text is one sentence for a person, mostly the server's own.
 
     `code` is a gRPC status name (UNAVAILABLE, INVALID_ARGUMENT, ...), the same over gRPC and HTTP, UNREACHABLE where no
-    server was found, and UNKNOWN where nobody named one.
+    server was found, and UNKNOWN if no side gave a code.
     """
 
     default_code: ClassVar[str] = "UNKNOWN"
@@ -153,7 +153,7 @@ def no_trust(url: str) -> ClientError:
 
 
 def no_entry(url: str, *, has_key: bool) -> ClientError:
-    """The error of a gateway that lets nobody in without a key that it knows. The key is not named."""
+    """The error of a gateway that asks for an API key and does not know the one that was sent. The text leaves the key out."""
     what = "does not take the key that was sent" if has_key else "asks for a key"
     return Unauthenticated(f"{url} {what}; give one in EVERBATCH_API_KEY or with api_key=KEY")
 

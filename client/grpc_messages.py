@@ -27,7 +27,7 @@ from client.messages import GenerateRequest, TextChunk
 
 _PACK = {"INT32": "<i", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
 _UNPACK = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
-# What grpc says of a server that answers in HTTP/1, and of one that hangs up in the handshake, as Triton's HTTP port does.
+# Error texts of grpc for a server that answers in HTTP/1, or hangs up during the handshake as Triton's HTTP port does.
 _NO_GRPC = re.compile("Failed parsing HTTP/2|http1.x server|failed to connect.*(Socket closed|Connection reset)")
 _NO_TLS = re.compile("WRONG_VERSION_NUMBER|Ssl handshake failed|HANDSHAKE_FAILURE|TSI_")
 _BROKEN = ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")
@@ -63,7 +63,7 @@ def _strings(raw: bytes) -> Iterator[str]:
 
 
 def encode_request(request: GenerateRequest, model: str, request_id: str, timeout_s: float) -> Any:
-    """The ModelInferRequest, rank-2 tensors throughout; the server is told the deadline and the namespace as well."""
+    """The ModelInferRequest, rank-2 tensors throughout, with the deadline and the namespace as parameters."""
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     for key, parameter in request.parameters(timeout_s).items():
@@ -98,7 +98,7 @@ def read_answer(answer: Any) -> TextChunk:
 
 
 def rpc_failure(error: grpc.RpcError, address: Address, timeout_s: float, *, has_key: bool) -> ClientError:
-    """What a call that failed means for a person."""
+    """The ClientError for a failed call, with a sentence for a person."""
     code, details = error.code(), error.details() or ""
     url = address.url
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -11,7 +11,7 @@ from client.checks import check_type, check_value, kind_of
 
 GuideType = Literal["json", "json_schema", "regex", "ebnf_grammar", "structural_tag"]
 GUIDE_TYPES: tuple[str, ...] = get_args(GuideType)
-_JSON_TYPES = ("json_schema", "structural_tag")  # whose text is JSON, so that it may be given as what that says
+_JSON_TYPES = ("json_schema", "structural_tag")  # their text is JSON, so a dictionary is accepted as well
 
 
 @dataclass(frozen=True)

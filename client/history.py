@@ -1,4 +1,4 @@
-"""What a conversation remembers and decides, whoever carries its requests: see conversation and async_conversation."""
+"""The state and the decisions of a conversation, without I/O: conversation.py and async_conversation.py send its requests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class History:
         return last > first
 
     def _end_request(self) -> GenerateRequest | None:
-        """What lets the server forget the session; None where it knows of none."""
+        """The request that ends the session on the server; None if the server has no session of this conversation."""
         if not self._known:
             return None
         self._known = False

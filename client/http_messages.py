@@ -17,7 +17,7 @@ _OURS = frozenset(
     "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
     " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs sequence_index".split()
 )
-# What statuses mean that say more than that there is an error: Triton's own, and those of a gateway or proxy in front of it.
+# HTTP statuses with a meaning of their own, from Triton or from a gateway or proxy in front of it -> code.
 _CODES = {404: "NOT_FOUND", 413: "INVALID_ARGUMENT", 429: "UNAVAILABLE", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
 _CODES[504] = "DEADLINE_EXCEEDED"
 

@@ -68,7 +68,7 @@ class HttpTransport:
             raise self._broken() from None
         except (http.client.BadStatusLine, http.client.LineTooLong):
             raise no_http(self._url) from None
-        except http.client.HTTPException:  # What was read is cut short, for example.
+        except http.client.HTTPException:  # The response was cut short, for example.
             raise self._broken() from None
         finally:
             with self._lock:
@@ -76,7 +76,7 @@ class HttpTransport:
             connection.close()
 
     def close(self) -> None:
-        """End all connections: whoever waits for one is told that it was cancelled."""
+        """End all connections; requests that wait for one fail as cancelled."""
         with self._lock:
             self._closed = True
             for sock in self._open:

@@ -1,4 +1,4 @@
-"""What a person says to a chat: an editor on a terminal, plain lines from anything else."""
+"""Reads a person's messages to a chat: with a line editor on a terminal, as plain lines from anything else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PlainReader:
 
 @contextmanager
 def typing_kept() -> Iterator[None]:
-    """What is typed or pasted while nobody reads, during a reply, waits whole for the next prompt and is not shown.
+    """Text that is typed or pasted during a reply waits whole for the next prompt, and is not echoed.
 
     By lines, as terminals are otherwise read, the kernel would cut each to 4,095 bytes.
     """

@@ -68,7 +68,7 @@ class Session:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What to generate. Exactly one of `prompt` and `messages` is given; the server applies the chat template to the
+    """The request of one generation. Exactly one of `prompt` and `messages` is given; the server applies the chat template to the
     latter.
     """
 
@@ -126,7 +126,7 @@ class GenerateRequest:
         check_namespace(self.namespace or "")
 
     def parameters(self, timeout_s: float) -> dict[str, int | str]:
-        """What travels beside the tensors: the deadline in microseconds, and the namespace unless it is empty."""
+        """Parameters of the request beside its tensors: the deadline in microseconds, and the namespace unless it is empty."""
         found: dict[str, int | str] = {"timeout": int(timeout_s * 1e6)}
         return found | {"cache_salt": self.namespace} if self.namespace else found
 
@@ -200,7 +200,7 @@ class TextChunk:
     finish_reason: str | None = None
     num_output_tokens: int | None = None
     num_input_tokens: int | None = None
-    num_cached_tokens: int | None = None  # those of the history and the prompt whose KV was still there
+    num_cached_tokens: int | None = None  # tokens of the history and the prompt whose KV was still cached
     num_context_tokens: int | None = None  # prompt tokens that had to be computed
     num_recomputed_tokens: int | None = None  # context tokens that had been computed before and were lost meanwhile
     first_token_time_ns: int | None = None  # by the server's monotonic clock
@@ -208,7 +208,7 @@ class TextChunk:
     log_probs: list[float] | None = None
     sequence: int = 0
     texts: Sequence[str] = ()
-    seed: int | None = None  # of a request that samples, or that names one
+    seed: int | None = None  # None for a request that neither samples nor names a seed
 
     @classmethod
     def from_outputs(cls, outputs: Mapping[str, list[Any]], final: bool) -> TextChunk:
@@ -287,7 +287,7 @@ def _texts(parts: list[TextChunk]) -> list[str]:
 
 
 def _newest_log_probs(outputs: Mapping[str, list[Any]]) -> list[float] | None:
-    """Those of the chunk's own tokens: in a stream the server sends those of all tokens so far."""
+    """Log-probabilities of the chunk's own tokens: in a stream the server sends those of all tokens so far."""
     values, count = outputs.get("output_log_probs"), _first(outputs, "num_output_tokens")
     return values if values is None or count is None else values[max(0, len(values) - count) :]
 

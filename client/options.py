@@ -25,7 +25,7 @@ class GenerateOptions(TypedDict, total=False):
     end_id: int | None  # token id that ends the output in place of the model's own
     n: int | None  # outputs of one prompt, each sampled for itself; of beams the n best
     beam_width: int | None  # beam search in place of sampling
-    length_penalty: float | None  # of beams: above 0 long ones are preferred
+    length_penalty: float | None  # beam search prefers long beams above 0
     stop_words: Sequence[str]  # texts that end the output, and are left out of it
     bad_words: Sequence[str]  # texts that are never generated
     exclude_input: bool  # False: the output begins with the prompt

@@ -71,7 +71,7 @@ def _fits(inputs: Inputs, settings: Settings) -> bool:
 
 
 def _sent() -> Inputs:
-    """What is in every request of this client."""
+    """The inputs that every request of this client has."""
     return {name: datatype for name, (datatype, _) in GenerateRequest("").tensors().items()}
 
 

@@ -1,4 +1,4 @@
-"""What a client is told once: where the server is, which model, who asks, and how patient to be."""
+"""Settings of a client: address, model, API key and namespace, and timeouts."""
 
 from __future__ import annotations
 

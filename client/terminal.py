@@ -1,4 +1,4 @@
-"""What `generate` does with a client and a terminal, and how model text is written to one.
+"""The `generate` command, and how model text is written to a terminal.
 
 Model text goes to standard output as it comes and is never read as markup; control characters other than newline and
 tab are dropped, so that no model can move the cursor or rename the window.

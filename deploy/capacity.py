@@ -11,7 +11,7 @@ from backend.api.errors import ConfigError
 from deploy import memory
 from deploy.errors import UserError
 
-DEFAULT_FRACTION = 0.25  # of what is free after the weights, on a CPU: kv_cache.free_memory_fraction
+DEFAULT_FRACTION = 0.25  # part of the memory that weights leave free on a CPU; kv_cache.free_memory_fraction
 
 
 def examined(config: EngineConfig) -> Checkpoint:
@@ -30,7 +30,7 @@ def _examined(what: str, path: Path) -> Checkpoint:
 
 
 def on_cpu(config: EngineConfig) -> bool:
-    """True if the engine will run on the CPU, as far as can be told without torch."""
+    """True if the engine will run on the CPU, as far as is known without torch."""
     device = config.model.device
     return device == "cpu" or (device == "auto" and shutil.which("nvidia-smi") is None)
 

@@ -180,7 +180,7 @@ def test_command(
 def pytest_arguments(given: list[str], cores: int) -> list[str]:
     """`given`, with the whole suite in front unless it names files or directories: file by file on up to MOST_TEST_WORKERS cores.
 
-    What pytest is told last counts, so that `-n 0` runs all in one process.
+    The last of several values counts for pytest, so `-n 0` runs all in one process.
     """
     names_paths = any(
         Path(ROOT, argument.split("::", 1)[0]).exists() for argument in given if not argument.startswith("-")
@@ -259,7 +259,7 @@ def bench_command(
 
 
 def benchmarks() -> list[str]:
-    """What of benchmarks/ can be run: modules with a main guard, packages with a main module."""
+    """The names in benchmarks/ that can be run: modules with a main guard, packages with a main module."""
     files = (ROOT / "benchmarks").glob("[a-z]*.py")
     modules = [file.stem for file in files if 'if __name__ == "__main__":' in file.read_text()]
     return sorted(modules + [file.parent.name for file in (ROOT / "benchmarks").glob("[a-z]*/__main__.py")])

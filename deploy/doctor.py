@@ -182,7 +182,7 @@ def torch_and_cuda() -> Finding:
 
 
 def gpu() -> Finding:
-    """What the driver sees, whether or not torch can use it."""
+    """The GPUs that the driver sees, whether or not torch can use them."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return Finding("CUDA", "ok", "no NVIDIA driver: the engine runs on the CPU")

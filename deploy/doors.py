@@ -29,8 +29,9 @@ _FILTER = ctypes.create_string_buffer(  # instructions of the kernel's packet fi
 
 @contextmanager
 def closing(pid: int, port: int) -> Iterator[bool]:
-    """Close a TCP port of a process: within the block nobody new knocks, and who has knocked is let in; after it newcomers are
-    refused. Without that pause a connection that is made but not yet accepted would be reset, with the request on it.
+    """Close a TCP port of a process. Within the block connection attempts get no answer while earlier ones are still accepted;
+    after it, new ones are refused.
+    Without that pause a connection that is made but not yet accepted would be reset, with the request on it.
 
     Yields whether it works: not where the process has no such port, nor where tracing it is not allowed, as in most containers.
     """

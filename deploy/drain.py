@@ -1,4 +1,4 @@
-"""The end of a server that still serves: newcomers go elsewhere, running requests finish, and who is cut off is told.
+"""Ends a server that still serves: new requests are refused, running ones may finish, and those that are cut off get an error.
 
 Order of side effects:
 1. The gRPC port refuses new connections; then SIGTERM to tritonserver, whose HTTP port refuses them too. What has just come in
@@ -78,4 +78,6 @@ class Drain:
 
     def _wait(self, deadline: float, condition: Callable[[], bool]) -> None:
         while not condition() and not self._cancelled() and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, TICK_S / 5))  # Ends of processes, signs of stubs and `cancelled` wake nobody.
+            time.sleep(
+                min(left, TICK_S / 5)
+            )  # Ends of processes, signs of stubs and `cancelled` do not wake this thread.

@@ -1,4 +1,4 @@
-"""What the owner of the engine process writes to the server's log about its ends, while the server runs.
+"""Reads from the server's log that the engine process has ended, and what its owner does about it.
 
 The stub that started the engine knows with which status or by which signal it ended; the launcher only sees that a model is
 not ready. So the monitor reads the new lines of the log.

@@ -64,14 +64,16 @@ def _own_python(root: Path, arguments: list[str]) -> Path:
     if not is_complete(root / ".venv", hashes(root, kit)) and (text := written_help.asked(arguments)) is not None:
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # The reader has left, as `head` does. Nobody is there to be told at the end either.
+        except (
+            BrokenPipeError
+        ):  # The reader has left, as `head` does; the interpreter must not fail on its last flush either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0 if arguments else 2)
     return ensure(root, kit)
 
 
 def kit_for(arguments: list[str]) -> Kit:
-    """What the command of these arguments needs to be installed."""
+    """The packages that the command of these arguments needs."""
     return TESTING if arguments[:1] in (["test"], ["bench"]) else SERVING
 
 
@@ -107,7 +109,7 @@ def _open_lock(venv: Path) -> TextIO:
 
 
 def hashes(root: Path, kit: Kit) -> dict[str, str]:
-    """Of each file of requirements; one changes when a pin in it does."""
+    """File of requirements -> SHA-256 of its content, which changes with every pin in it."""
     return {name: hashlib.sha256((root / "requirements" / name).read_bytes()).hexdigest() for name in kit.files}
 
 

@@ -26,7 +26,7 @@ class ServerFailed(Exception):
 
 
 class StartCancelled(Exception):
-    """wait_ready() was told to give up."""
+    """A start was cancelled while wait_ready() waited for it."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ log = logging.getLogger("everbatch.gateway")
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """`names`: those that clients may give as `model`, the first one first; `adapters`: those of LoRA adapters, likewise.
-    `api_keys`: None asks nobody for a key.
+    """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters`: names of LoRA adapters that
+    clients may send there, too. `api_keys`: the file of keys; None: no key is needed.
     """
 
     port: int
@@ -122,7 +122,7 @@ class ServerWithGateway:
                 raise ServerFailed(f"the OpenAI endpoint {describe_end(status)}; {self._where()}", self._last_words())
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the OpenAI endpoint did not answer within {START_S:.0f} s; {self._where()}")
-            time.sleep(_POLL_S)  # It tells nobody that its port is open, so it is asked again.
+            time.sleep(_POLL_S)  # The endpoint does not announce that its port is open, so it is polled.
 
     def failure(self) -> Failure | None:
         """Why the server must be ended; None = all is well. Looks after the endpoint besides."""

@@ -47,7 +47,7 @@ class Verdict:
 
 
 def judge(reports: Sequence[Report]) -> Verdict:
-    """What the reports come to."""
+    """The verdict that follows from the stubs' reports."""
     reports = [report for report in reports if report.state != UNLOADED]
     given_up = next((report.model for report in reports if report.state == "given_up"), None)
     silent = max((report for report in reports if report.is_silent), key=lambda r: r.silent_s, default=None)

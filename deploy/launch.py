@@ -30,7 +30,9 @@ def start_server(command: list[str], variables: dict[str, str], log_path: Path) 
 
 
 def start_janitor(run_id: str, shm_prefix: str, directory: Path | None) -> subprocess.Popen[bytes]:
-    """What ends the rest of a run, once its standard input ends, and removes the shared memory of the run and `directory`."""
+    """Start the janitor. Once its standard input ends, it ends what is left of the run, and removes its shared memory and
+    `directory`.
+    """
     return subprocess.Popen(
         [
             sys.executable,

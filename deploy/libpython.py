@@ -44,7 +44,7 @@ def system_path(name: str) -> str | None:
 
 
 def search_path() -> list[str]:
-    """What must stand first on LD_LIBRARY_PATH so that the stub runs this interpreter's version: a list of 0 or 1."""
+    """Directories to put first on LD_LIBRARY_PATH so that the stub runs this interpreter's version: a list of 0 or 1."""
     directory = own_directory()
     return [] if directory is None else [directory]
 

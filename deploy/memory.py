@@ -28,7 +28,7 @@ def stack_bytes() -> int:
 
 
 def _stack_bytes(total: int, address_space: int | None) -> int:
-    """`address_space`: what all stacks together may take; None = nobody counts."""
+    """`address_space`: bytes that all stacks together may take; None: unlimited."""
     wanted = min(total // 2, MAX_STACK_BYTES)
     if address_space is not None:
         wanted = min(wanted, address_space // 2 // THREADS)
@@ -59,11 +59,11 @@ def spare_children_the_stack(pid: int) -> None:
             stat = read_stat(pid)
             if stat is None or stat.state in "ZX" or time.monotonic() > deadline:
                 return
-            time.sleep(0.002)  # No process but a tracer is told of another's new threads.
+            time.sleep(0.002)  # Only a tracer is notified of another process's new threads, so this polls.
         _, hard = resource.prlimit(pid, resource.RLIMIT_STACK)
         soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
         resource.prlimit(pid, resource.RLIMIT_STACK, (soft, hard))
-    except (FileNotFoundError, ProcessLookupError):  # It has ended, and whoever waits for it says why.
+    except (FileNotFoundError, ProcessLookupError):  # The process has ended; its parent reports why.
         return
 
 

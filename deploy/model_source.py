@@ -12,7 +12,7 @@ from deploy import ROOT
 from deploy.errors import UserError
 
 DEFAULT_MODEL = ROOT / "models" / "default"
-# What the hub allows as a name: no "..", no "--", no dot or dash at an end, at most 96 characters.
+# Names that the hub allows: no "..", no "--", no dot or dash at an end, at most 96 characters.
 HUB_ID = re.compile(r"(?!.*(\.\.|--))(?=.{3,96}\Z)\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 
@@ -47,7 +47,7 @@ def resolve_model(name: str) -> Path:
 
 
 def _existing(name: str) -> Path | None:
-    """What the name means on this machine, None when there is nothing. Raises UserError when that cannot be found out."""
+    """The checkpoint on this machine that a name stands for; None: there is none. Raises UserError if it cannot be looked up."""
     try:
         path = Path(name).expanduser()
         path.stat()

@@ -2,8 +2,8 @@
 
 A thread looks four times a second. As soon as somebody is not well it lets Triton say "not ready" (deploy/readiness.py), and
 "ready" again when everybody is. failure() says when the server should end: an engine that was given up, a stub or a
-tritonserver that has been silent for as long as the watchdog allows. Ends of the engine process, which its owner starts
-again by itself, are only told. Nothing ends the thread but stop(): what fails in a look is told, and the next look tries again.
+tritonserver that has been silent for as long as the watchdog allows. An end of the engine process, which its owner starts
+again, is only reported. Only stop() ends the thread: an error in one look is reported, and the next look tries again.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Monitor:
             log_files.append(self._log_path, f"{text} (not shown to the user: {type(error).__name__})")
 
     def _tell_once(self, kind: str, trouble: str | None) -> None:
-        """Tell of a trouble unless it was told at the look before; None: there is none."""
+        """Report a trouble unless the look before had reported it; None: there is none."""
         if trouble is None:
             self._troubles.pop(kind, None)
         elif kind not in self._troubles:

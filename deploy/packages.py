@@ -19,8 +19,8 @@ RUN, TEST, BENCH, SERVER = "run.txt", "test.txt", "bench.txt", "server.txt"  # p
 
 @dataclass(frozen=True)
 class Kit:
-    """What an environment holds: `files` of requirements/, their size in words, and the disk space that it takes while pip
-    works, with pip's temporary files.
+    """The packages of an environment: `files` of requirements/, their size in words, and the disk space that installing them
+    takes, with pip's temporary files.
     """
 
     files: tuple[str, ...]
@@ -105,8 +105,8 @@ def lines_or_ticks(descriptor: int) -> Iterator[str | None]:
 
 
 class Counter:
-    """What pip is busy with, and with which package of how many. pip tells their number once it has fetched them all, and says
-    nothing while it unpacks them: then the packages that have arrived are counted.
+    """Follows pip's output: what it does, and with which package of how many. pip names their number once it has fetched them
+    all, and prints nothing while it unpacks them: then the packages that have arrived are counted.
     """
 
     def __init__(self, venv: Path) -> None:
@@ -115,7 +115,7 @@ class Counter:
         self._found = self._total = 0
 
     def action(self, line: str | None) -> str | None:
-        """What a line of pip's output says to a person, or a second without one (None). None: nothing new."""
+        """A sentence for a person from a line of pip's output, or from a second without one (`line` None). None: nothing new."""
         if line is None:
             return self._unpacked() if self._total else None
         if line.startswith("Installing collected packages:"):
@@ -133,7 +133,7 @@ class Counter:
 
 
 def describe(line: str) -> str | None:
-    """What a line of pip's output says to a person, or None."""
+    """A sentence for a person from a line of pip's output; None if the line holds nothing for them."""
     words = line.split()
     if len(words) >= 2 and words[0] == "Collecting":
         return f"looking up {words[1]}"

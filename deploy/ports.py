@@ -1,4 +1,4 @@
-"""The three ports of a server: are they free, and if nobody cares, which ones are."""
+"""The three ports of a server: checks that chosen ones are free, and finds free ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ports:
 
     @classmethod
     def free(cls, host: str = "127.0.0.1") -> Ports:
-        """Three different ports that nobody listens on at this moment. Another process may take them before a server
+        """Three different ports that no process listens on at this moment. Another process may take them before a server
         does.
         """
         sockets = [_bind(host, 0) for _ in range(3)]
@@ -79,7 +79,7 @@ def seen_from_elsewhere(host: str) -> str | None:
     """The address of this machine for others, where `host` means every interface: the one with which this machine would
     reach the network. None for any other `host`, and where there is no network. Sends nothing.
     """
-    # Nobody has these addresses: they are reserved for documents.
+    # No machine has these addresses: they are reserved for documentation (RFC 5737, RFC 3849).
     documentation = {"0.0.0.0": "192.0.2.1", "": "192.0.2.1", "::": "2001:db8::1"}
     if host not in documentation:
         return None
@@ -89,7 +89,7 @@ def seen_from_elsewhere(host: str) -> str | None:
             # A datagram socket sends nothing here, and only looks up the route.
             unconnected.connect((documentation[host], 9))
             return str(unconnected.getsockname()[0])
-    except OSError:  # No network has a route to anywhere, so nobody is elsewhere.
+    except OSError:  # There is no route to any network.
         return None
 
 

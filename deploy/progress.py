@@ -25,9 +25,7 @@ class Progress:
         self._line(f"[{self._elapsed()}] {title}")
 
     def note(self, text: str) -> None:
-        """What the step is busy with: replaces the former note, or at most every 5 s a line where there is no
-        terminal.
-        """
+        """Show what the step does now, in place of the former note; without a terminal as a line, at most every 5 s."""
         self._text = text
         self._show(every_s=0.0 if self._live else 5.0)
 

@@ -20,7 +20,7 @@ class Form:
 
     tensors: frozenset[str]
     answer: str
-    body: Callable[[str, int, bool], Body]  # of a prompt, a number of tokens, and whether to stream
+    body: Callable[[str, int, bool], Body]  # (prompt, max tokens, stream) -> the request's body
 
 
 def _trtllm(prompt: str, tokens: int, stream: bool) -> Body:
@@ -57,7 +57,7 @@ FORMS = (  # in the order in which they are preferred
     Form(frozenset({"request", "response"}), "response", _everbatch),
 )
 TOKENS = Form(frozenset({"input_ids", "input_lengths", "request_output_len", "output_ids"}), "output_ids", _tokens)
-# What a person is shown: token ids are told before the own wire, which every server has beside its profile.
+# Forms in the order of preference for an example. The project's own wire comes last: every server has it beside its profile.
 SHOWN = (*FORMS[:-1], TOKENS, FORMS[-1])
 
 

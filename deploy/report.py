@@ -1,4 +1,4 @@
-"""What `everbatch serve` prints."""
+"""The lines that `everbatch serve` prints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
 from deploy.questions import TOKENS, shown_model
 from deploy.triton_server import TritonServer
 
-COMMAND_LINE_MODEL = "ensemble"  # what `generate` and `chat` ask without --model-name
+COMMAND_LINE_MODEL = "ensemble"  # the model of `generate` and `chat` without --model-name
 # Roles of models that they can ask -> over which protocol. Triton makes tensors of the older, unsigned types over HTTP only.
 COMMAND_LINE_ROLES = {"ensemble": "grpc", "tensorrt_llm_bls": "grpc", "ensemble_uint32": "http"}
-DEFAULT_GRPC_URL = "127.0.0.1:8001"  # what they ask without --url
+DEFAULT_GRPC_URL = "127.0.0.1:8001"  # their server without --url
 DEFAULT_MODEL = ROOT / "models" / "default"
 NO_CHAT = "this model has no chat template, so it continues texts and does not chat; --chat-template FILE gives it one"
 
@@ -89,7 +89,7 @@ def examples(server: TritonServer, openai_url: str | None, *, keys: bool = False
 
 
 def _command_line_options(server: TritonServer) -> str | None:
-    """What `generate` and `chat` have to be told for this server; None where it has no model for them."""
+    """Options that `generate` and `chat` need for this server; None if it has no model for them."""
     fitting = {
         model.name: COMMAND_LINE_ROLES[model.role] for model in server.models if model.role in COMMAND_LINE_ROLES
     }
@@ -181,5 +181,5 @@ class ConsoleReporter:
         except (
             OSError,
             SystemExit,
-        ):  # No room where it goes, or nobody reads it any more (then rich asks for the end).
+        ):  # The disk is full, or the reader has left (then rich asks for the end).
             pass

@@ -45,7 +45,7 @@ def default_run_directory(name: str) -> Path:
 
 
 def prepare_run_directory(directory: Path) -> Path:
-    """Make it, readable by nobody else. Raises UserError when it cannot be written."""
+    """Make the directory, readable by this user alone. Raises UserError when it cannot be written."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)

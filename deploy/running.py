@@ -24,7 +24,7 @@ State = Literal["starting", "serving", "stopping"]
 
 
 class Running(Struct, frozen=True):
-    """What the launcher says of its server. `model` is the name of the checkpoint."""
+    """The launcher's record of its server. `model` is the name of the checkpoint."""
 
     pid: int
     start: int

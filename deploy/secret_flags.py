@@ -29,7 +29,7 @@ class NotTraced(Exception):
 
 
 def mark(name: str) -> str:
-    """What stands in the command line instead of the flag in the variable `name`."""
+    """The placeholder in the command line for the flag that the variable `name` holds."""
     return MARK + name
 
 
@@ -82,7 +82,7 @@ def _addresses(environment: bytes, start: int) -> dict[bytes, int]:
 
 
 def _wait_for_the_stop(pid: int) -> None:
-    """Until the child is stopped by its exec. Leaves its end, if it ends, to whoever waits for it."""
+    """Wait until the child is stopped by its exec. If it ends instead, its exit status is left for its parent to collect."""
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
         change = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)

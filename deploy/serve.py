@@ -48,13 +48,13 @@ class ServeOptions:
     exit_timeout_s: int = 30
     ready_timeout_s: float = 600.0
     log_format: str = "text"
-    flags: tuple[str, ...] = ()  # of tritonserver
+    flags: tuple[str, ...] = ()  # further flags of tritonserver
     open_repository: bool = False
     openai_port: int = 0  # 0: no OpenAI endpoint
     openai_host: str = ""  # "": the same as `host`
     api_keys: Path | None = None
     chat_template: Path | None = None
-    model_names: tuple[str, ...] = ()  # of the OpenAI endpoint, instead of the model's own
+    model_names: tuple[str, ...] = ()  # names for the OpenAI endpoint, instead of the model's own
     verbose: bool = False
 
     @property
@@ -65,8 +65,8 @@ class ServeOptions:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What clients may call the model: what is asked for; else the hub id or the name of the directory or file, no path.
-        This project's name is always one.
+        """Names that clients may send as `model`: those of the options, else the hub id or the last part of the path; and
+        always `everbatch`.
         """
         if self.model_names:
             return tuple(dict.fromkeys((*self.model_names, "everbatch")))
@@ -186,7 +186,7 @@ def open_endpoint(gateway: GatewayOptions) -> str:
 
 
 def exposed(options: ServeOptions) -> str:
-    """What to know before others can reach the server."""
+    """Warnings for a server that other machines can reach."""
     return (
         f"warning: others reach this server on {options.host}, and no authentication is in front of it: Triton asks nobody "
         "for a key and limits no request, and some bodies of a few MB end it. Let only a proxy with a body limit of 1 MB, "
@@ -203,7 +203,7 @@ def _follow(path: Path, console: Console) -> None:
             position = _copy_rest(path, position, console)
         except OSError:  # The log was put aside just now, or the console takes nothing: the next turn looks again.
             pass
-        except SystemExit:  # Nobody reads the console any more, for which rich asks for the end of the program.
+        except SystemExit:  # The console's reader has left; rich ends the program then.
             return
         # The log may be emptied or replaced at any time, so it is looked at again rather than waited for.
         time.sleep(0.2)

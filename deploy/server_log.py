@@ -1,4 +1,4 @@
-"""What a server's log says to a person: the reason of a failure, and how far the engine has got while it loads."""
+"""Reads a server's log: the reason of a failure, and how far the engine has got while it loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from deploy.readiness import SENTINEL
 
 TAIL_BYTES = 64 << 10
-_NOISE = (  # what is normal without a GPU, Triton's tables and progress messages, and the switch of readiness
+_NOISE = (  # lines of no interest: normal without a GPU, Triton's tables and progress, the switch of readiness
     re.compile(r"^I\d{4} "),
     re.compile(r"^[+|]"),
     re.compile(
@@ -75,11 +75,11 @@ def engine_is_ready(lines: list[str]) -> bool:
 
 
 def engine_phase(lines: list[str]) -> str | None:
-    """What the engine process last said about its start, for example `loading torch`."""
+    """The engine process's last status line about its start, for example `loading torch`."""
     found = (match.group(1).strip() for line in reversed(lines) if (match := _ENGINE_PHASE.search(line)))
     return next(found, None)
 
 
 def remarks(lines: list[str]) -> list[str]:
-    """What the engine process says of how the model runs, besides what its configuration says."""
+    """Remarks of the engine process about how the model runs."""
     return list(dict.fromkeys(match.group(1).strip() for line in lines if (match := _REMARK.search(line))))

@@ -3,8 +3,8 @@
     {"model": "ensemble", "state": "ready" | "unavailable" | "draining" | "given_up" | "unloaded", "pid": 4711, "live": 2,
      "why": "the engine is not connected"}
 
-A pipe needs no room on a disk, so a full file system makes nobody look dead. Stubs are told apart by their process ids: when
-Triton loads a model anew, the old stub and the new one speak of the same model. Silence is counted in looks of the reader, not
+A pipe needs no room on a disk, so stubs do not look dead when the file system is full. Stubs have different process ids: when
+Triton loads a model anew, the old stub and the new one report the same model. Silence is counted in looks of the reader, not
 in time, so a launcher that was itself stopped or starved does not take the stubs for dead.
 """
 

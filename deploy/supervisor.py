@@ -29,7 +29,7 @@ POLL_S = 0.25
 
 
 class Server(Protocol):
-    """What the supervisor needs of a TritonServer."""
+    """The methods of a TritonServer that the supervisor calls."""
 
     def start(self) -> None: ...
     def wait_ready(
@@ -42,7 +42,7 @@ class Server(Protocol):
 
 
 class Reporter(Protocol):
-    """Who tells the user."""
+    """Reports to the user."""
 
     def phase(self, text: str) -> None: ...
     def ready(self) -> None: ...

@@ -184,7 +184,7 @@ class TritonServer:
         on_phase: Callable[[str], None] = lambda phase: None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Block until one real token came out of the server. `on_phase` is told what is being waited for.
+        """Block until one real token came out of the server. `on_phase` gets the phase that is being waited for.
 
         Raises ServerFailed (with the log's tail) when the server ends or `timeout_s` passes, StartCancelled on request.
         """
@@ -196,7 +196,7 @@ class TritonServer:
             if self._stuck_start.look():
                 text = f"tritonserver hangs while it loads the models, by chance; the whole log is {self.log_path}"
                 raise ServerFailed(text, self.log_tail(), by_chance=True)
-            time.sleep(_POLL_S)  # Triton tells nobody that its models are loaded, so it is asked again.
+            time.sleep(_POLL_S)  # Triton does not announce that its models are loaded, so it is polled.
             said = server_log.engine_phase(server_log.tail(self.log_path))
             if said is not None and said != phase:
                 phase = said

@@ -1,4 +1,4 @@
-"""`python -m gateway`: serves the OpenAI-compatible endpoint until it is told to stop."""
+"""`python -m gateway`: serves the OpenAI-compatible endpoint until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from gateway.core import Gateway
 from gateway.errors import GatewayError
 from gateway.messages import LoadAdapter, UnloadAdapter
 from gateway.openapi import ERRORS, body_of
+from gateway.request_context import RequestContext, visit_of
 from gateway.triton_client import Job
-from gateway.visit import Visit, visit_of
 
 _DONE: dict[int | str, dict[str, Any]] = {
     200: {"description": "Done", "content": {"text/plain": {"schema": {"type": "string"}}}},
@@ -28,41 +28,41 @@ _DONE: dict[int | str, dict[str, Any]] = {
 def add_adapter_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadAdapter), responses=_DONE, response_class=Response)
     async def load_adapter(request: Request) -> Response:
-        visit = _allowed(gateway, request)
+        context = _allowed(gateway, request)
         message = await gateway.read_body(LoadAdapter, request)
         name = message.lora_name
         if name in gateway.settings.model_names:
             text = f"{name[:80]!r} is the name of a model; give the adapter another one"
             raise GatewayError(400, text, "lora_name", "invalid_value")
         command = {"load_adapter": {"name": name, "directory": message.lora_path}}
-        await _change(gateway, visit, command)
+        await _change(gateway, context, command)
         return _done(f"Success: LoRA adapter '{name}' added successfully.")
 
     @api.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadAdapter), responses=_DONE, response_class=Response)
     async def unload_adapter(request: Request) -> Response:
-        visit = _allowed(gateway, request)
+        context = _allowed(gateway, request)
         message = await gateway.read_body(UnloadAdapter, request)
-        await _change(gateway, visit, {"unload_adapter": message.lora_name})
+        await _change(gateway, context, {"unload_adapter": message.lora_name})
         return _done(f"Success: LoRA adapter '{message.lora_name}' removed successfully.")
 
 
-def _allowed(gateway: Gateway, request: Request) -> Visit:
+def _allowed(gateway: Gateway, request: Request) -> RequestContext:
     """Raises GatewayError(403) for a client that may not change the adapters."""
-    visit = visit_of(request.scope)
-    if gateway.keys is not None and not visit.client.adapters:
+    context = visit_of(request.scope)
+    if gateway.keys is not None and not context.client.adapters:
         text = "this key may not change adapters; one whose line in the file of API keys has the word adapters may"
         raise GatewayError(403, text, code="permission_denied")
-    if gateway.keys is None and not gateway.is_of_this_machine(visit):
+    if gateway.keys is None and not gateway.is_of_this_machine(context):
         text = "adapters can be changed from this machine only; start the server with --api-keys FILE for others"
         raise GatewayError(403, text, code="permission_denied")
-    return visit
+    return context
 
 
-async def _change(gateway: Gateway, visit: Visit, command: dict[str, Any]) -> None:
+async def _change(gateway: Gateway, context: RequestContext, command: dict[str, Any]) -> None:
     """Send a command to the engine, and take over the names that requests may give from then on. Raises GatewayError."""
     async with gateway.changing_adapters:  # otherwise an older list could replace a newer one
         for index, request in enumerate((command, {"list_adapters": True})):
-            (reply,) = await whole(gateway.link, [Job(request, f"{visit.request_id}-{index}", "")], visit)
+            (reply,) = await whole(gateway.link, [Job(request, f"{context.request_id}-{index}", "")], context)
         gateway.adapters = tuple(msgspec.json.decode(reply.text, type=list[str]))
 
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import GatewayError, failed, overloaded, unavailable
 from gateway.places import Places
-from gateway.visit import Visit, visit_of
+from gateway.request_context import RequestContext, visit_of
 
 LAST_WORD_TIMEOUT_S = 1.0
 BLOCK = 1 << 16  # bytes of a response that are written at once
@@ -128,20 +128,20 @@ class Answer(Response):
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet, visit = Outlet(send), visit_of(scope)
-        self._running.enter(visit.namespace, self._choices)
+        outlet, context = Outlet(send), visit_of(scope)
+        self._running.enter(context.namespace, self._choices)
         try:
-            visit.left = await self._run(outlet, receive)
+            context.left = await self._run(outlet, receive)
         except GatewayError as error:
             if not outlet.started:
                 raise
-            await self._last_word(outlet, visit, error)
+            await self._last_word(outlet, context, error)
         except Exception:
             if outlet.started:
-                await self._last_word(outlet, visit, failed(visit.request_id))
+                await self._last_word(outlet, context, failed(context.request_id))
             raise  # the front logs where it was
         finally:
-            self._running.leave(visit.namespace, self._choices)
+            self._running.leave(context.namespace, self._choices)
 
     async def _run(self, outlet: Outlet, receive: Receive) -> bool:
         """Work until it is done or not wanted any more. Returns whether the client left."""
@@ -162,8 +162,8 @@ class Answer(Response):
             return True
         raise GatewayError(408, f"the reply took more than {self._timeout_s:g} s; ask for fewer tokens", code="timeout")
 
-    async def _last_word(self, outlet: Outlet, visit: Visit, error: GatewayError) -> None:
-        visit.error = error
+    async def _last_word(self, outlet: Outlet, context: RequestContext, error: GatewayError) -> None:
+        context.error = error
         try:
             async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
                 await outlet.end_of_events(self._on_error(error))

@@ -21,9 +21,9 @@ from gateway.conversations import add_conversation_routes
 from gateway.core import Gateway, Responding
 from gateway.counters import triton_page
 from gateway.errors import GatewayError, unavailable
-from gateway.front import Front
 from gateway.items import LISTED, items_of, listed
 from gateway.messages import ChatRequest, Completing, CompletionRequest
+from gateway.middleware import Middleware
 from gateway.openapi import answer_of, as_json, body_of, page
 from gateway.outputs import (
     ChatCompletion,
@@ -36,11 +36,11 @@ from gateway.outputs import (
     ModelList,
     ResponseBody,
 )
+from gateway.request_context import visit_of
 from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import InputTokensRequest, ResponseRequest
 from gateway.tools import wants_calls
-from gateway.visit import visit_of
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
@@ -63,7 +63,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_other_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
-    return Front(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters, gateway.requests)
+    return Middleware(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters, gateway.requests)
 
 
 def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
@@ -71,19 +71,19 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         "/v1/chat/completions", openapi_extra=body_of(ChatRequest), responses=answer_of(ChatCompletion, streamed=True)
     )
     async def chat_completions(request: Request) -> Response:
-        message, visit = await gateway.read(ChatRequest, request), visit_of(request.scope)
+        message, context = await gateway.read(ChatRequest, request), visit_of(request.scope)
         places = gateway.places(message)
-        jobs = gateway.jobs([await gateway.aside(visit, translate.chat, message)], visit, message.model)
-        name, count = f"chatcmpl-{visit.request_id}", message.n or 1
+        jobs = gateway.jobs([await gateway.aside(context, translate.chat, message)], context, message.model)
+        name, count = f"chatcmpl-{context.request_id}", message.n or 1
         kind = "chat.completion.chunk" if message.stream else "chat.completion"
         head = Head(name, kind, message.model, message.service_tier is not None)
 
         async def work(out: Outlet) -> None:
             if message.stream:
                 chunks = ChatChunks(head, count, wants_usage(message), wants_calls(message))
-                await gateway.send_chunks(out, jobs, visit, chunks)
+                await gateway.send_chunks(out, jobs, context, chunks)
             else:
-                replies = await whole(gateway.link, jobs, visit)
+                replies = await whole(gateway.link, jobs, context)
                 await out.json(await chat_body(head, replies, gateway.turns, wants_calls(message)))
 
         return gateway.answer(work, places)
@@ -92,17 +92,17 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         "/v1/completions", openapi_extra=body_of(CompletionRequest), responses=answer_of(Completion, streamed=True)
     )
     async def completions(request: Request) -> Response:
-        message, visit = await gateway.read(CompletionRequest, request), visit_of(request.scope)
+        message, context = await gateway.read(CompletionRequest, request), visit_of(request.scope)
         places, count = gateway.places(message), message.n or 1
-        jobs = gateway.jobs(await gateway.aside(visit, translate.completions, message), visit, message.model)
-        head = Head(f"cmpl-{visit.request_id}", "text_completion", message.model, message.service_tier is not None)
+        jobs = gateway.jobs(await gateway.aside(context, translate.completions, message), context, message.model)
+        head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, message.service_tier is not None)
 
         async def work(out: Outlet) -> None:
             if message.stream:
                 chunks = CompletionChunks(head, len(jobs) * count, count, wants_usage(message))
-                await gateway.send_chunks(out, jobs, visit, chunks)
+                await gateway.send_chunks(out, jobs, context, chunks)
             else:
-                replies = await whole(gateway.link, jobs, visit)
+                replies = await whole(gateway.link, jobs, context)
                 await out.json(await completion_body(head, replies, gateway.turns, count))
 
         return gateway.answer(work, places)
@@ -111,26 +111,26 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
 def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.post("/v1/responses", openapi_extra=body_of(ResponseRequest), responses=answer_of(ResponseBody, streamed=True))
     async def create_response(request: Request) -> Response:
-        message, visit = await gateway.read(ResponseRequest, request), visit_of(request.scope)
-        before, items = gateway.before(message, visit.namespace), items_of(message.input)
-        asked = await gateway.aside(visit, translate.response, message, before.items, items)
-        (job,) = gateway.jobs([asked], visit, message.model)
+        message, context = await gateway.read(ResponseRequest, request), visit_of(request.scope)
+        before, items = gateway.before(message, context.namespace), items_of(message.input)
+        asked = await gateway.aside(context, translate.response, message, before.items, items)
+        (job,) = gateway.jobs([asked], context, message.model)
         writer = ResponseWriter(message, gateway.turns)
 
         async def work(out: Outlet) -> None:
-            await gateway.respond(out, Responding(message, items, before), job, visit, writer)
+            await gateway.respond(out, Responding(message, items, before), job, context, writer)
 
         return gateway.answer(work, 1, writer.failure)
 
     @api.post("/v1/responses/input_tokens", openapi_extra=body_of(InputTokensRequest), responses=answer_of(InputTokens))
     async def input_tokens(request: Request) -> Response:
-        message, visit = await gateway.read(InputTokensRequest, request), visit_of(request.scope)
-        before, items = gateway.before(message, visit.namespace), items_of(message.input)
-        asked = await gateway.aside(visit, translate.counting, message, before.items, items)
-        (job,) = gateway.jobs([asked], visit, message.model)
+        message, context = await gateway.read(InputTokensRequest, request), visit_of(request.scope)
+        before, items = gateway.before(message, context.namespace), items_of(message.input)
+        asked = await gateway.aside(context, translate.counting, message, before.items, items)
+        (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:
-            count = await gateway.count_tokens(job, visit)
+            count = await gateway.count_tokens(job, context)
             await out.json([msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count})])
 
         return gateway.answer(work, 1)
@@ -200,7 +200,7 @@ async def _gateway_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What FastAPI refuses by itself: unknown routes and methods."""
+    """The answer to requests that FastAPI itself refuses: unknown routes and methods."""
     assert isinstance(error, HTTPException)
     text = "the request cannot be read"
     if error.status_code == 404:

@@ -9,13 +9,13 @@ from contextlib import aclosing
 import msgspec
 
 from gateway.errors import GatewayError
+from gateway.request_context import RequestContext
 from gateway.triton_client import Job, Piece, TritonLink, Usage
-from gateway.visit import Visit
 
 READ_AHEAD = 4  # pieces that wait for the client when there are several prompts
 
 
-async def pieces(link: TritonLink, jobs: list[Job], visit: Visit) -> AsyncGenerator[tuple[int, Piece], None]:
+async def pieces(link: TritonLink, jobs: list[Job], context: RequestContext) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yield (choice, piece) as they come, until each choice has had its last. Raises GatewayError.
 
     The choices are those of the first job, then those of the second, and so on; each job has as many. Leaving early cancels all
@@ -24,7 +24,7 @@ async def pieces(link: TritonLink, jobs: list[Job], visit: Visit) -> AsyncGenera
     source = _one(link, jobs[0]) if len(jobs) == 1 else _merged(link, jobs)
     async with aclosing(source):
         async for index, piece in source:
-            visit.count(piece)
+            context.count(piece)
             yield index * jobs[0].choices + piece.index, piece
 
 
@@ -67,7 +67,7 @@ async def _feed(
 
 
 class Reply:
-    """What has come of one reply so far."""
+    """The pieces of one reply so far."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -88,10 +88,10 @@ class Reply:
         self.usage = piece.usage or self.usage
 
 
-async def whole(link: TritonLink, jobs: list[Job], visit: Visit) -> list[Reply]:
+async def whole(link: TritonLink, jobs: list[Job], context: RequestContext) -> list[Reply]:
     """The complete replies, in the order of the choices. Raises GatewayError."""
     replies = [Reply() for job in jobs for _ in range(job.choices)]
-    async with aclosing(pieces(link, jobs, visit)) as source:
+    async with aclosing(pieces(link, jobs, context)) as source:
         async for index, piece in source:
             replies[index].add(piece)
     if any(reply.finish_reason is None for reply in replies):

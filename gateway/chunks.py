@@ -24,12 +24,12 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True)
 class Head:
-    """What every chunk of a request says first."""
+    """The fields with which every chunk of a request begins."""
 
     id: str
     object: str
     model: str
-    tells_tier: bool = False  # a client that asks for a tier is told which one it got
+    tells_tier: bool = False  # the answer names the tier: the client had asked for one
     created: int = field(default_factory=lambda: int(time.time()))
 
     def values(self) -> dict[str, Any]:

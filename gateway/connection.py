@@ -19,8 +19,8 @@ from gateway.errors import GatewayError
 
 HEAD_TIMEOUT_S = 10.0  # for the head of a request to arrive, from the connection's beginning or the head's
 LINGER_S = 2.0  # for the client to read an answer that came before the end of its body
-MOST_CHUNKS = 4096  # of a body
-OTHER_FILES = 128  # of those that the process may have open: what is left are connections
+MOST_CHUNKS = 4096  # in one body
+OTHER_FILES = 128  # open files that are kept for other things than connections
 _UNREADABLE = "the request cannot be read; the connection is closed"
 
 
@@ -82,7 +82,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:  # Nobody reads what comes behind the answer.
+        if self._ended:  # The client has its answer; further bytes are dropped.
             return
         super().data_received(data)
         if self._is_idle():
@@ -157,7 +157,7 @@ class Connection(H11Protocol):
 
 
 def _fault() -> str:
-    """What to tell the client of the exception that is being handled."""
+    """The text for the client about the exception that is being handled."""
     error = sys.exception()
     return str(error) if isinstance(error, Refused) else _UNREADABLE
 

@@ -13,18 +13,18 @@ from gateway.errors import GatewayError
 from gateway.items import LISTED, items_of, listed, new_id
 from gateway.openapi import answer_of, as_json, body_of
 from gateway.outputs import ConversationBody, DeletedConversation, ItemBody, ItemList
+from gateway.request_context import visit_of
 from gateway.response_messages import ConversationItems, ConversationMetadata, NewConversation
 from gateway.store import Conversation
-from gateway.visit import visit_of
 
 
 def add_conversation_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.post("/v1/conversations", openapi_extra=body_of(NewConversation), responses=answer_of(ConversationBody))
     async def create_conversation(request: Request) -> Response:
-        message, visit = await gateway.read_body(NewConversation, request), visit_of(request.scope)
+        message, context = await gateway.read_body(NewConversation, request), visit_of(request.scope)
         items = tuple(items_of(message.items or []))
         conversation = Conversation(new_id("conv"), int(time.time()), message.metadata or {}, items)
-        gateway.store.put(visit.namespace, conversation)
+        gateway.store.put(context.namespace, conversation)
         return as_json(_shown(conversation))
 
     @api.get("/v1/conversations/{conversation_id}", responses=answer_of(ConversationBody))

@@ -1,4 +1,4 @@
-"""What the routes share: reading a request, the replies to it, and the conversations that are kept."""
+"""Shared by the routes: reading a request, the replies to it, and the conversations that are kept."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from gateway.items import Item
 from gateway.keys import THIS_MACHINE, Client, Keys
 from gateway.messages import Completing, ModelRequest, Wire
 from gateway.places import Places
+from gateway.request_context import RequestContext, visit_of
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import Asking, ResponseRequest
 from gateway.settings import Settings, is_loopback
 from gateway.store import Conversation, ResponseStore, Stored
 from gateway.triton_client import Job, TritonLink
 from gateway.turns import Turns
-from gateway.visit import Visit, visit_of
 
 MODEL_LEN_TIMEOUT_S = 2.0
 MOST_NAMED = 20  # models that an error lists
@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 
 
 class Before(NamedTuple):
-    """What a response goes on from: the items, the response that holds them, and the conversation that it adds to."""
+    """The beginning of a response: the items before it, the response that holds them, and the conversation that it adds to."""
 
     items: list[Item]
     earlier: Stored | None
@@ -103,14 +103,14 @@ class Gateway:
             raise GatewayError(415, "the body's type is not JSON; send the header Content-Type: application/json")
         if request.headers.get("content-encoding", "identity") != "identity":
             raise GatewayError(415, "a compressed body is not read; send it without Content-Encoding")
-        visit = visit_of(request.scope)
-        return await self.aside(visit, parse, kind, visit.take_body())
+        context = visit_of(request.scope)
+        return await self.aside(context, parse, kind, context.take_body())
 
-    async def aside(self, visit: Visit, function: Callable[..., _Result], *arguments: Any) -> _Result:
+    async def aside(self, context: RequestContext, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """The function's result. For a request with a large body it runs in the one thread that is there for this: the event
         loop serves the others meanwhile.
         """
-        if visit.body_bytes <= LARGE_BODY:
+        if context.body_bytes <= LARGE_BODY:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
@@ -136,38 +136,38 @@ class Gateway:
             raise GatewayError(400, text, "n", "invalid_value")
         return generated
 
-    def jobs(self, asked: list[translate.Asked], visit: Visit, model: str) -> list[Job]:
+    def jobs(self, asked: list[translate.Asked], context: RequestContext, model: str) -> list[Job]:
         """The replies to generate, by prompts, with the adapter that `model` names."""
         adapter = {"lora_name": model} if model in self.adapters else {}
         return [
-            Job(request | adapter, f"{visit.request_id}-{i}", self._party(visit), request.get("n", 1), origin)
+            Job(request | adapter, f"{context.request_id}-{i}", self._party(context), request.get("n", 1), origin)
             for i, (request, origin) in enumerate(asked)
         ]
 
-    def _party(self, visit: Visit) -> str:
-        """With whom a request shares KV, and is told of it: its key's name has a party of its own; without keys all are one where
-        only this machine's programs can ask; otherwise each is a stranger to the others.
+    def _party(self, context: RequestContext) -> str:
+        """The namespace in which a request shares KV and may see how much was reused: that of its key; without keys one for
+        all if only programs of this machine can ask, else none is shared.
         """
-        return THIS_MACHINE if self.keys is None and self.is_of_this_machine(visit) else visit.namespace
+        return THIS_MACHINE if self.keys is None and self.is_of_this_machine(context) else context.namespace
 
-    def is_of_this_machine(self, visit: Visit) -> bool:
+    def is_of_this_machine(self, context: RequestContext) -> bool:
         """True if only a program of this machine can have sent the request."""
-        return self._is_private and not visit.is_forwarded
+        return self._is_private and not context.is_forwarded
 
     def answer(self, work: Work, places: int, on_error: ErrorEvent = error_event) -> Answer:
         return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error)
 
     async def card(self, name: str) -> dict[str, Any]:
-        """What /v1/models says. An adapter has the model that it belongs to as `parent`, as with vLLM."""
+        """The entry of /v1/models. `parent` of an adapter is the model that it belongs to, as with vLLM."""
         card = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
         if (length := await self.max_model_len()) is not None:
             card["max_model_len"] = length
         return card if name in self.settings.model_names else card | {"parent": self.settings.model_names[0]}
 
-    async def send_chunks(self, out: Outlet, jobs: list[Job], visit: Visit, chunks: Chunks) -> None:
+    async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:
         """The cheap path of a token: one event, one write. Clients that take each HTTP chunk for an event, as
         perf_analyzer and genai-perf do, cannot read two in one."""
-        async with aclosing(pieces(self.link, jobs, visit)) as source:
+        async with aclosing(pieces(self.link, jobs, context)) as source:
             async for index, piece in source:
                 for event in chunks.of(index, piece):
                     await out.event(event)
@@ -177,10 +177,12 @@ class Gateway:
             await out.event(event)
         await out.end_of_events(DONE)
 
-    async def respond(self, out: Outlet, asked: Responding, job: Job, visit: Visit, writer: ResponseWriter) -> None:
+    async def respond(
+        self, out: Outlet, asked: Responding, job: Job, context: RequestContext, writer: ResponseWriter
+    ) -> None:
         """A reply of /v1/responses, kept for later turns unless `store` is false."""
         message = asked.message
-        async with aclosing(pieces(self.link, [job], visit)) as source:
+        async with aclosing(pieces(self.link, [job], context)) as source:
             async for _, piece in source:
                 if not message.stream:
                     writer.take(piece)
@@ -190,8 +192,8 @@ class Gateway:
         answer = msgspec.json.encode(body)
         if message.store is not False:
             stored = Stored(writer.id, tuple(asked.items), writer.items(), asked.before.earlier, answer)
-            self.store.put(visit.namespace, stored)
-        self.add_to_conversation(asked, writer, visit.namespace)
+            self.store.put(context.namespace, stored)
+        self.add_to_conversation(asked, writer, context.namespace)
         if message.stream:
             await out.end_of_events(await writer.closing(body))
         else:
@@ -222,13 +224,13 @@ class Gateway:
             pass
         return None
 
-    async def count_tokens(self, job: Job, visit: Visit) -> int:
-        """Of the prompt of a request that only tokenises."""
-        (reply,) = await whole(self.link, [job], visit)
+    async def count_tokens(self, job: Job, context: RequestContext) -> int:
+        """The number of prompt tokens of a request that only tokenises."""
+        (reply,) = await whole(self.link, [job], context)
         return reply.usage.prompt_tokens
 
     def before(self, message: Asking, namespace: str) -> Before:
-        """What a request goes on from. Raises GatewayError."""
+        """The items that a request continues. Raises GatewayError."""
         given = message.conversation
         if given is None:
             earlier = self._earlier(message, namespace)
@@ -256,7 +258,7 @@ class Gateway:
         return found
 
     def _earlier(self, message: Asking, namespace: str) -> Stored | None:
-        """What previous_response_id stands for. Raises GatewayError."""
+        """The response that previous_response_id names. Raises GatewayError."""
         if message.previous_response_id is None:
             return None
         found = self.store.get(namespace, message.previous_response_id)

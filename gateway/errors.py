@@ -34,7 +34,7 @@ _STATUS_OF_CODE = {
     "CANCELLED": 503,
 }
 _OVERLOAD = re.compile(r"queue|max_queue_size|overload|too many", re.IGNORECASE)
-_GUIDE = re.compile(r"guide((?:\.\w+|\[\d+\])*): ")  # what the model says of a guide begins with the place in it
+_GUIDE = re.compile(r"guide((?:\.\w+|\[\d+\])*): ")  # the model's errors about a guide begin with the place in it
 _NO_GUIDES = "GuidedDecoder"  # the first word where no guide is taken at all
 _CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
 # keys of the Triton model that clients know, and what OpenAI calls those that have another name there

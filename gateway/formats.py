@@ -1,5 +1,5 @@
-"""What says which form an answer has, as the Triton model's `guide`: response_format, the format of /v1/responses, and vLLM's
-structured_outputs.
+"""From the form that a client asks for (response_format, the format of /v1/responses, vLLM's structured_outputs) to the Triton
+model's `guide`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OLDER_FORMS = (
 
 
 def asked_form(message: Completing) -> Form | None:
-    """What a request asks for, by whatever name. Raises GatewayError for two of them."""
+    """The form that a request asks for, under any of these names. Raises GatewayError if there are two."""
     named = forms_asked(message)
     if len(named) > 1:
         text = f"{' and '.join(named[:2])} both say what the answer looks like; leave one out"
@@ -76,7 +76,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Form:
 
 
 def form_of(format: Format | None, field: str) -> Form | None:
-    """What an answer must look like by its format, which the client wrote as `field`; None for plain text."""
+    """The form of an answer for a format, which the client sent as `field`; None for plain text."""
     match format:
         case None | TextFormat():
             return None

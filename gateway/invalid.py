@@ -146,7 +146,7 @@ def _other_form(name: str, context: dict[str, Any]) -> GatewayError:
 def _refused(path: list[int | str], is_unknown: bool, fields: Fields) -> str | None:
     """The refused parameter that a path leads to: one of the request, or one of an earlier answer's message.
 
-    A key in such a parameter that nobody knows (`is_unknown`) is no request for what it stands for, but spelled wrong.
+    An unknown key in such a parameter (`is_unknown`) is a spelling mistake, so the key itself is reported.
     """
     if path and path[0] in fields.refused and not (is_unknown and len(path) > 1):
         return str(path[0])
@@ -204,7 +204,7 @@ def _detail(sentence: str) -> str:
 
 
 def _path(error: Any, fields: Fields) -> list[int | str]:
-    """Of pydantic's location the names and indices that the client wrote: without the forms that were tried."""
+    """The names and indices in pydantic's location that the client wrote, without the union members that pydantic tried."""
     location: tuple[int | str, ...] = error["loc"]
     if location[-1:] == ("[key]",) and error["type"] != "extra_forbidden":
         location = location[:-1]
@@ -232,7 +232,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
 
 
-@cache  # The schema takes milliseconds to make, and whoever sends nonsense sends it often.
+@cache  # The schema takes milliseconds to make, and a client with a mistake repeats it.
 def _fields_of(kind: type[pydantic.BaseModel]) -> Fields:
     inner = kind.model_json_schema().get("$defs", {})
     return Fields(frozenset(kind.model_fields), frozenset(_names_in(inner)), refused_of(kind))

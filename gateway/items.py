@@ -18,7 +18,7 @@ MOST_LISTED, LISTED = 100, 20  # items of one page: at most, and unless asked fo
 
 
 def items_of(given: str | Sequence[AnyItem]) -> list[Item]:
-    """What a client sends, with an id for each item that has none."""
+    """The items that a client sends, each with an id."""
     if isinstance(given, str):
         return [message_item("user", given)]
     return [_item(one) for one in given]

@@ -34,7 +34,7 @@ def namespace_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Client:
-    """Who a key belongs to, and what it may do."""
+    """The client that a key belongs to, and its rights."""
 
     name: str
     models: frozenset[str] | None = None  # None: all that are served
@@ -53,7 +53,7 @@ class Client:
 EVERYBODY = Client("", metrics=True)
 THIS_MACHINE = namespace_of(
     ""
-)  # of all that ask without a key where only this machine's programs can; no key has this name
+)  # namespace of requests without a key that only programs of this machine can send; no key has this name
 
 
 def read_keys(path: Path, served: Collection[str] | None = None) -> dict[bytes, Client]:
@@ -122,9 +122,8 @@ def _of_line(words: list[str], number: int) -> tuple[str, Client]:
 
 
 class Keys:
-    """Who is who. The file is looked at for each request, and read again when it has changed.
-
-    A changed file that cannot be used is told once in the log, and the keys before the change stay.
+    """The keys of a file. For each request the file's signature is compared, and the file is read again after a change. If it
+    is invalid then, one line of the log says so, and the former keys stay.
     """
 
     def __init__(self, path: Path, served: Collection[str] | None = None) -> None:
@@ -133,7 +132,7 @@ class Keys:
         self._keys = read_keys(path, served)
 
     def client_of(self, key: str) -> Client | None:
-        """Whom a key belongs to. Compares with every key, in the same time whether or not one fits."""
+        """The client that a key belongs to; None: no client. Takes the same time whether or not a key matches."""
         self._refresh()
         digest = hashlib.sha256(key.encode()).digest()
         found: Client | None = None

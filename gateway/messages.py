@@ -1,4 +1,4 @@
-"""What clients send: chat completions and completions of OpenAI's API, with the parameters that vLLM adds to them.
+"""Messages of clients: chat completions and completions of OpenAI's API, with the parameters that vLLM adds to them.
 
 A parameter that is known but not served is declared with its neutral value only, so that the page /openapi.json tells
 the truth, and is refused by name otherwise (gateway/invalid.py).
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-MOST_KEYS = 100  # of an object; twice as many as the largest message has
+MOST_KEYS = 100  # in one object; twice as many as the largest message has
 
 Text = Annotated[str, Field(max_length=1 << 24)]
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(fail_fast=True)]
@@ -36,7 +36,7 @@ class Wire(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_keys(cls, value: Any) -> Any:
-        """Of an object with many keys none is looked at: pydantic makes an error of each unknown one."""
+        """Refuse an object with many keys before pydantic makes an error of each unknown one."""
         if isinstance(value, dict) and len(value) > MOST_KEYS:
             raise PydanticCustomError("too_many_keys", "Input should have at most {limit} keys", {"limit": MOST_KEYS})
         return value
@@ -104,7 +104,7 @@ class Sampling(ModelRequest):
     stream: bool | None = None
     user: str | None = None
     metadata: Metadata | None = None
-    # What vLLM adds.
+    # vLLM's additions.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -119,19 +119,19 @@ class Sampling(ModelRequest):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases | None = None
 
-    # What other servers' clients and routers send with every request. Any other value of these is refused by name.
+    # Sent by other servers' clients and routers with every request. Values that would change the answer are refused by name.
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # no spaces are ever put between them
     no_stop_trim: Literal[False] | None = None  # include_stop_str_in_output is the same
     return_hidden_states: Literal[False] | None = None
-    separate_reasoning: bool | None = None  # an answer is told as the model writes it: nothing is held for reasoning,
-    stream_reasoning: bool | None = None  # so that nothing can be told apart or left out
+    separate_reasoning: bool | None = None  # the answer is the model's text as it is: reasoning is not told apart,
+    stream_reasoning: bool | None = None  # so it can neither be separated nor left out
     include_reasoning: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # there is one: default
 
 
 class Completing(Sampling):
-    """What chat completions and completions share."""
+    """Fields of both chat completions and completions."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     use_beam_search: bool | None = None  # vLLM's, as the two below
@@ -218,7 +218,7 @@ class ChatRequest(Completing):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    # What the chat template is told besides the messages.
+    # Variables of the chat template besides the messages.
     add_generation_prompt: bool | None = None  # vLLM's, as the two below
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Of which field of a client's request its guide was made, so that what the model refuses of it gets that name."""
+"""The field of a client's request that its guide was made from, so that an error of the model about the guide names it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GuideOrigin:
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer must look like: the `guide` of the Triton model's request, and where it came from."""
+    """The form of an answer: the `guide` of the Triton model's request, and the field that it came from."""
 
     guide: dict[str, str]
     origin: GuideOrigin

@@ -1,4 +1,4 @@
-"""What clients get, as the page /openapi.json describes it. Replies are encoded from dictionaries, not from these."""
+"""Replies as the page /openapi.json describes them. They are encoded from dictionaries, not from these classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     max_model_len: int | None = None  # tokens of prompt and answer together; absent while the model cannot be asked
-    parent: str | None = None  # of a LoRA adapter: the model that it belongs to
+    parent: str | None = None  # the model that a LoRA adapter belongs to; None for a model
 
 
 class ModelList(BaseModel):

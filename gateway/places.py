@@ -8,8 +8,8 @@ SHARE = 3  # so many places a client may hold for each that is left free: three 
 
 
 class Places:
-    """So many places. Where clients are told apart by keys, one that holds some gets no more than its share of them: however
-    much it asks for, places are left for those who hold none.
+    """A number of places for requests. With keys a client that holds some gets no more than its share: however many requests
+    it sends, places are left for clients that hold none.
     """
 
     def __init__(self, total: int, with_shares: bool) -> None:

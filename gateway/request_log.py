@@ -13,9 +13,9 @@ from typing import Any
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
-from gateway.visit import Visit
+from gateway.request_context import RequestContext
 
-MOST_WORDS = 8  # of an unknown path that are shown
+MOST_WORDS = 8  # the most words of an unknown path that a line shows
 _log = logging.getLogger("everbatch.gateway")
 
 
@@ -37,27 +37,27 @@ class RouteNames:
         return "/".join(word if word in self._words else "*" for word in words)
 
 
-def log_request(scope: Scope, route: str, visit: Visit, seconds: float) -> None:
+def log_request(scope: Scope, route: str, context: RequestContext, seconds: float) -> None:
     """Write the line; `route` is one that is declared, or a masked path."""
     fields: dict[str, Any] = {
         "event": "http_request",
         "method": scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "OTHER",
         "route": route,
-        "status": visit.status or None,
+        "status": context.status or None,
         "total_ms": round(seconds * 1000, 3),
-        "prompt_tokens": visit.prompt_tokens,
-        "completion_tokens": visit.completion_tokens,
-        "request_id": visit.request_id,
-        "client_left": visit.left or None,
-        **_failure(visit),
+        "prompt_tokens": context.prompt_tokens,
+        "completion_tokens": context.completion_tokens,
+        "request_id": context.request_id,
+        "client_left": context.left or None,
+        **_failure(context),
     }
     shown = {name: value for name, value in fields.items() if value is not None}
     _log.info("%s", _sentence(fields), extra={"fields": shown})
 
 
-def _failure(visit: Visit) -> dict[str, Any]:
-    """What the client was told to have gone wrong, in a stream that had begun too."""
-    error = visit.error
+def _failure(context: RequestContext) -> dict[str, Any]:
+    """The error that the client got, also at the end of a stream."""
+    error = context.error
     return {} if error is None else {"error": error.code or error.kind(), "param": error.logged or None}
 
 

@@ -40,7 +40,7 @@ class _Message:
 
 @dataclass
 class _Growth:
-    """What a piece adds to a message."""
+    """The part of a message that one piece adds."""
 
     message: _Message
     is_new: bool
@@ -50,7 +50,7 @@ class _Growth:
 
 @dataclass
 class _Called:
-    """A call of the output, which is complete when it is told."""
+    """A call of the output. It is complete when it is published."""
 
     place: int
     item: Item
@@ -62,7 +62,7 @@ class _Output:
     def __init__(self, has_calls: bool) -> None:
         self.entries: list[_Message | _Called] = []
         self._reader = CallReader() if has_calls else None
-        self._blank = ""  # white space that is told only if text follows it
+        self._blank = ""  # white space that is sent only if text follows it
         self._waiting: list[msgspec.Raw] = []  # log-probabilities of what is held back
 
     def add(self, piece: Piece) -> Iterator[_Growth | _Called]:

@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses: OpenAI's Responses API, text in and text out."""
+"""Messages of clients to /v1/responses: OpenAI's Responses API, text in and text out."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from gateway.messages import (
 
 ResponseId = Annotated[str, Field(max_length=64)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
-MOST_ITEMS = 100  # that one request adds to a conversation
+MOST_ITEMS = 100  # the most that one request adds to a conversation
 LOGPROBS = "message.output_text.logprobs"
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # of reasoning there is none apart
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # none is kept apart
 
 
 class SchemaFormat(JsonSchema):
@@ -42,7 +42,7 @@ class TextConfig(Wire):
 
 
 class Reasoning(Wire):
-    """`effort` is told to the chat template. Reasoning is part of the answer's text, so that no summary of it is told."""
+    """`effort` is a variable of the chat template. Reasoning is part of the answer's text, so there is no summary of it."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -50,7 +50,7 @@ class Reasoning(Wire):
 
 
 class Item(Wire):
-    """What a client may have got from an earlier answer. Its package adds keys of newer versions of the API, which are null."""
+    """An item that may come from an earlier answer. OpenAI's package adds keys of newer versions of the API, which are null."""
 
     @model_validator(mode="before")
     @classmethod
@@ -90,7 +90,7 @@ class FunctionCallItem(Item):
 
 
 class FunctionOutputItem(Item):
-    """What a function has returned to a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -147,7 +147,7 @@ class ConversationItems(Wire):
 
 
 class Asking(ModelRequest):
-    """What is the input of a response."""
+    """The input of a response."""
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: Text | None = None

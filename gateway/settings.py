@@ -1,4 +1,4 @@
-"""What the gateway is told when it starts."""
+"""Settings of the gateway, fixed when it starts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Settings:
 
     triton: str = "127.0.0.1:8001"  # HOST:PORT of Triton's gRPC
     triton_model: str = "everbatch"
-    model_names: tuple[str, ...] = ("everbatch",)  # what clients may name as `model`; the first is the one listed first
+    model_names: tuple[str, ...] = ("everbatch",)  # values of `model` that clients may send, in the order of /v1/models
     adapters: tuple[
         str, ...
     ] = ()  # names of LoRA adapters: clients may name one as `model`, to have it on the first model
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
-    api_keys: Path | None = None  # None: nobody needs a key
+    api_keys: Path | None = None  # None: no key is needed
     metrics_url: str | None = None  # Triton's metrics page; None: only the gateway's own counters are served
     max_body_bytes: int = 4 * MIB
     body_timeout_s: float = 30.0  # for the whole body to arrive
@@ -39,5 +39,5 @@ class Settings:
     max_choices_per_request: int = 128  # prompts times n, or best_of, of one request
     shutdown_grace_s: float = 5.0  # replies may run on so long after SIGTERM
     store_count: int = 1000  # responses kept for previous_response_id, for each namespace
-    store_bytes: int = 64 * MIB  # of their texts, for each namespace
+    store_bytes: int = 64 * MIB  # size of their texts, for each namespace
     store_ttl_s: float = 24 * 3600.0  # since a response was last used

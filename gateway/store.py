@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-OVERHEAD_BYTES = 1024  # of a response besides its texts
+OVERHEAD_BYTES = 1024  # memory of a response besides its texts
 Item = dict[str, Any]
 
 
@@ -78,7 +78,7 @@ class _Shelf:
 
 
 class ResponseStore:
-    """Of each namespace at most `count` responses and `size` bytes, none unused for `ttl_s` seconds."""
+    """Keeps at most `count` responses and `size` bytes of each namespace, none unused for `ttl_s` seconds."""
 
     def __init__(self, count: int, size: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._count, self._size, self._ttl_s, self._clock = count, size, ttl_s, clock
@@ -92,7 +92,7 @@ class ResponseStore:
             shelf.responses.popitem(last=False)
 
     def get(self, namespace: str, response_id: str) -> Kept | None:
-        """What has this id, which is now the last one used; None when it is not there, or another namespace's."""
+        """The response or conversation with this id, which is now the last one used; None if this namespace has none."""
         self._forget_old()
         shelf = self._shelves.get(namespace)
         if shelf is None or response_id not in shelf.responses:

@@ -1,12 +1,12 @@
-"""Tools: what makes the model call functions, and calls read out of its text.
+"""Tools: makes the model call functions, and reads calls out of its text.
 
     auto        free text, in which OPENING begins a call of one of the tools, which then has its form; the output ends
                 with the first call where parallel_tool_calls is false
     required    the output is one call, of any tool; a named function: of that tool
-    none        the model is not told of the tools
+    none        the prompt leaves the tools out
 
-A call is written as <tool_call>{"name": NAME, "arguments": {...}}</tool_call>, as Hermes and Qwen write it. The model is told of
-the tools by its chat template, if that shows any.
+A call is written as <tool_call>{"name": NAME, "arguments": {...}}</tool_call>, as Hermes and Qwen write it. The chat template,
+if it shows tools, puts them into the prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Toolset:
 
 
 def toolset(message: ChatRequest | Asking) -> Toolset:
-    """What a request says of tools, in the form of either API."""
+    """The tools of a request of either API."""
     wanted = message.tool_choice or "auto"
     named = None
     if isinstance(wanted, ToolChoice):
@@ -63,7 +63,7 @@ def wants_calls(message: ChatRequest | Asking) -> bool:
 
 
 def form_of_tools(message: ChatRequest | Asking) -> Form | None:
-    """What makes the answer one with calls; None where no tool may be called. Raises GatewayError."""
+    """The form of an answer that may hold calls; None if no tool may be called. Raises GatewayError."""
     asked = toolset(message)
     if not asked.functions:
         if asked.choice == "required":
@@ -118,7 +118,7 @@ def _structure(function: Function) -> dict[str, Any]:
 
 
 def template_fields(turn: ChatMessage) -> dict[str, Any]:
-    """What a turn has besides its text, as chat templates know it: arguments are objects there."""
+    """Fields of a turn besides its text, as chat templates expect them: arguments are objects there."""
     fields: dict[str, Any] = {}
     if turn.tool_calls:
         fields["tool_calls"] = [
@@ -185,7 +185,7 @@ class CallReader:
         return found
 
     def _first_call(self) -> tuple[str | None, str]:
-        """What stands in the call with which the held text begins, and the text behind it. None while it is not complete."""
+        """The content of the call with which the held text begins (None while it is incomplete), and the text behind it."""
         while (end := self._held.find(CLOSING, self._searched)) >= 0:
             self._searched = end + len(CLOSING)
             text = self._held[len(OPENING) : end]

@@ -51,7 +51,7 @@ def chat(message: ChatRequest) -> Asked:
 
 
 def _rendering(message: ChatRequest) -> dict[str, Any]:
-    """What the chat template is told besides messages and tools. Raises GatewayError."""
+    """Variables of the chat template besides messages and tools. Raises GatewayError."""
     if message.add_generation_prompt and message.continue_final_message:
         text = "continue_final_message and add_generation_prompt exclude each other; leave one out"
         raise GatewayError(400, text, "continue_final_message", "invalid_value")
@@ -159,7 +159,7 @@ def counting(message: Asking, earlier: list[Item], items: list[Item]) -> Asked:
 
 
 def asked_input(message: Asking, earlier: list[Item], items: list[Item]) -> dict[str, Any]:
-    """What the prompt of a response is rendered from."""
+    """The messages and template variables that the prompt of a response is rendered from."""
     system = [] if message.instructions is None else [{"role": "system", "content": message.instructions}]
     effort = None if message.reasoning is None else message.reasoning.effort
     verbosity = None if message.text is None else message.text.verbosity
@@ -175,7 +175,7 @@ def _template_role(role: str) -> str:
 
 
 def sampling(message: Sampling) -> dict[str, Any]:
-    """What says how tokens are chosen. Of OpenAI's defaults only the temperature, 1, is sent.
+    """The sampling parameters. OpenAI's default temperature, 1, is sent explicitly; its other defaults are the model's.
 
     Without one the model would always take the most likely token; everything else is off unless it is asked for.
     """

@@ -50,25 +50,25 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    discarded_tokens: int = 0  # of replies that best_of has left out; told with the first of the others
+    discarded_tokens: int = 0  # tokens of replies that best_of has left out; in the first of the others
 
 
 class Piece(msgspec.Struct):
-    """What a response of the model tells of one reply. The last one has a finish_reason, `stop` or `length`, and the usage."""
+    """One response of the model about one reply. The last one has a finish_reason, `stop` or `length`, and the usage."""
 
-    index: int = 0  # of the reply among those to its prompt
+    index: int = 0  # number of the reply among those to its prompt
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[msgspec.Raw] | None = None  # a TokenLogProb each, not decoded yet
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
-    max_model_len: int | None = None  # of a request that only tokenises
-    prompt_logprobs: list[msgspec.Raw] | None = None  # of the prompt, which the text begins with; in the first piece
+    max_model_len: int | None = None  # in the answer to a request that only tokenises
+    prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
 
     @property
     def shown_logprobs(self) -> list[msgspec.Raw] | None:
-        """Of all tokens that the text is made of."""
+        """Log-probabilities of all tokens of the text."""
         return self.logprobs if self.prompt_logprobs is None else self.prompt_logprobs + (self.logprobs or [])
 
 
@@ -87,7 +87,7 @@ class TritonLink:
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Yield what comes of the replies, until each has ended. Leaving early cancels them at once. Raises GatewayError.
 
-        Nothing is read ahead: whoever reads slowly holds the stream back.
+        Nothing is read ahead: a slow reader holds the stream back.
         """
         call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
         try:

@@ -20,7 +20,9 @@ from kernels.common.quantize import row_slices, to_groups
 from kernels.common.super_blocks import COLUMNS
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-PARTS = [part / 25 for part in range(20, 29)]  # of the least or greatest value, which the largest number is mapped to
+PARTS = [
+    part / 25 for part in range(20, 29)
+]  # parts of the least or greatest value that the largest number is mapped to
 
 
 def round_weight(w: Tensor, group: int) -> tuple[Tensor, Tensor]:

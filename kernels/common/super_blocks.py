@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-COLUMNS = 256  # of a super-block
+COLUMNS = 256  # columns of a super-block
 Kind = Literal["Q4_K", "Q5_K", "Q6_K", "mixed", "values"]
 GROUP: dict[Kind, int] = {"Q4_K": 32, "Q5_K": 32, "Q6_K": 16, "mixed": 16, "values": 32}
 _CENTRE: dict[Kind, int] = {"Q4_K": 0, "Q5_K": 0, "Q6_K": 32, "mixed": 32, "values": 0}

@@ -53,16 +53,16 @@ class NativeShape:
     intermediate: int
     norm_eps: float
     block_size: int  # tokens, a multiple of UNIT
-    kv_bits: int  # of a number of the KV pool: 8 or 4; 0: what is computed in
+    kv_bits: int  # bits of a number in the KV pool: 8 or 4; 0: the type of the computation
     sink_tokens: int = 0  # in layers with a window
 
 
 class Given(NamedTuple):
-    """What the tokens of a step, all rows behind one another, have other than by their ids and their places."""
+    """Embeddings and positions of a step's tokens (all rows concatenated) that differ from those of their ids and places."""
 
     embedded: NDArray[np.uintp] | None  # address of a token's embedding, float32 [hidden]; 0: that of its id
     positions: NDArray[np.int64] | None  # by which queries and keys are rotated
-    vectors: Tensor | None = None  # what `embedded` points to
+    vectors: Tensor | None = None  # owns the memory that `embedded` points to
 
 
 class NativeDecoder:
@@ -129,7 +129,7 @@ class NativeDecoder:
         block_tables: NDArray[np.int32],  # [slots, max_blocks]
         pools: Sequence[Tensor],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype
         wants_logits: bool,
-        adapters: Sequence[PackedAdapter | None] = (),  # of each row; empty: no row has one
+        adapters: Sequence[PackedAdapter | None] = (),  # one for each row; empty: no row has an adapter
         hidden: Tensor | None = None,  # where hidden states are wanted
         given: Given | None = None,
     ) -> tuple[NDArray[np.int64], Tensor | None]:

@@ -41,7 +41,7 @@ class PackedAdapter:
 
 
 def packed_bytes(first: int, n: int, k: int, rank: int, itemsize: int) -> int:
-    """What `pack_a` and `pack_b` make of a part."""
+    """Size of a part as `pack_a` and `pack_b` pack it."""
     panels = -(-(first % PANEL + n) // PANEL)
     return rank * (k + -k % K_UNIT + panels * PANEL) * itemsize
 

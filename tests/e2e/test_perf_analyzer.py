@@ -98,7 +98,9 @@ def measure(model: str, server: TritonServer, load: list[str], directory: Path) 
         export.unlink(missing_ok=True)  # perf_analyzer refuses to replace it
         try:
             done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
-        except subprocess.TimeoutExpired as stuck:  # Seen once in some thousand runs. It is ours unless all was answered.
+        except (
+            subprocess.TimeoutExpired
+        ) as stuck:  # Seen once in some thousand runs. It is ours unless all was answered.
             everything_is_answered(server)
             warnings.warn(f"perf_analyzer did not end although every request was answered: {stuck}", stacklevel=2)
             continue

@@ -13,9 +13,9 @@ import pytest
 
 from gateway.core import Gateway
 from gateway.keys import THIS_MACHINE, Keys, KeysError, namespace_of, read_keys
+from gateway.request_context import RequestContext
 from gateway.settings import Settings, is_loopback
 from gateway.translate import Asked
-from gateway.visit import Visit
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import FakeTriton
 
@@ -224,7 +224,7 @@ def test_without_keys_the_programs_of_one_machine_are_one_party_and_others_stran
 
 def test_where_other_machines_can_ask_nobody_is_of_one_party() -> None:
     for host, party in (("0.0.0.0", ""), ("127.0.0.1", THIS_MACHINE)):
-        (job,) = Gateway(Settings(host=host)).jobs([Asked({}, None)], Visit(), "everbatch")
+        (job,) = Gateway(Settings(host=host)).jobs([Asked({}, None)], RequestContext(), "everbatch")
         assert job.namespace == party
 
 

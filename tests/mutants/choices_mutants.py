@@ -10,7 +10,7 @@ from tests.serving import conftest  # noqa: F401
 from backend.serving.fronts import everbatch, vllm, vllm_sampling
 from backend.serving.fronts.named_sampling import NamedSampling
 from gateway import choices, chunks, translate, triton_client
-from gateway.visit import Visit
+from gateway.request_context import RequestContext
 from tests.mutants.changes import Plant, change
 
 FRONTS = ["tests/serving/test_choices.py"]
@@ -69,7 +69,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         COMPLETIONS,
     ),
     "a_prompt_is_counted_with_each_choice": (
-        change(Visit, "count", (" and piece.index == 0", "")),
+        change(RequestContext, "count", (" and piece.index == 0", "")),
         ["tests/gateway/test_log.py"],
     ),
     "best_of_takes_no_places": (

@@ -20,8 +20,8 @@ from gateway import (
     connection,
     core,
     errors,
-    front,
     logprobs,
+    middleware,
     response_events,
     tools,
     translate,
@@ -70,7 +70,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "brackets_in_texts_are_counted": (change(bodies, "num_parts", (" & ~in_string", "")), BODIES),
     "escaped_quotes_end_texts": (change(bodies, "num_parts", ('.replace(rb"\\"", b"__")', "")), BODIES),
     "large_bodies_hold_up_the_others": (
-        change(core.Gateway, "aside", ("visit.body_bytes <= LARGE_BODY", "True")),
+        change(core.Gateway, "aside", ("context.body_bytes <= LARGE_BODY", "True")),
         BODIES,
     ),
     "too_many_prompts_are_translated_first": (
@@ -124,19 +124,23 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "who_holds_none_needs_a_share_too": (change(Places, "take", ("held and held + count", "held + count")), PLACES),
     "open_routes_read_bodies": (
-        change(front.Front, "_answer", ('== "POST" and not is_open', '== "POST"')),
+        change(middleware.Middleware, "_answer", ('== "POST" and not is_open', '== "POST"')),
         CONNECTIONS,
     ),
     "failed_requests_keep_their_places": (
-        change(front.Front, "__call__", ("if visit.admitted:", "if visit.admitted and not visit.left:")),
+        change(
+            middleware.Middleware, "__call__", ("if context.admitted:", "if context.admitted and not context.left:")
+        ),
         CONNECTIONS,
     ),
     "a_reply_of_many_gives_one_place_back": (
-        change(Answer, "__call__", ("leave(visit.namespace, self._choices)", "leave(visit.namespace, 1)")),
+        change(Answer, "__call__", ("leave(context.namespace, self._choices)", "leave(context.namespace, 1)")),
         LIMITS,
     ),
     "replies_are_all_strangers": (
-        change(Answer, "__call__", ("enter(visit.namespace,", 'enter("",'), ("leave(visit.namespace,", 'leave("",')),
+        change(
+            Answer, "__call__", ("enter(context.namespace,", 'enter("",'), ("leave(context.namespace,", 'leave("",')
+        ),
         PLACES,
     ),
     "chunks_are_counted_over_all_requests": (
@@ -174,11 +178,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         KEYS,
     ),
     "each_key_may_change_adapters": (
-        change(adapters, "_allowed", ("not visit.client.adapters", "False")),
+        change(adapters, "_allowed", ("not context.client.adapters", "False")),
         ["tests/gateway/test_adapters.py"],
     ),
     "a_proxy_s_clients_may_change_adapters": (
-        change(Gateway, "is_of_this_machine", (" and not visit.is_forwarded", "")),
+        change(Gateway, "is_of_this_machine", (" and not context.is_forwarded", "")),
         ["tests/gateway/test_adapters.py"],
     ),
     "loaded_adapters_cannot_be_named": (

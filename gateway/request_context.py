@@ -1,4 +1,4 @@
-"""What the gateway knows of one HTTP request while it is there."""
+"""RequestContext: the state of one HTTP request from its head to its last byte."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCOPE_KEY = "everbatch"
 
 
 @dataclass
-class Visit:
-    """Of one request: whose it is, its body until it is taken, and the tokens that went through so far."""
+class RequestContext:
+    """The client of a request, its body until a route takes it, and the tokens so far."""
 
     client: Client = EVERYBODY
     body: bytes = b""
@@ -25,7 +25,7 @@ class Visit:
     is_forwarded: bool = False  # a proxy stands between, with anybody behind it
     admitted: bool = False  # it counts among the requests that are being answered
     left: bool = False  # the client went away before its reply was complete
-    error: GatewayError | None = None  # what the client was told, as a status or as the last event of a stream
+    error: GatewayError | None = None  # the error that the client got, as a status or as the last event of a stream
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -46,6 +46,6 @@ class Visit:
             self.completion_tokens += piece.usage.discarded_tokens
 
 
-def visit_of(scope: Any) -> Visit:
-    visit: Visit = scope[SCOPE_KEY]
-    return visit
+def visit_of(scope: Any) -> RequestContext:
+    context: RequestContext = scope[SCOPE_KEY]
+    return context

@@ -1,4 +1,4 @@
-"""What every request passes first: who it is, how much there may be of it, and the one line it leaves in the log.
+"""Middleware that every request passes first: authentication, limits of size and number, and one line in the log.
 
 Neither a key nor any text of a prompt or a reply is ever logged: of a failure only its kind and its place are.
 """
@@ -18,16 +18,16 @@ from gateway.counters import Counters
 from gateway.errors import GatewayError, failed, overloaded
 from gateway.keys import Client, Keys
 from gateway.places import Places
+from gateway.request_context import SCOPE_KEY, RequestContext
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
-from gateway.visit import SCOPE_KEY, Visit
 
 OPEN_TO_ALL = ("/health", "/openapi.json")  # they need no key, and have no body that would be read
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
 _log = logging.getLogger("everbatch.gateway")
 
 
-class Front:
+class Middleware:
     """The ASGI application in front of the routes."""
 
     def __init__(
@@ -46,45 +46,45 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = Visit()
-        scope[SCOPE_KEY] = visit
+        context = RequestContext()
+        scope[SCOPE_KEY] = context
         began = time.perf_counter()
         try:
-            await self._answer(scope, receive, _noting(send, visit), visit)
+            await self._answer(scope, receive, _noting(send, context), context)
         finally:
-            if visit.admitted:
-                self._places.give_back(visit.namespace)
-            self._note(scope, visit, time.perf_counter() - began)
+            if context.admitted:
+                self._places.give_back(context.namespace)
+            self._note(scope, context, time.perf_counter() - began)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         try:
             headers = Headers(scope=scope)
             is_open = scope["path"] in OPEN_TO_ALL
-            visit.is_forwarded = any(name in headers for name in OF_PROXIES)
+            context.is_forwarded = any(name in headers for name in OF_PROXIES)
             if self._keys is not None and not is_open:
-                visit.client = _client(headers, self._keys)
+                context.client = _client(headers, self._keys)
             if scope["method"] == "POST" and not is_open:
-                self._admit(visit)
-                visit.body = await self._body(headers, receive)
+                self._admit(context)
+                context.body = await self._body(headers, receive)
                 receive = _after_body(receive)
             await self._app(scope, receive, send)
         except GatewayError as error:
-            await _refuse(send, visit, error)
+            await _refuse(send, context, error)
         except ConnectionResetError:
-            visit.left = True
+            context.left = True
         except Exception as error:
-            _log_failure(error, visit)
-            if not visit.status:
-                await _refuse(send, visit, failed(visit.request_id))
+            _log_failure(error, context)
+            if not context.status:
+                await _refuse(send, context, failed(context.request_id))
 
-    def _admit(self, visit: Visit) -> None:
+    def _admit(self, context: RequestContext) -> None:
         """Count a request that may take long; the others are always answered. Raises GatewayError(429)."""
-        if not self._places.take(visit.namespace):
-            held, total = self._places.held(visit.namespace), self._places.total
+        if not self._places.take(context.namespace):
+            held, total = self._places.held(context.namespace), self._places.total
             if self._places.taken >= total:
                 raise overloaded(f"{total} requests are being answered, the limit; try again later")
             raise overloaded(f"{held} requests with this key are being answered, its share of {total}; try again later")
-        visit.admitted = True
+        context.admitted = True
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body. Raises GatewayError 408 or 413; ConnectionResetError when the client leaves."""
@@ -114,18 +114,18 @@ class Front:
         text = f"the body has more than {self._settings.max_body_bytes} bytes, the limit; send less"
         return GatewayError(413, text, code="body_too_large")
 
-    def _note(self, scope: Scope, visit: Visit, seconds: float) -> None:
+    def _note(self, scope: Scope, context: RequestContext, seconds: float) -> None:
         route = self._names.of(scope)
         counters = self._counters
-        counters.requests[route or "other", visit.status] += 1
-        counters.disconnects += visit.left
-        counters.prompt_tokens += visit.prompt_tokens
-        counters.completion_tokens += visit.completion_tokens
-        log_request(scope, route or self._names.masked(scope["path"]), visit, seconds)
+        counters.requests[route or "other", context.status] += 1
+        counters.disconnects += context.left
+        counters.prompt_tokens += context.prompt_tokens
+        counters.completion_tokens += context.completion_tokens
+        log_request(scope, route or self._names.masked(scope["path"]), context, seconds)
 
 
 def _client(headers: Headers, keys: Keys) -> Client:
-    """Whose key a request has. Raises GatewayError(401)."""
+    """The client whose key the request carries. Raises GatewayError(401)."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     client = keys.client_of(key.strip()) if scheme.lower() == "bearer" else None
     if client is None:
@@ -134,11 +134,11 @@ def _client(headers: Headers, keys: Keys) -> Client:
     return client
 
 
-def _noting(send: Send, visit: Visit) -> Send:
+def _noting(send: Send, context: RequestContext) -> Send:
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
-            visit.status = message["status"]
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", visit.request_id.encode())]
+            context.status = message["status"]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", context.request_id.encode())]
         await send(message)
 
     return noting
@@ -158,8 +158,8 @@ def _after_body(receive: Receive) -> Receive:
     return after_body
 
 
-async def _refuse(send: Send, visit: Visit, error: GatewayError) -> None:
-    visit.error = error
+async def _refuse(send: Send, context: RequestContext, error: GatewayError) -> None:
+    context.error = error
     data = msgspec.json.encode(error.body())
     headers = {"content-type": "application/json", "content-length": str(len(data)), **error.headers}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -167,7 +167,7 @@ async def _refuse(send: Send, visit: Visit, error: GatewayError) -> None:
     await send({"type": "http.response.body", "body": data})
 
 
-def _log_failure(error: Exception, visit: Visit) -> None:
+def _log_failure(error: Exception, context: RequestContext) -> None:
     frames = traceback.extract_tb(error.__traceback__)[-8:]
     places = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
-    _log.error("%s: %s in %s", visit.request_id, type(error).__name__, places)
+    _log.error("%s: %s in %s", context.request_id, type(error).__name__, places)
