@@ -46,8 +46,8 @@ def find(name: str) -> Mutant:
     raise LookupError(f"there is no planted bug {name!r} in tests/mutants")
 
 
-def run_tests(tests: list[str], mutant: str = "") -> tuple[int, str]:
-    """pytest's exit status and output, with a bug planted or without. A run beyond TIMEOUT_S counts as failed tests.
+def run_tests(tests: list[str], mutant: str = "", timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
+    """pytest's exit status and output, with a bug planted or without. A run beyond `timeout_s` counts as failed tests.
 
     Of `tests` all must be INTERPRETED, or none.
     """
@@ -68,8 +68,8 @@ def run_tests(tests: list[str], mutant: str = "") -> tuple[int, str]:
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if tests[0].startswith(INTERPRETED) else {})
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return TESTS_FAILED, f"no end within {TIMEOUT_S:.0f} s"
+        return TESTS_FAILED, f"no end within {timeout_s:.0f} s"
     return done.returncode, done.stdout + done.stderr

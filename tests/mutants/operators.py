@@ -1,0 +1,171 @@
+"""Planted bugs that are generated: each changes one expression or statement of a function in a plain way.
+
+    a < b            a <= b, True, False        min(a, b)              max(a, b), a, b
+    a and b          a or b, a, b               f(a, b)                f(b, a)
+    a + b            a - b, a, b                a.f()                  a
+    not a            a                          f(x), a.b = c          pass
+    a if b else c    a, c                       return a               return None
+    7, True          8, False                   if a: ...              if True: ..., if False: ...
+
+Some change nothing that can be observed, so a survivor is a question to the reader and not a failed test. These are the operators
+of mutmut and cosmic-ray, which patch files on the disk; here the process under test compiles the changed syntax tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import types
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+SWAPPED: dict[type[ast.AST], type[Any]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+BOUNDS = {"min": "max", "max": "min"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Change(NamedTuple):
+    """One change of a file. `line`: of the file, or of the function's source; `text`: what it makes of what."""
+
+    line: int
+    text: str
+    owner: ast.AST  # its `field`, or the field's element `index`, becomes `value`
+    field: str
+    index: int | None
+    value: ast.AST
+
+    def apply(self) -> None:
+        if self.index is None:
+            setattr(self.owner, self.field, self.value)
+        else:
+            getattr(self.owner, self.field)[self.index] = self.value
+
+
+def changes(tree: ast.Module) -> list[Change]:
+    """All changes of the functions in a module, in the order of the source."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    return sorted((found for function in functions for found in _in_function(function)), key=lambda change: change.line)
+
+
+def changed(source: str, number: int) -> ast.Module:
+    """The module's syntax tree with one of its changes. Raises IndexError."""
+    tree = ast.parse(source)
+    changes(tree)[number].apply()
+    return ast.fix_missing_locations(tree)
+
+
+def plant(path: Path, number: int) -> None:
+    """Let this process import the module at `path` with one change. Call it before anything has imported the module."""
+    code = compile(changed(path.read_text(), number), str(path), "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader
+    usual = loader.get_code
+
+    def get_code(self: importlib.machinery.SourceFileLoader, name: str) -> types.CodeType | None:
+        return cast(types.CodeType, code) if self.path == str(path) else usual(self, name)
+
+    loader.get_code = get_code  # type: ignore[method-assign]
+
+
+def _in_function(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Change]:
+    for statement in function.body:
+        for node in _nodes(statement):
+            for field, index, child in _children(node):
+                for value in _variants(child):
+                    text = f"{_short(child)} -> {_short(value)}"
+                    yield Change(getattr(child, "lineno", 0), text, node, field, index, value)
+    for index, statement in enumerate(function.body):
+        for value in _variants(statement):
+            text = f"{_short(statement)} -> {_short(value)}"
+            yield Change(statement.lineno, text, function, "body", index, value)
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """A statement and all in it, but nothing of functions within it: they have changes of their own."""
+    if not isinstance(node, FUNCTIONS):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _nodes(child)
+
+
+def _children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
+    for field, value in ast.iter_fields(node):
+        if isinstance(value, ast.AST):
+            yield field, None, value
+        elif isinstance(value, list):
+            yield from ((field, index, each) for index, each in enumerate(value) if isinstance(each, ast.AST))
+
+
+def _variants(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
+        case ast.Compare(ops=[operator], comparators=_) if type(operator) in SWAPPED:
+            yield _with(node, ops=[SWAPPED[type(operator)]()])
+            yield from (ast.Constant(True), ast.Constant(False))
+        case ast.BoolOp(op=operator, values=values):
+            yield _with(node, op=SWAPPED[type(operator)]())
+            for index in range(len(values)):
+                rest = values[:index] + values[index + 1 :]
+                yield rest[0] if len(rest) == 1 else _with(node, values=rest)
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in SWAPPED:
+            yield from (_with(node, op=SWAPPED[type(operator)]()), left, right)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield operand
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from (body, orelse)
+        case ast.Constant(value=bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int() as value):
+            yield ast.Constant(value + 1)
+        case ast.Call(func=ast.Name(id="min" | "max" as name), args=[*arguments]):
+            yield _with(node, func=ast.Name(BOUNDS[name], ast.Load()))
+            yield from arguments if len(arguments) == 2 else ()
+        case ast.Call(func=ast.Attribute(value=value), args=[], keywords=[]):
+            yield value
+        case ast.Call(args=[first, second]):
+            yield _with(node, args=[second, first])
+        case ast.comprehension(ifs=[_]):
+            yield _with(node, ifs=[])
+        case _ if isinstance(node, ast.stmt):
+            yield from _statements(node)
+
+
+def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
+    match node:
+        case ast.If() | ast.While():
+            yield from (_with(node, test=ast.Constant(value)) for value in (True, False))
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield ast.Return(ast.Constant(None))
+        case ast.Expr(value=ast.Call() | ast.Await() | ast.YieldFrom()) | ast.AugAssign():
+            yield ast.Pass()
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+            yield ast.Pass()
+
+
+def _with(node: Any, **fields: Any) -> Any:
+    twin = copy(node)
+    for name, value in fields.items():
+        setattr(twin, name, value)
+    return twin
+
+
+def _short(node: ast.AST) -> str:
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
