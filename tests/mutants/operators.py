@@ -91,7 +91,7 @@ def _in_function(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[C
             for field, index, child in _children(node):
                 for value in _variants(child):
                     text = f"{_short(child)} -> {_short(value)}"
-                    yield Change(getattr(child, "lineno", 0), text, node, field, index, value)
+                    yield Change(getattr(child, "lineno", getattr(node, "lineno", 0)), text, node, field, index, value)
     for index, statement in enumerate(function.body):
         for value in _variants(statement):
             text = f"{_short(statement)} -> {_short(value)}"
