@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from backend import trtllm
 from backend.api import ConfigError, EngineConfig, ErrorCode, EverbatchError, Request, Response, load_config
 from backend.engine.core import EngineCore
 from backend.executor import Executor
-from backend.executor.gpt_manager import GptManager, load_engine
-from backend.llm import LLM, SamplingParams
 from backend.serving.upstream_parameters import PARAMETERS, apply_parameters
+from compat import trtllm
+from compat.llm import LLM, SamplingParams
+from compat.trtllm.callback_loop import GptManager, load_engine
 from tests.fakes.hash_worker import HashWorkerGroup
 from tests.hostile import numbers
 from tests.hostile.numbers import VALUES, Probe, sweep

@@ -18,9 +18,9 @@ from backend.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from backend.llm import NotHere, ParameterError
-from backend.llm.arguments import LlmArguments
-from backend.llm.program import PROGRAM
+from compat.llm import NotHere, ParameterError
+from compat.llm.arguments import LlmArguments
+from compat.llm.program import PROGRAM
 
 
 def config(**given: object) -> EngineConfig:

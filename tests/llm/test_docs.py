@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.llm.arguments import KEYS, OWN
+from compat.llm.arguments import KEYS, OWN
 from tests.docs.pages import examples, printed_by, text_of
 
 PAGE = text_of("llm.md")

@@ -11,7 +11,6 @@ from backend.engine.statistics import Statistics
 from backend.executor import engine_process
 from backend.executor.engine_supervisor import EngineProcess, RestartPolicy
 from backend.executor.executor import Executor
-from backend.executor.gpt_manager import GptManager
 from backend.executor.mailbox import Mailboxes
 from backend.executor.record_shelf import RecordShelf
 from backend.executor.watch import Watch
@@ -22,6 +21,7 @@ from backend.wire.client import SocketTransport
 from backend.wire.engine_server import Connection, EngineServer
 from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing
+from compat.trtllm.callback_loop import GptManager
 from tests.mutants.changes import Plant, change
 
 CORE = ["tests/engine/test_core_guards.py"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backend.api import sampling_rules
 from backend.engine import groups, update
 from backend.executor import own_processors
-from backend.trtllm import (
+from compat.trtllm import (
     engine_config,
     executor,
     from_core,
@@ -16,13 +16,13 @@ from backend.trtllm import (
     request_configs,
     to_core,
 )
-from backend.trtllm.configs import KvCacheConfig
-from backend.trtllm.decoding import DecodingConfig
-from backend.trtllm.executor import Executor
-from backend.trtllm.gpt_manager import GptManager
-from backend.trtllm.record import Field, Record
-from backend.trtllm.repeats import Repeats
-from backend.trtllm.results import Response
+from compat.trtllm.configs import KvCacheConfig
+from compat.trtllm.decoding import DecodingConfig
+from compat.trtllm.executor import Executor
+from compat.trtllm.gpt_manager import GptManager
+from compat.trtllm.record import Field, Record
+from compat.trtllm.repeats import Repeats
+from compat.trtllm.results import Response
 from tests.mutants.changes import Plant, change, change_everywhere
 
 CLASSES = ["tests/trtllm/test_classes.py"]

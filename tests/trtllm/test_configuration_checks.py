@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from backend import trtllm
 from backend.api import EngineConfig
 from backend.api.config import ModelConfigSection
-from backend.trtllm.engine_config import engine_config
+from compat import trtllm
+from compat.trtllm.engine_config import engine_config
 from tests.trtllm.test_conversion import tuned
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from backend import trtllm
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
 from backend.api.config import DEBUG_INPUTS, ModelConfigSection, SpeculationConfig
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
 from backend.api.config_ranges import MAX_SECONDS
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.executor.own_processors import OF_REQUEST
-from backend.trtllm.engine_config import engine_config, runs_in_own_process
-from backend.trtllm.to_core import to_core
+from compat import trtllm
+from compat.trtllm.engine_config import engine_config, runs_in_own_process
+from compat.trtllm.to_core import to_core
 
 POLICY = trtllm.CapacitySchedulerPolicy
 CHUNKING = trtllm.ContextChunkingPolicy

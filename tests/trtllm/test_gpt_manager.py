@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from backend import trtllm
 from backend.engine.groups import stream_seed
-from backend.trtllm import bindings
-from backend.trtllm.engine_config import engine_config
+from compat import trtllm
+from compat.trtllm import bindings
+from compat.trtllm.engine_config import engine_config
 from tests.trtllm.helpers import ENGINE
 
 names = bindings.tensor_names
