@@ -67,7 +67,7 @@ class PostprocWorker:
     """Keeps what it must know of the requests that are its own. One thread uses it."""
 
     Input = PostprocInput
-    Output = updates.Output
+    Output = updates.RequestUpdate
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -77,25 +77,25 @@ class PostprocWorker:
     def num_requests(self) -> int:
         return len(self._folds)
 
-    def handle(self, given: PostprocInput) -> updates.Output | None:
+    def handle(self, given: PostprocInput) -> updates.RequestUpdate | None:
         """Take in one response; None when there is nothing to tell. Never raises: an error ends the request."""
         client_id = given.client_id
         if given.rsp.has_error():
             self._folds.pop(client_id, None)
-            return updates.Output(client_id, [], True, given.rsp.error_msg, given.rsp.error_code)
+            return updates.RequestUpdate(client_id, [], True, given.rsp.error_msg, given.rsp.error_code)
         try:
             return self._fold(given)
         except EverbatchError as error:
-            failed = updates.Output(client_id, [], True, error.message, error.code, wants_cancel=True)
+            failed = updates.RequestUpdate(client_id, [], True, error.message, error.code, wants_cancel=True)
         except Exception:
             # Whatever a tokenizer raises ends this request only. The trace goes to the log.
             log.exception("the output of request %d could not be made into text", client_id)
             message = "the output could not be made into text; the log says why"
-            failed = updates.Output(client_id, [], True, message, ErrorCode.INTERNAL, wants_cancel=True)
+            failed = updates.RequestUpdate(client_id, [], True, message, ErrorCode.INTERNAL, wants_cancel=True)
         self._folds.pop(client_id, None)
         return failed
 
-    def _fold(self, given: PostprocInput) -> updates.Output | None:
+    def _fold(self, given: PostprocInput) -> updates.RequestUpdate | None:
         client_id = given.client_id
         if given.sampling_params is not None:
             self._folds[client_id] = RequestFold(given.sampling_params, self._tokenizer)
@@ -108,7 +108,7 @@ class PostprocWorker:
             del self._folds[client_id]
         elif not sequences:
             return None
-        return updates.Output(client_id, sequences, is_final, wants_cancel=fold.wants_cancel)
+        return updates.RequestUpdate(client_id, sequences, is_final, wants_cancel=fold.wants_cancel)
 
 
 class Pipe:
@@ -156,7 +156,7 @@ class PostprocProcess:
     def __init__(
         self,
         tokenizer_dir: str,
-        on_output: Callable[[updates.Output], None],
+        on_output: Callable[[updates.RequestUpdate], None],
         on_lost: Callable[[PostprocProcess], None],
         module: str = PROCESS,
     ) -> None:
@@ -172,7 +172,7 @@ class PostprocProcess:
             )
         self._pipe = Pipe(ours)
         self._on_output, self._on_lost = on_output, on_lost
-        self._decode = msgspec.msgpack.Decoder(updates.Output).decode
+        self._decode = msgspec.msgpack.Decoder(updates.RequestUpdate).decode
         self._why_not_ready = "a post-processing process has ended while it started; the log says why"
         self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="llm-postproc", daemon=True)
@@ -236,7 +236,7 @@ class PostprocPool:
         self,
         config: PostprocWorkerConfig,
         tokenizer_dir: str,
-        on_output: Callable[[updates.Output], None],
+        on_output: Callable[[updates.RequestUpdate], None],
         on_lost: Callable[[int], None],
         module: str = PROCESS,
     ) -> None:

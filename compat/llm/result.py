@@ -17,7 +17,7 @@ from backend.executor.tensors import as_tensor
 from compat.llm.errors import RequestError, ResultTimeout
 from compat.llm.requests import DisaggregatedParams, GenerationRequest
 from compat.llm.result_queue import ResultQueue
-from compat.llm.updates import NewTensors, Output, SequenceUpdate, TokenLogProbs
+from compat.llm.updates import NewTensors, RequestUpdate, SequenceUpdate, TokenLogProbs
 
 Self = TypeVar("Self", bound="GenerationResult")
 
@@ -137,7 +137,7 @@ class GenerationResult:
     def __init__(self, request: GenerationRequest, executor: Aborts) -> None:
         assert request.id is not None, "a request gets its id before its result"
         self.request = request
-        self.queue: ResultQueue[Output | Exception] = ResultQueue()
+        self.queue: ResultQueue[RequestUpdate | Exception] = ResultQueue()
         self.disaggregated_params = request.disaggregated_params
         self._executor = executor
         self._request_id = request.id
@@ -276,14 +276,14 @@ class GenerationResult:
         if not self.request.streaming:
             raise AssertionError("only a result of streaming=True can be iterated; call result() or aresult()")
 
-    def _apply(self, news: Output | Exception) -> None:
+    def _apply(self, news: RequestUpdate | Exception) -> None:
         with self._lock:
             if not self._done:
                 self._take_in(news)
             if self._done:
                 self.queue.put(news)  # Others may wait for the same result: the end is for all of them.
 
-    def _take_in(self, news: Output | Exception) -> None:
+    def _take_in(self, news: RequestUpdate | Exception) -> None:
         if isinstance(news, Exception) or news.error:
             self._error = news if isinstance(news, Exception) else RequestError(news.error, news.error_code)
             self._done = True

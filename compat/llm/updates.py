@@ -62,7 +62,7 @@ class SequenceUpdate(Struct, frozen=True, omit_defaults=True):
     perf: PerfMetrics | None = None
 
 
-class Output(Struct, frozen=True, omit_defaults=True):
+class RequestUpdate(Struct, frozen=True, omit_defaults=True):
     """News of one request, or the error that has ended it. `wants_cancel`: all its texts have ended before the engine did."""
 
     client_id: int

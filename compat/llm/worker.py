@@ -45,7 +45,7 @@ from compat.llm.requests import GenerationRequest
 from compat.llm.result import GenerationResult
 from compat.llm.result_queue import ResultQueue
 from compat.llm.statistics import LatestStats, as_json, event_as_json, requests_as_json
-from compat.llm.updates import Output, TextParams
+from compat.llm.updates import RequestUpdate, TextParams
 
 log = logging.getLogger("everbatch.llm")
 FAILED = "the thread that hands out responses has failed, and no request is answered any more; make a new executor"
@@ -54,7 +54,7 @@ FAILED = "the thread that hands out responses has failed, and no request is answ
 class _Live:
     """A request until its final response."""
 
-    def __init__(self, result_queue: ResultQueue[Output | Exception], params: TextParams) -> None:
+    def __init__(self, result_queue: ResultQueue[RequestUpdate | Exception], params: TextParams) -> None:
         self.queue = result_queue
         self.params: TextParams | None = params  # None once they were handed to the detokeniser
         self.request_id: RequestId | None = None  # None until the engine has been given the request
@@ -303,7 +303,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         except BackgroundError as error:
             self._fail(arrival.client_id, error)
 
-    def _deliver(self, output: Output) -> None:
+    def _deliver(self, output: RequestUpdate) -> None:
         """Put an output into the queue of its request. Called by the dispatch thread, or by those of the processes."""
         with self._lock:
             live = self._results.pop(output.client_id, None) if output.is_final else self._results.get(output.client_id)

@@ -1,4 +1,4 @@
-"""GptManager: TensorRT-LLM's older interface with callbacks, over the same engine (docs/features.md, 001).
+"""CallbackLoop: TensorRT-LLM's older interface with callbacks, over the same engine (docs/features.md, 001).
 
 The constructor starts a worker thread that runs the token loop. Each iteration calls in this order:
 
@@ -42,12 +42,12 @@ ReturnStats = Callable[[EngineStats], None]
 def load_engine(
     model_path: str, config: EngineConfig, logits_post_processors: Mapping[str, Callable[..., Any]] | None = None
 ) -> EngineCore:
-    """An engine for a GptManager, with the checkpoint in a directory. Raises ConfigError when there is none."""
+    """An engine for a CallbackLoop, with the checkpoint of a directory. Raises ConfigError when there is none."""
     config = with_model_path(config, model_path)
     return EngineCore(config, workers_of(config, logits_post_processors))
 
 
-class GptManager:
+class CallbackLoop:
     def __init__(
         self,
         core: EngineCore,
@@ -78,7 +78,7 @@ class GptManager:
         self._ending.set()
         self.worker_thread.join()
 
-    def __enter__(self) -> GptManager:
+    def __enter__(self) -> CallbackLoop:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

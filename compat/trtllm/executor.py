@@ -30,7 +30,7 @@ from compat.trtllm.configs import ExecutorConfig
 from compat.trtllm.decoding import GuidedDecodingConfig
 from compat.trtllm.engine_config import engine_config, runs_in_own_process
 from compat.trtllm.enums import ModelType
-from compat.trtllm.kinds import PATH, STR, UINT64, Kind, list_of, of, optional
+from compat.trtllm.kinds import PATH, STR, UINT64, FieldKind, list_of, of, optional
 from compat.trtllm.kv_cache import KVCacheEvent, KVCacheEventManager
 from compat.trtllm.record import Record, field, shown
 from compat.trtllm.repeats import Repeats
@@ -52,8 +52,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-BUFFER = Kind("bytes", _buffer)
-WEIGHTS = Kind("Dict[str, torch.Tensor]", _mapping)
+BUFFER = FieldKind("bytes", _buffer)
+WEIGHTS = FieldKind("Dict[str, torch.Tensor]", _mapping)
 
 
 class FromDirectory(Record):
@@ -255,7 +255,7 @@ class Executor:
             raise RuntimeError("the executor has been shut down; make a new one")
 
 
-_ID = Kind("int", lambda value: RequestId(UINT64.check(value)))
+_ID = FieldKind("int", lambda value: RequestId(UINT64.check(value)))
 _IDS = list_of(_ID)
 
 

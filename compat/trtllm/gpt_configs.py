@@ -12,14 +12,14 @@ from compat.trtllm.kinds import (
     POSITIVE,
     STR,
     UINT64,
-    Kind,
+    FieldKind,
     list_of,
     optional,
 )
 from compat.trtllm.record import Record, constant, copy_of, field
 
 SEED_TIMESTAMP = "%m-%d-%Y %H:%M:%S"
-WINDOWS = Kind("List[int]", lambda value: list_of(POSITIVE).check([value] if isinstance(value, int) else value))
+WINDOWS = FieldKind("List[int]", lambda value: list_of(POSITIVE).check([value] if isinstance(value, int) else value))
 
 
 class TrtGptModelType(Enumeration):

@@ -18,8 +18,7 @@ from backend.api.tensor import TensorData
 from backend.executor.own_processors import OF_REQUEST, OwnProcessors
 from backend.executor.tensors import as_tensor
 from compat.trtllm import tensor_names as names
-from compat.trtllm.callback_loop import GptManager as Core
-from compat.trtllm.callback_loop import load_engine
+from compat.trtllm.callback_loop import CallbackLoop, load_engine
 from compat.trtllm.configs import ExecutorConfig, KvCacheConfig, ParallelConfig
 from compat.trtllm.engine_config import BASE, engine_config, runs_in_own_process
 from compat.trtllm.gpt_configs import SEED_TIMESTAMP, TrtGptModelOptionalParams, TrtGptModelType
@@ -101,16 +100,16 @@ class GptManager:
 
         self._ending = threading.Event()  # here, because the thread may be told to end before the next line is over
         callbacks = (self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
-        self._core = Core(self._engine, *callbacks, ending=self._ending)
+        self._loop = CallbackLoop(self._engine, *callbacks, ending=self._ending)
 
     @property
     def is_alive(self) -> bool:
         """True if the worker thread runs."""
-        return self._core.worker_thread.is_alive()
+        return self._loop.worker_thread.is_alive()
 
     def shutdown(self) -> None:
         """Take in no more, finish what is active, end the worker thread, free the memory."""
-        self._core.shutdown()
+        self._loop.shutdown()
         if not self._ended:
             self._ended = True
             MemoryCounters.instance().add_gpu(-self._num_bytes)

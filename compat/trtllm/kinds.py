@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 Check = Callable[[Any], Any]
 
 
-class Kind(NamedTuple):
+class FieldKind(NamedTuple):
     """`check` returns the value to store, and raises TypeError for a value of another kind. `name`: as a signature shows it."""
 
     name: str
@@ -87,27 +87,27 @@ def _path_text(value: Any) -> str:
     return str(value)
 
 
-INT32 = Kind("int", _integer(-(1 << 31), (1 << 31) - 1))
-INT64 = Kind("int", _integer(-(1 << 63), (1 << 63) - 1))
-UINT32 = Kind("int", _integer(0, (1 << 32) - 1))
-UINT64 = Kind("int", _integer(0, (1 << 64) - 1))
-BOOL = Kind("bool", _boolean)
-FLOAT = Kind("float", _real)
-STR = Kind("str", _is_of(str))
-PATH = Kind("os.PathLike", _path_text)
-BYTES = Kind("bytes", _is_of(bytes))
-TIMEDELTA = Kind("datetime.timedelta", _is_of(timedelta))
-TENSOR = Kind("torch.Tensor", _tensor)
-CALLABLE = Kind("Callable", _callable)
-ANY = Kind("Any", lambda value: value)
+INT32 = FieldKind("int", _integer(-(1 << 31), (1 << 31) - 1))
+INT64 = FieldKind("int", _integer(-(1 << 63), (1 << 63) - 1))
+UINT32 = FieldKind("int", _integer(0, (1 << 32) - 1))
+UINT64 = FieldKind("int", _integer(0, (1 << 64) - 1))
+BOOL = FieldKind("bool", _boolean)
+FLOAT = FieldKind("float", _real)
+STR = FieldKind("str", _is_of(str))
+PATH = FieldKind("os.PathLike", _path_text)
+BYTES = FieldKind("bytes", _is_of(bytes))
+TIMEDELTA = FieldKind("datetime.timedelta", _is_of(timedelta))
+TENSOR = FieldKind("torch.Tensor", _tensor)
+CALLABLE = FieldKind("Callable", _callable)
+ANY = FieldKind("Any", lambda value: value)
 
 
-def optional(kind: Kind) -> Kind:
+def optional(kind: FieldKind) -> FieldKind:
     """None, or a value of `kind`."""
-    return Kind(f"Optional[{kind.name}]", lambda value: None if value is None else kind.check(value))
+    return FieldKind(f"Optional[{kind.name}]", lambda value: None if value is None else kind.check(value))
 
 
-def list_of(kind: Kind) -> Kind:
+def list_of(kind: FieldKind) -> FieldKind:
     """Any sequence but a text, each of its items of `kind`; stored as a list of its own. A one-dimensional array too."""
 
     def check(value: Any) -> list[Any]:
@@ -115,7 +115,7 @@ def list_of(kind: Kind) -> Kind:
             raise TypeError
         return [kind.check(item) for item in value]
 
-    return Kind(f"List[{kind.name}]", check)
+    return FieldKind(f"List[{kind.name}]", check)
 
 
 def _tokens(value: Any) -> list[int]:
@@ -127,23 +127,23 @@ def _tokens(value: Any) -> list[int]:
 
 
 _any_tokens = list_of(INT32)
-TOKENS = Kind("List[int]", _tokens)
+TOKENS = FieldKind("List[int]", _tokens)
 
 
-def dict_of(key: Kind, value: Kind) -> Kind:
+def dict_of(key: FieldKind, value: FieldKind) -> FieldKind:
     def check(given: Any) -> dict[Any, Any]:
         if not isinstance(given, Mapping):
             raise TypeError
         return {key.check(name): value.check(item) for name, item in given.items()}
 
-    return Kind(f"Dict[{key.name}, {value.name}]", check)
+    return FieldKind(f"Dict[{key.name}, {value.name}]", check)
 
 
 class OutOfRange(Exception):
     """A value of the right type that is not allowed; the message says what is."""
 
 
-def within(kind: Kind, allowed: str, is_allowed: Callable[[Any], bool]) -> Kind:
+def within(kind: FieldKind, allowed: str, is_allowed: Callable[[Any], bool]) -> FieldKind:
     """Values of a kind that are also `allowed`, in words. Others are errors of another class: OutOfRange."""
 
     def check(value: Any) -> Any:
@@ -152,7 +152,7 @@ def within(kind: Kind, allowed: str, is_allowed: Callable[[Any], bool]) -> Kind:
             raise OutOfRange(allowed)
         return checked
 
-    return Kind(kind.name, check)
+    return FieldKind(kind.name, check)
 
 
 COUNT = within(INT32, "0 or more", lambda value: value >= 0)
@@ -160,6 +160,6 @@ POSITIVE = within(INT32, "1 or more", lambda value: value >= 1)
 FRACTION = within(FLOAT, "more than 0 to 1", lambda value: 0 < value <= 1)
 
 
-def of(cls: type) -> Kind:
+def of(cls: type) -> FieldKind:
     """An object of a class, kept by reference."""
-    return Kind(cls.__qualname__, _is_of(cls))
+    return FieldKind(cls.__qualname__, _is_of(cls))

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, dataclass_transform
 
-from compat.trtllm.kinds import Kind, OutOfRange, is_tensor
+from compat.trtllm.kinds import FieldKind, OutOfRange, is_tensor
 
 REQUIRED = inspect.Parameter.empty
 
@@ -25,7 +25,7 @@ class Field:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: FieldKind,
         default: Any,
         factory: Callable[[], Any] | None,
         read_only: bool,
@@ -72,7 +72,7 @@ class Field:
 
 
 def field(
-    kind: Kind,
+    kind: FieldKind,
     *,
     default: Any = REQUIRED,
     factory: Callable[[], Any] | None = None,
@@ -88,7 +88,7 @@ def field(
     return Field(kind, default, factory, read_only, kw_only, alias, doc)
 
 
-def constant(kind: Kind, *, default: Any = REQUIRED) -> Any:
+def constant(kind: FieldKind, *, default: Any = REQUIRED) -> Any:
     """A field that only the constructor sets."""
     return field(kind, default=default, read_only=True)
 
@@ -166,7 +166,7 @@ class Record:
         return twin
 
 
-def copy_of(cls: type[Record]) -> Kind:
+def copy_of(cls: type[Record]) -> FieldKind:
     """A record of a class, stored as a copy: what is done to the original later changes nothing, as in C++."""
 
     def check(value: Any) -> Any:
@@ -174,7 +174,7 @@ def copy_of(cls: type[Record]) -> Kind:
             raise TypeError
         return value.copied()
 
-    return Kind(cls.__qualname__, check)
+    return FieldKind(cls.__qualname__, check)
 
 
 def same(one: Any, other: Any) -> bool:

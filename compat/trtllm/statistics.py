@@ -16,7 +16,7 @@ else:
     Tensor = Any
 
 
-class Statistics(Record):
+class JsonRecord(Record):
     """A record with a JSON form: camelCase keys of its fields but for those of `_NOT_IN_JSON`, sorted; None is null."""
 
     _NOT_IN_JSON: ClassVar[frozenset[str]] = frozenset()
@@ -36,14 +36,14 @@ def json_key(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Statistics):
+    if isinstance(value, JsonRecord):
         return value._tree()
     if isinstance(value, Enumeration):
         return value.name
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-class KvCacheStats(Statistics):
+class KvCacheStats(JsonRecord):
     """Blocks of the KV cache. Free ones may hold KV that nobody uses at the moment. Hit rate = reused / (reused + missed)."""
 
     max_num_blocks: int = field(INT32, default=0)
@@ -57,7 +57,7 @@ class KvCacheStats(Statistics):
     cache_hit_rate: float = field(FLOAT, default=0.0)
 
 
-class StaticBatchingStats(Statistics):
+class StaticBatchingStats(JsonRecord):
     """An iteration of a STATIC batch. `empty_gen_slots`: rows of requests that have ended before their batch."""
 
     num_scheduled_requests: int = field(INT32, default=0)
@@ -67,7 +67,7 @@ class StaticBatchingStats(Statistics):
     empty_gen_slots: int = field(INT32, default=0)
 
 
-class InflightBatchingStats(Statistics):
+class InflightBatchingStats(JsonRecord):
     """An iteration with requests in flight."""
 
     num_scheduled_requests: int = field(INT32, default=0)
@@ -79,7 +79,7 @@ class InflightBatchingStats(Statistics):
     avg_num_decoded_tokens_per_iter: float = field(FLOAT, default=0.0)
 
 
-class SpecDecodingStats(Statistics):
+class SpecDecodingStats(JsonRecord):
     """Draft tokens of an iteration."""
 
     num_draft_tokens: int = field(INT64, default=0)
@@ -90,7 +90,7 @@ class SpecDecodingStats(Statistics):
     draft_overhead: float = field(FLOAT, default=0.0)
 
 
-class IterationStats(Statistics):
+class IterationStats(JsonRecord):
     """One iteration. `timestamp` as `%m-%d-%Y %H:%M:%S.%f`; memory in bytes."""
 
     _NOT_IN_JSON = frozenset({"num_new_active_requests", "cross_kv_cache_stats", "specdec_stats"})
@@ -114,14 +114,14 @@ class IterationStats(Statistics):
     specdec_stats: SpecDecodingStats | None = field(optional(of(SpecDecodingStats)), default=None)
 
 
-class DisServingRequestStats(Statistics):
+class DisServingRequestStats(JsonRecord):
     """KV that came from another engine."""
 
     kv_cache_transfer_ms: float = field(FLOAT, default=0.0)
     kv_cache_size: int = field(UINT64, default=0)
 
 
-class RequestStats(Statistics):
+class RequestStats(JsonRecord):
     """One request in one iteration. In JSON `stage` is its name."""
 
     id: int = field(UINT64, default=0)
@@ -139,7 +139,7 @@ class RequestStats(Statistics):
     kv_cache_hit_rate_per_request: float = field(FLOAT, default=0.0)
 
 
-class RequestStatsPerIteration(Statistics):
+class RequestStatsPerIteration(JsonRecord):
     """The requests of one iteration."""
 
     iter: int = field(INT64, default=0)

@@ -21,7 +21,6 @@ from backend.wire.client import SocketTransport
 from backend.wire.engine_server import Connection, EngineServer
 from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing
-from compat.trtllm.callback_loop import GptManager
 from tests.mutants.changes import Plant, change
 
 CORE = ["tests/engine/test_core_guards.py"]
@@ -31,7 +30,6 @@ OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_engine_server.py"]
 PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
 RECORDS = ["tests/engine/test_recorder.py", "tests/executor/test_records.py", "tests/kvcache/test_events.py"]
-MANAGER = ["tests/executor/test_gpt_manager.py"]
 SUPERVISOR = ["tests/executor/test_supervisor.py"]
 WATCH = ["tests/executor/test_watch.py"]
 
@@ -95,10 +93,6 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
     "error_of_a_later_start_ends_supervision": (
         change(EngineProcess, "_listen", ("if not self._first_known.is_set():", "if True:")),
         SUPERVISOR,
-    ),
-    "statistics_of_the_last_step_are_lost": (
-        change(GptManager, "_run", ("if was_active:", "if self._core.has_work:")),
-        MANAGER,
     ),
 }
 
@@ -212,10 +206,6 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
     "events_start_at_one": (
         change(KvEventLog, "__init__", ("self._next_id = 0", "self._next_id = 1")),
         RECORDS,
-    ),
-    "more_is_asked_for_than_there_is_room": (
-        change(GptManager, "_take_in", (" - len(self._core.scheduler.waiting)", "")),
-        MANAGER,
     ),
 }
 

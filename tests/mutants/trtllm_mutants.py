@@ -16,6 +16,7 @@ from compat.trtllm import (
     request_configs,
     to_core,
 )
+from compat.trtllm.callback_loop import CallbackLoop
 from compat.trtllm.configs import KvCacheConfig
 from compat.trtllm.decoding import DecodingConfig
 from compat.trtllm.executor import Executor
@@ -32,7 +33,7 @@ TENSORS = ["tests/trtllm/test_tensors.py"]
 EXECUTOR = ["tests/trtllm/test_executor.py"]
 FIGURES = ["tests/trtllm/test_figures.py"]
 MANAGER = ["tests/trtllm/test_gpt_manager.py"]
-
+CALLBACKS = ["tests/trtllm/test_callback_loop.py"]
 STREAMS = ["tests/trtllm/test_streams.py"]
 VALUES = ["tests/trtllm/test_values.py"]
 
@@ -297,5 +298,13 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "words_end_one_token_early": (
         change(inference_request, "_words", ("tokens[start:end]", "tokens[start : end - 1]")),
         MANAGER,
+    ),
+    "statistics_of_the_last_step_are_lost": (
+        change(CallbackLoop, "_run", ("if was_active:", "if self._core.has_work:")),
+        CALLBACKS,
+    ),
+    "more_is_asked_for_than_there_is_room": (
+        change(CallbackLoop, "_take_in", (" - len(self._core.scheduler.waiting)", "")),
+        CALLBACKS,
     ),
 }

@@ -12,13 +12,13 @@ import pytest
 from backend.api import FinishReason, Request, Response
 from backend.api.config import LimitsConfig
 from backend.engine.core import EngineCore
-from compat.trtllm.callback_loop import GptManager
+from compat.trtllm.callback_loop import CallbackLoop
 from tests.executor.helpers import CONFIG, make_core
 from tests.fakes.hash_worker import oracle
 
 
 class Client:
-    """Feeds a GptManager from a list and records what it says, with the events in order."""
+    """Feeds a CallbackLoop from a list and records what it says, with the events in order."""
 
     def __init__(self, requests: list[tuple[int, Request]], stop_after: dict[int, int] | None = None) -> None:
         self.todo = list(requests)
@@ -53,9 +53,9 @@ class Client:
     def poll(self) -> set[int]:
         return {i for i, n in self.stop_after.items() if len(self.tokens.get(i, ())) >= n} | {999_999}
 
-    def run(self, core: EngineCore | None = None, **options: object) -> GptManager:
+    def run(self, core: EngineCore | None = None, **options: object) -> CallbackLoop:
         core = core or make_core()
-        with GptManager(core, self.get, self.send, self.poll, **options) as manager:
+        with CallbackLoop(core, self.get, self.send, self.poll, **options) as manager:
             assert self.done.wait(20)
         return manager
 
@@ -150,7 +150,7 @@ def test_leaving_the_context_finishes_what_is_active() -> None:
             started.set()
         return taken
 
-    manager = GptManager(make_core(), get_and_tell, client.send)
+    manager = CallbackLoop(make_core(), get_and_tell, client.send)
     assert started.wait(5)
     manager.shutdown()
     assert sorted(client.finals) == [1, 2, 3]
@@ -227,7 +227,7 @@ def test_a_callback_that_raises_is_logged_once_and_the_token_loop_goes_on(
         "stats": lambda stats: None,
     }
     calls[name] = raising_first(calls[name])
-    with GptManager(make_core(), calls["get"], calls["send"], calls["poll"], calls["stats"]):
+    with CallbackLoop(make_core(), calls["get"], calls["send"], calls["poll"], calls["stats"]):
         assert client.done.wait(20)
     assert client.tokens == {1: oracle([1, 2], 6, 1000), 2: oracle([3, 4], 6, 1000)} and left == [0]
     assert caplog.text.count("failed; the token loop goes on") == 1
@@ -254,6 +254,6 @@ def test_an_id_that_is_no_unsigned_number_is_logged_and_the_next_request_is_serv
 ) -> None:
     todo = [[(request_id, streaming([1], 3)), (6, streaming([1], 3))]]
     client = Client([(6, streaming([1], 3))])
-    with GptManager(make_core(), lambda most: todo.pop(0) if todo else [], client.send):
+    with CallbackLoop(make_core(), lambda most: todo.pop(0) if todo else [], client.send):
         assert client.done.wait(20)
     assert client.tokens[6] == oracle([1], 3, 1000) and "whose id is no unsigned 64-bit number" in caplog.text
