@@ -11,6 +11,7 @@ from compat.trtllm import (
     from_core,
     gpt_manager,
     inference_request,
+    parameters,
     record,
     repeats,
     request_configs,
@@ -185,7 +186,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FIGURES,
     ),
     "a_queue_of_minus_one_refuses_every_request": (
-        change_everywhere(engine_config._max_queue_size, ("(None, 0, -1)", "(None,)")),
+        change_everywhere(parameters._max_queue_size, ("(None, 0, -1)", "(None,)")),
         CONVERSION,
     ),
     "the_bindings_pass_the_configuration_s_checks_by": (
@@ -263,7 +264,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         TENSORS,
     ),
     "static_batches_with_post_processors": (
-        change(engine_config, "_check_served", ("config.batching_type is BatchingType.STATIC", "False")),
+        change(engine_config, "_check_combinations", ("config.batching_type is BatchingType.STATIC", "False")),
         CONVERSION,
     ),
     "the_id_is_free_only_after_the_final_call": (

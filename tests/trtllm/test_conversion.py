@@ -125,7 +125,6 @@ def kv(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (kv(sink_token_length=-1), "kv_cache_config.sink_token_length is -1"),
         (kv(host_cache_size=1), "kv_cache_config.host_cache_size is 1"),
         (kv(cross_kv_cache_fraction=0.5), "kv_cache_config.cross_kv_cache_fraction is 0.5"),
         (kv(use_uvm=True), "kv_cache_config.use_uvm is True"),
@@ -149,10 +148,6 @@ def kv(**options: Any) -> dict[str, Any]:
         (
             {"debug_config": trtllm.DebugConfig(True, debug_tensors_max_iterations=-1)},
             "debug_config.debug_tensors_max_iterations is -1",
-        ),
-        (
-            {"decoding_config": trtllm.DecodingConfig(trtllm.DecodingMode.Medusa())},
-            "decoding_config.decoding_mode is DecodingMode.Medusa()",
         ),
     ],
 )
