@@ -1,8 +1,8 @@
 """The parameters that TensorRT-LLM's own config.pbtxt files hold, and what becomes of each.
 
-`""` and `${...}`, what a template leaves behind, are unset. A parameter of `tensorrt_llm` changes the engine's configuration
+`""` and `${...}`, which a template leaves behind, are unset. A parameter of `tensorrt_llm` changes the engine's configuration
 before the engine starts. What was set on the server (`--set`, a configuration file) wins: a key counts as set there when it
-differs from its default. All other models take the configuration that the engine tells them. docs/parameters.md is written
+differs from its default. All other models use the configuration that the engine sends them. docs/parameters.md is written
 from these tables by tools/write_parameter_table.py.
 """
 
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
 
 
 def is_true(text: str) -> bool:
-    """Raises ValueError for a text that is neither yes nor no."""
+    """The truth value of a text. Raises ValueError for any other text."""
     if text.lower() not in TRUE + FALSE:
         raise ValueError("true or false is expected")
     return text.lower() in TRUE
@@ -62,7 +62,7 @@ def _number(text: str) -> float:
 
 
 def _chosen(choices: Mapping[str, str | None]) -> Convert:
-    """Map a choice to the keys that it sets; None sets none."""
+    """Map a choice to the value that it sets; None sets nothing."""
 
     def convert(text: str) -> str | None:
         if text.lower() not in choices:

@@ -50,7 +50,7 @@ class LlmArguments:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Setting]:
-    """What the arguments set. Raises TypeError for an unknown one, NotHere for a value that is not served."""
+    """The settings that the arguments make. Raises TypeError for an unknown one, NotHere for a value that is not served."""
     try:
         return ARGUMENTS.check(_flat(given)).settings
     except UnknownParameter as error:
@@ -60,7 +60,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, and the fields of those that are objects or dictionaries under names with dots."""
+    """The arguments with the fields of configuration objects beside them, as `kv_cache_config.max_tokens`."""
     flat = dict(given)
     for name, value in given.items():
         if name in SECTIONS and value is not None and not isinstance(value, KvCacheConfig):
@@ -69,7 +69,7 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(name: str, value: Any) -> dict[str, Any]:
-    """The fields of a dictionary; of an object, which another package may have made, those that are known."""
+    """The fields of a dictionary. An object may be from another package: only its known fields are read."""
     known = [each.key.removeprefix(f"{name}.") for each in ARGUMENTS if each.key.startswith(f"{name}.")]
     if not isinstance(value, Mapping):
         return {field: getattr(value, field) for field in known if hasattr(value, field)}

@@ -1,4 +1,4 @@
-"""ChatTokenizer: a tokenizer that has the chat template of its model, under transformers' name for it."""
+"""ChatTokenizer: a tokenizer with the chat template of its model, under the method name that transformers uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ChatTokenizer(Tokenizer):
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
-        """Raises ConfigError for a tokenizer or a chat template that cannot be read. A model may be without a template."""
+        """Raises ConfigError for a tokenizer or a chat template that cannot be read. A model need not have a template."""
         made = super().from_directory(path)
         made.chat_template = ChatTemplate.from_directory(path, made)
         return made

@@ -1,4 +1,4 @@
-"""Errors of this room. All of them are EverbatchErrors, and what Python programs expect besides."""
+"""Errors of the LLM API. Each is an EverbatchError and also the standard exception that Python programs catch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RequestError(EverbatchError, RuntimeError):
 class BatchError(RequestError):
     """Some prompts of a list have failed; the others were generated.
 
-    `outputs`: in the order of the prompts, None for those that failed. `errors`: by the number of the prompt, from 0.
+    `outputs`: in the order of the prompts, None for those that failed. `errors`: by the index of the prompt, from 0.
     """
 
     def __init__(self, outputs: Sequence[Any], errors: Mapping[int, EverbatchError]) -> None:
@@ -47,7 +47,7 @@ class BackgroundError(EverbatchError, RuntimeError):
 
 
 class ResultTimeout(TimeoutError, queue.Empty):
-    """A result was not there in time. Its request goes on."""
+    """A result did not arrive in time. Its request goes on."""
 
 
 def refuse(name: str, value: object, why: str, remedy: str = "leave it out") -> None:

@@ -1,4 +1,4 @@
-"""GenerationExecutor: takes in generation requests, and returns futures of their results. Abstract; `create` makes one."""
+"""GenerationExecutor: accepts generation requests and returns futures of their results. Abstract; `create` makes one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GenerationExecutor(ABC):
 
     @abstractmethod
     def abort_request(self, request_id: int) -> None:
-        """Ask the engine to end a request, by its client id. One that is over already is only warned about."""
+        """Cancel a request, by its client id. For a request that has already ended only a warning is logged."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -41,15 +41,15 @@ class GenerationExecutor(ABC):
 
     @abstractmethod
     def iteration_stats(self) -> list[dict[str, Any]]:
-        """The records of iterations since the last call, as far as they were kept."""
+        """The records of iterations since the last call that were kept."""
 
     @abstractmethod
     def get_latest_stats(self) -> LatestStats:
-        """The state after the newest step that the engine has told of."""
+        """The state after the newest step that the engine has reported."""
 
     @abstractmethod
     def kv_events(self) -> list[dict[str, Any]]:
-        """The changes of the KV cache since the last call. Raises NotHere where the engine does not tell them."""
+        """The changes of the KV cache since the last call. Raises NotHere where the engine does not report them."""
 
     def generate_async(
         self,
@@ -91,9 +91,9 @@ class GenerationExecutor(ABC):
         sampling_params: SamplingParams | Sequence[SamplingParams],
         **fields: Any,
     ) -> GenerationResult | list[GenerationResult]:
-        """Submit one prompt or a list of them, and block until all are over. One comes back, or a list in the same order.
+        """Submit one prompt or a list of them, and block until all have ended. Returns one result, or a list in the same order.
 
-        `sampling_params` hold for all prompts, or there is one for each. Raises the first error of a request.
+        `sampling_params`: one value for all prompts, or a list with one for each. Raises the first error of a request.
         """
         if not _is_batch(prompt_token_ids):
             if not isinstance(sampling_params, SamplingParams):
@@ -138,7 +138,7 @@ class GenerationExecutor(ABC):
     ) -> GenerationExecutor:
         """An executor over a checkpoint: its directory, a hub id, or nothing for the default model.
 
-        `world_size` counts processes: 0 and 1 run the engine in this process, 2 in one of its own. `engine_dir` is the same as
+        `world_size` counts processes: 0 and 1 run the engine in this process, 2 in its own process. `engine_dir` is the same as
         `engine`. Without `tokenizer_dir` the checkpoint's own tokenizer is used. `return_logits` says that requests will ask for
         logits, which they may in any case.
         """

@@ -1,4 +1,4 @@
-"""LLM: a model to generate with from Python, with the names of TensorRT-LLM's LLM API."""
+"""LLM: generates with a model from Python, with the names of TensorRT-LLM's LLM API."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LLM:
         max_beam_width: int | None = None,
         return_perf_metrics: bool = False,
     ) -> LLM:
-        """An LLM over an executor that is there already, which it then owns."""
+        """An LLM over an existing executor, which it then owns."""
         llm = cls.__new__(cls)
         llm.args = LlmArguments(
             {
@@ -113,7 +113,7 @@ class LLM:
         """Generate for one prompt, or for a list of them, and block until all are done.
 
         A prompt is a text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`; a list of whole numbers is
-        one prompt. All else may be one value, or a list with one for each prompt. A list comes back for a list, in its order.
+        one prompt. Each other argument is one value, or a list with one for each prompt. Several prompts give a list.
         A prompt that fails does not stop the others: BatchError, which holds their outputs, is raised when all are done.
         """
         is_one = _is_one(inputs)
@@ -189,7 +189,7 @@ class LLM:
         cache_salt: str | None = None,
         priority: float | None = None,
     ) -> RequestOutput:
-        """Begin to generate for one prompt, and return at once. The result can be waited for, awaited and iterated."""
+        """Begin to generate for one prompt, and return at once. The result can be awaited, iterated and waited for."""
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is a {type(params).__name__}, SamplingParams are needed")
@@ -229,7 +229,7 @@ class LLM:
         return self._executor.aget_kv_events(timeout or 0.0)
 
     def save(self, engine_dir: str | Path) -> None:
-        """Copy the checkpoint or GGUF file to a directory that is not there yet, or empty, from which it can be loaded again."""
+        """Copy the checkpoint or GGUF file to a new or empty directory, from which it can be loaded again."""
         path, target = self._executor.hello.model_path, Path(engine_dir)
         source = Path(path)
         if path in ("", ".") or not source.exists():  # Tensors in memory have the path ".".
@@ -277,7 +277,7 @@ class LLM:
             raise ParameterError(f"best_of is {params.best_of} beams, the limit is {widest} (max_beam_width); lower it")
 
     def _with_metrics(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters, asking for metrics where the LLM was made so."""
+        """The parameters, which also ask for metrics where the LLM was made with `return_perf_metrics`."""
         if not self.args.returns_metrics or params.return_perf_metrics:
             return params
         return SamplingParams(**{**vars(params), "return_perf_metrics": True})
@@ -291,12 +291,12 @@ def _is_one(inputs: Any) -> bool:
 
 
 def _truncated(ids: Any, params: SamplingParams) -> Any:
-    """The last tokens of the prompt, as many as `truncate_prompt_tokens` lets through."""
+    """The last `truncate_prompt_tokens` tokens of the prompt."""
     return ids if params.truncate_prompt_tokens is None else ids[-params.truncate_prompt_tokens :]
 
 
 def _as_tokenizer(given: Any) -> Any:
-    """A directory or a Tokenizer as it is; of a fast tokenizer of transformers a Tokenizer of our own."""
+    """A directory or a Tokenizer unchanged; a fast tokenizer of transformers as a Tokenizer of this project."""
     backend = getattr(given, "backend_tokenizer", None)
     if backend is None:
         return given

@@ -1,7 +1,7 @@
-"""Logits processors as the LLM API has them, for the engine's post-processors (backend/worker/post_processors.py).
+"""Logits processors of the LLM API, as the post-processors that the engine calls (backend/worker/post_processors.py).
 
-They are told no stream on a CPU, where the engine says 0, and the client id as the id of the request, under which the caller
-knows it.
+On a CPU a processor gets None as its stream, where the engine passes 0. The request id that it gets is the client id, which
+the caller knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from compat.llm.errors import ParameterError
 
 
 def in_order(processors: Any) -> Callable[..., Any]:
-    """One function of a processor, or of a list of them that run one after the other. Raises ParameterError.
+    """One function for a processor, or for a list of processors that run one after the other. Raises ParameterError.
 
     Each changes the logits [1, beams, vocab] in place, or returns others.
     """
@@ -35,7 +35,7 @@ def in_order(processors: Any) -> Callable[..., Any]:
 
 
 def batched(processor: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of a BatchedLogitsProcessor, which takes a list of each."""
+    """One function for a BatchedLogitsProcessor, which takes a list of each argument."""
 
     def run(
         request_ids: list[int],

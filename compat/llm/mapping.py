@@ -1,7 +1,7 @@
-"""Makes the engine's Request of a GenerationRequest, and says how its output becomes text.
+"""Converts a GenerationRequest to the engine's Request and to the settings that make text of its output.
 
-What the engine does not have is refused here by the name that the caller has used. A sampling field of the same name in
-`SamplingConfig` is handed on as it is, so nothing is to be done here when the engine learns one.
+Fields that the engine does not support are refused under the name that the caller has used. A sampling field with the same name
+in `SamplingConfig` is passed on unchanged, so a new field of that kind needs no code here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from compat.llm.speculative import lookahead_drafts
 from compat.llm.updates import TextParams
 
 PLAIN = ("seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-CHOICE = ("temperature", "top_k", "top_p", "min_p")  # fields that a greedy request does not send
-# The engine has these or has not. The values are those that ask for nothing.
+CHOICE = ("temperature", "top_k", "top_p", "min_p")  # fields that a greedy request leaves out
+# field -> the values that ask for nothing; any other value is refused
 OPTIONAL: dict[str, Any] = {
     "top_p_min": 1e-6,
     "top_p_reset_ids": None,
@@ -52,7 +52,7 @@ REQUEST_NOT_HERE = {
 
 
 def check_supported(request: GenerationRequest) -> None:
-    """Raise NotHere for the first field that asks for something that is not here."""
+    """Raise NotHere for the first field that asks for something that is not supported."""
     params = request.sampling_params
     for name, why in NOT_HERE.items():
         refuse(name, getattr(params, name), why)
@@ -63,7 +63,7 @@ def check_supported(request: GenerationRequest) -> None:
 
 
 def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model: ModelInfo, caps: int) -> Request:
-    """The engine's Request. `caps`: how many alternatives of a position a request may ask for.
+    """The engine's Request. `caps`: how many alternatives a request may ask for at each position.
 
     Raises NotHere and ParameterError.
     """
@@ -110,9 +110,9 @@ def sampling_config(params: SamplingParams) -> SamplingConfig:
 
 
 def output_config(params: SamplingParams) -> OutputConfig:
-    """The best of several sequences are chosen by their log-probabilities, which are then needed in any case.
+    """With `best_of` the engine sends log-probabilities even if the caller wants none, because they decide which are best.
 
-    The first output token is the one that follows the prompt, so that its alternatives are asked for with those of the prompt.
+    The alternatives of the first output token are part of the log-probabilities that the prompt asks for.
     """
     chooses = params.num_sequences > params.n and not params.use_beam_search
     return OutputConfig(
@@ -124,13 +124,13 @@ def output_config(params: SamplingParams) -> OutputConfig:
         additional_outputs=tuple(
             AdditionalOutput(each.name, each.gather_context) for each in params.additional_model_outputs or ()
         ),
-        exclude_input_from_output=True,  # The prompt, where it is wanted, is put in front again later.
+        exclude_input_from_output=True,  # The detokeniser puts the prompt in front where the caller wants it.
         return_perf_metrics=params.return_perf_metrics,
     )
 
 
 def post_processor(params: SamplingParams, known: tuple[str, ...]) -> str:
-    """The name under which the engine knows what changes the logits of this request; empty for none."""
+    """The name of the post-processor that changes the logits of this request; empty without one."""
     if params.logits_processor is None and not params.apply_batched_logits_processor:
         return ""
     if params.logits_processor is not None and params.apply_batched_logits_processor:
@@ -150,7 +150,7 @@ def post_processor(params: SamplingParams, known: tuple[str, ...]) -> str:
 
 
 def guide(params: GuidedDecodingParams | None) -> Guide | None:
-    """The form of the output. A schema may be a dictionary, or a class of pydantic's, whose schema it then is."""
+    """The guide of the output. A schema may be a dictionary, or a pydantic class that has one."""
     if params is None:
         return None
     if not isinstance(params, GuidedDecodingParams):
@@ -170,7 +170,7 @@ def guide(params: GuidedDecodingParams | None) -> Guide | None:
 
 
 def lora_config(given: LoRARequest | None) -> LoraConfig | None:
-    """The adapter of a LoRARequest: the engine reads the directory, unless it has not changed since."""
+    """The adapter of a LoRARequest. The engine reads its directory again only if it has changed."""
     if given is None:
         return None
     if not isinstance(given, LoRARequest):
@@ -179,7 +179,7 @@ def lora_config(given: LoRARequest | None) -> LoraConfig | None:
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:
-    """The end id of the request, else those of the tokenizer and of the checkpoint. -1 means none, as in TensorRT-LLM."""
+    """The end id of the request, else those of the tokenizer and the checkpoint. -1 means none, as in TensorRT-LLM."""
     if params.ignore_eos:
         return ()
     if params.end_id is not None:
@@ -188,7 +188,7 @@ def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInf
 
 
 def stop_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tuple[str | int, list[int]]]:
-    """Stop words as token ids, for the engine: stop tokens, and stop strings that the text cannot show or shows too late."""
+    """Stop words as token ids, for the engine: stop tokens, and stop strings that cannot be found in the text in time."""
     words: list[tuple[str | int, list[int]]] = [(token_id, [token_id]) for token_id in params.stop_token_ids or ()]
     for stop in params.stops():
         encoder = _needed(tokenizer, "stop")
@@ -231,7 +231,7 @@ def _stops_in_text(params: SamplingParams, tokenizer: Tokenizer | None) -> list[
 
 
 def _has_to_be_watched(params: SamplingParams, tokenizer: Tokenizer | None) -> bool:
-    """True if the engine must stream every token, because a stop string is found in the text only. Beams are cut at the end."""
+    """True if the engine must stream every token, because stop strings are found in text. Beams are cut at their ends."""
     return bool(_stops_in_text(params, tokenizer)) and not params.use_beam_search
 
 
@@ -255,7 +255,7 @@ def _optional_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def _logit_bias(bias: Any) -> dict[int, float] | None:
-    """The entries that change something, by their token ids."""
+    """The entries that are not zero, by token id."""
     if bias is None:
         return None
     values = bias.tolist() if hasattr(bias, "tolist") else bias
@@ -276,7 +276,7 @@ def _priority(request: GenerationRequest) -> float:
 
 
 def retention(config: Any) -> RetentionConfig | None:
-    """How long the KV of a request outlives that of others: our own RetentionConfig, or one with TensorRT-LLM's fields."""
+    """The priority and duration of the request's cached KV, from a RetentionConfig or an object with TensorRT-LLM's fields."""
     if config is None or isinstance(config, RetentionConfig):
         return config
     try:
@@ -292,7 +292,7 @@ def retention(config: Any) -> RetentionConfig | None:
 
 
 def _seconds(duration: timedelta | float | None) -> float | None:
-    """Milliseconds of a timedelta, or of a number of milliseconds."""
+    """Seconds of a timedelta, or of a number of milliseconds."""
     if duration is None:
         return None
     return duration.total_seconds() if isinstance(duration, timedelta) else duration / 1000

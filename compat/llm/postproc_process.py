@@ -20,7 +20,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True)
     arguments = parser.parse_args()
     set_up_logging("postproc")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the executor ends this one.
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of the terminal; the executor ends this one itself.
     pipe = Pipe(socket.socket(fileno=arguments.fd))
     try:
         tokenizer = Tokenizer.from_directory(arguments.tokenizer)

@@ -1,7 +1,7 @@
-"""PostprocWorker: makes text of the engine's responses. In the dispatching thread, or in processes of its own.
+"""PostprocWorker: turns the engine's responses into text, in the dispatching thread or in processes of its own.
 
 Each request belongs to one worker, `client_id % n`, so its updates keep their order. An error in a worker ends its own
-request, with an error. The processes are given nothing but msgpack over a socket pair, and end when that does.
+request, with an error. The processes read msgpack from a socket pair, and end when it is closed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass
 class PostprocWorkerConfig:
-    """How many processes detokenise (0: none, the dispatching thread does), and where their tokenizer is."""
+    """Number of processes that detokenise (0: the dispatching thread does it), and the directory of their tokenizer."""
 
     num_postprocess_workers: int = 0
     postprocess_tokenizer_dir: str | None = None
@@ -64,7 +64,7 @@ class PostprocInput(Struct, frozen=True, omit_defaults=True):
 
 
 class PostprocWorker:
-    """Keeps what it must know of the requests that are its own. One thread uses it."""
+    """Keeps the state of the requests whose text it makes. One thread uses it."""
 
     Input = PostprocInput
     Output = updates.RequestUpdate
@@ -78,7 +78,7 @@ class PostprocWorker:
         return len(self._folds)
 
     def handle(self, given: PostprocInput) -> updates.RequestUpdate | None:
-        """Take in one response; None when there is nothing to tell. Never raises: an error ends the request."""
+        """The update that a response gives; None without news. Never raises: an error ends the request."""
         client_id = given.client_id
         if given.rsp.has_error():
             self._folds.pop(client_id, None)
@@ -88,7 +88,7 @@ class PostprocWorker:
         except EverbatchError as error:
             failed = updates.RequestUpdate(client_id, [], True, error.message, error.code, wants_cancel=True)
         except Exception:
-            # Whatever a tokenizer raises ends this request only. The trace goes to the log.
+            # An exception of a tokenizer ends this request only. The trace goes to the log.
             log.exception("the output of request %d could not be made into text", client_id)
             message = "the output could not be made into text; the log says why"
             failed = updates.RequestUpdate(client_id, [], True, message, ErrorCode.INTERNAL, wants_cancel=True)
@@ -100,7 +100,7 @@ class PostprocWorker:
         if given.sampling_params is not None:
             self._folds[client_id] = RequestFold(given.sampling_params, self._tokenizer)
         fold = self._folds.get(client_id)
-        if fold is None:  # It has ended here already, and the engine had not heard of that yet.
+        if fold is None:  # The request has ended here, and the engine had not got its cancellation yet.
             return None
         fold.feed(given.rsp.result)
         sequences, is_final = fold.take(), fold.is_final
@@ -120,7 +120,7 @@ class Pipe:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def send(self, value: Struct) -> None:
-        """Blocks while the other side has not read what was sent before. Raises OSError when it is gone."""
+        """Send a body. Blocks while the socket is full. Raises OSError when the other side is gone."""
         body = self._encode(value)
         self._connection.sendall(_LENGTH.pack(len(body)) + body)
 
@@ -132,12 +132,12 @@ class Pipe:
                 return None
             (length,) = _LENGTH.unpack(head)
             body = self._reader.read(length)
-        except ConnectionError:  # The other side has ended without reading all that it was sent.
+        except ConnectionError:  # The other side has ended without reading everything.
             return None
         return body if len(body) == length else None
 
     def close(self) -> None:
-        """Wake the readers of both ends. The descriptor itself is closed when it is no longer used."""
+        """Wake the readers of both ends. The descriptor is closed once no thread uses it."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -145,13 +145,13 @@ class Pipe:
 
 
 class Ready(Struct, frozen=True):
-    """The first thing that a process says. With an error it has ended."""
+    """The first message of a process. A process that sends an error has ended."""
 
     error: str = ""
 
 
 class PostprocProcess:
-    """One worker process, and the thread that hands on what it says."""
+    """One worker process, and the thread that passes its messages on."""
 
     def __init__(
         self,
@@ -200,11 +200,11 @@ class PostprocProcess:
             raise BackgroundError(LOST) from None
 
     def hang_up(self) -> None:
-        """Let the process know that it is to end. Who is sending to it right now gets an error."""
+        """Close the socket, so that the process ends. A thread that is sending to it gets an error."""
         self._pipe.close()
 
     def close(self) -> None:
-        """End the process, by force if it does not end by itself. No output comes any more when this returns."""
+        """End the process, by force if need be. No output arrives after this has returned."""
         self.hang_up()
         try:
             self._process.wait(END_GRACE_S)

@@ -9,8 +9,8 @@ import msgspec
 from backend.api import EngineConfig
 from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection
 
-# Any number of prompts may wait for any time, and all may ask for logits. A program is a single client: its requests share KV
-# token by token, and reuse is reported to them.
+# Any number of prompts may wait for any time, and each may ask for logits. A program is a single client: its requests share KV
+# token by token, and results report reuse.
 PROGRAM = EngineConfig(
     model=ModelConfigSection(gather_context_logits=True, gather_generation_logits=True),
     kv_cache=KvCacheConfig(sharing="all"),

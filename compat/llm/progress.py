@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def with_bar(items: Iterable[T], total: int, is_shown: bool, console: Console | None = None) -> Iterator[T]:
-    """The items. The bar counts each when the next one is asked for."""
+    """Iterate over the items with a bar that counts those which are done."""
     console = console or Console(stderr=True)
     columns = (TextColumn("Processed requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal)) as progress:

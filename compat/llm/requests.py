@@ -17,7 +17,7 @@ REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Names an adapter. The path is not looked at until the adapter is used."""
+    """Names an adapter. The path is read when the adapter is first used."""
 
     lora_name: str
     lora_int_id: int
@@ -96,7 +96,7 @@ class BatchedLogitsProcessor(ABC):
 
 
 class GenerationRequest:
-    """One prompt with all that is asked of it. Its `id` is the client id, which the executor sets once."""
+    """One prompt with its parameters. Its `id` is the client id, which the executor sets once."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class GenerationRequest:
 
     @property
     def all_token_ids(self) -> list[int]:
-        """The prompt as the engine sees it: the query stands behind its context."""
+        """The prompt that the engine gets: the context, then the query."""
         return self.prompt_token_ids + (self.query_token_ids or [])
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ResultQueue(Generic[T]):
-    """Any thread may call its methods."""
+    """A queue for one waiting thread or coroutine. Any thread may put items."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -29,7 +29,7 @@ class ResultQueue(Generic[T]):
             try:
                 loop.call_soon_threadsafe(_wake, future)
             except RuntimeError:
-                # The event loop has been closed while somebody waited in it, who cannot be woken any more.
+                # The event loop was closed while a coroutine waited in it; that coroutine cannot be woken any more.
                 continue
 
     def get(self, timeout: float | None = None) -> T:
@@ -40,7 +40,7 @@ class ResultQueue(Generic[T]):
             return self._items.popleft()
 
     async def get_async(self, timeout: float | None = None) -> T:
-        """The same for a coroutine, whose event loop goes on meanwhile."""
+        """Wait for the next item in a coroutine, without blocking its event loop."""
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         while True:

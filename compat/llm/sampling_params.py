@@ -1,4 +1,4 @@
-"""SamplingParams: what a caller asks of one generation, with the names, defaults and errors of TensorRT-LLM's LLM API."""
+"""SamplingParams: the parameters of one generation, with the names, defaults and errors of TensorRT-LLM's LLM API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GuidedDecodingParams:
 
 @dataclass(frozen=True)
 class AdditionalModelOutput:
-    """A tensor that the model marks, by its name; `gather_context`: for the tokens of the prompt, too."""
+    """A tensor that the model offers as an output, by name. `gather_context`: also for the tokens of the prompt."""
 
     name: str
     gather_context: bool = False
@@ -45,7 +45,7 @@ class SamplingParams:
 
     Decoding is greedy unless beam search, `temperature`, `top_k`, `top_p` or `min_p` asks for something else. `best_of`
     sequences are sampled, and the `n` of them with the greatest log-probability are returned; with beam search it is the
-    number of beams. `max_tokens` None generates as much as the model's context holds.
+    number of beams. With `max_tokens` None the context of the model is the limit.
     """
 
     end_id: int | None = None
@@ -167,7 +167,7 @@ class SamplingParams:
 
 
 def _check_whole(name: str, value: object, may_be_none: bool) -> None:
-    """Raise ParameterError for what is no whole number of the 64 bits that the engine has for it."""
+    """Raise ParameterError unless the value is a whole number that fits 64 bits."""
     if value is None and may_be_none:
         return
     if not isinstance(value, int):

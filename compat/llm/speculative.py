@@ -1,4 +1,4 @@
-"""The configurations of speculative decoding of TensorRT-LLM's LLM API, as dictionaries or objects: what is served of them."""
+"""TensorRT-LLM's configurations of speculative decoding, as dictionaries or objects, as keys of SpeculationConfig."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from backend.api.draft_limits import drafts_of_lookahead
 from compat.llm.errors import NotHere, ParameterError
 
-# Fields of a LookaheadDecodingConfig, and what they are where they are not given
+# field of a LookaheadDecodingConfig -> default
 LOOKAHEAD = {"max_window_size": 4, "max_ngram_size": 3, "max_verification_set_size": 4}
 # The type of a configuration, without underscores and in upper case -> speculation.mode
 MODES = {"NGRAM": "lookup", "LOOKAHEAD": "lookup", "AUTO": "lookup", "DRAFTTARGET": "draft_model"}
@@ -16,10 +16,10 @@ DRAFT_MODEL_FIELDS = ("speculative_model_dir", "speculative_model")
 
 
 def speculation_fields(given: Any) -> dict[str, Any]:
-    """Fields of SpeculationConfig. Of NGram's, how its pool is kept has no meaning here.
+    """Fields of SpeculationConfig. The settings of NGram's own pool have no effect.
 
-    Raises NotHere for other ways of decoding, ParameterError for a draft model without a checkpoint and
-    where nothing says the way.
+    Raises NotHere for a decoding type that is not served, and ParameterError without a decoding type or for a draft model
+    without a checkpoint.
     """
     if given is None:
         return {}
@@ -47,7 +47,7 @@ def speculation_fields(given: Any) -> dict[str, Any]:
 
 
 def lookahead_drafts(given: Any) -> int:
-    """How many guesses a step may try, by the sizes of lookahead decoding. Raises InvalidRequest for impossible ones."""
+    """Draft tokens of a step, from the sizes of lookahead decoding. Raises InvalidRequest for impossible sizes."""
     sizes = {name: _field(given, name) for name in LOOKAHEAD}
     return drafts_of_lookahead(*(LOOKAHEAD[name] if size is None else size for name, size in sizes.items()))
 

@@ -18,7 +18,7 @@ LOOK_S = 0.02  # interval at which a waiter looks for new records
 
 
 class LatestStats(Struct, frozen=True):
-    """The state after the newest step that the engine has told of."""
+    """The state after the newest step that the engine has reported."""
 
     num_active_requests: int = 0  # accepted and not finished
     num_queued_requests: int = 0  # waiting for their first admission
@@ -26,7 +26,7 @@ class LatestStats(Struct, frozen=True):
 
 
 class IterationResult:
-    """Hands out each record once. `take` returns those that have come since it was last called."""
+    """Hands out each record once. `take` returns the records since its last call."""
 
     def __init__(self, take: Callable[[], list[dict[str, Any]]], timeout: float = 2.0) -> None:
         """`timeout`: seconds to wait for the next record before the end."""
@@ -38,7 +38,7 @@ class IterationResult:
         self._timeout = timeout
 
     def get_results(self) -> list[dict[str, Any]]:
-        """Wait for a record, and return all that are there; [] after the timeout."""
+        """Wait for a record, and return all records that have come; [] after the timeout."""
         end = time.monotonic() + self._timeout
         while not self._look() and time.monotonic() < end:
             time.sleep(LOOK_S)

@@ -2,9 +2,9 @@
 
     engine's thread     hands a response over
     dispatch thread     finds its request; makes text of it, or gives it to the post-processing process of the request
-    caller's thread     takes the text out of its result's queue
+    caller's thread     takes the text from the queue of its result
 
-Nothing is kept of a request whose final response has been dispatched.
+A request is forgotten once its final response has been dispatched.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ FAILED = "the thread that hands out responses has failed, and no request is answ
 
 
 class _Live:
-    """A request until its final response."""
+    """State of a request until its final response."""
 
     def __init__(self, result_queue: ResultQueue[RequestUpdate | Exception], params: TextParams) -> None:
         self.queue = result_queue
         self.params: TextParams | None = params  # None once they were handed to the detokeniser
         self.request_id: RequestId | None = None  # None until the engine has been given the request
-        self.is_unwanted = False  # it has ended here, and the engine is to end it too
+        self.is_unwanted = False  # it has ended here, and the engine has to cancel it
 
 
 class _Arrival(NamedTuple):
@@ -67,7 +67,7 @@ class _Arrival(NamedTuple):
 
 
 class GenerationExecutorWorker(GenerationExecutor):
-    """Owns the Executor that it is given. Its engine may run in this process or in another."""
+    """A GenerationExecutor that owns its Executor, whose engine runs in this process or in another."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class GenerationExecutorWorker(GenerationExecutor):
     ) -> None:
         """`tokenizer_dir` is where the post-processing processes find the tokenizer, if there are any.
 
-        `processors`: what the engine calls for logits processors of requests, if it runs in this process.
+        `processors`: the logits processors of requests, for an engine in this process.
         """
         super().__init__()
         hello = executor.hello
@@ -157,9 +157,9 @@ class GenerationExecutorWorker(GenerationExecutor):
     def start_engine(
         cls, config: EngineConfig, own: OwnProcessors, batched: Callable[..., Any] | None
     ) -> tuple[Executor, Callable[[], None]]:
-        """The engine of this kind of executor, ready, and what is to be done when it has been shut down.
+        """A ready engine, and a function to call after its shutdown.
 
-        `own` and `batched`: the logits processors of requests, and that of all who want it.
+        `own`: the logits processors of single requests. `batched`: the processor of all requests that opt in.
         """
         of_all = None if batched is None else logits.batched(batched)
         return Executor.from_directory(config.model.path, config, {OF_REQUEST: own}, of_all), lambda: None
@@ -200,7 +200,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         self.engine_executor.cancel_request(engine_id)
 
     def iteration_stats(self) -> list[dict[str, Any]]:
-        """All that were kept (`records.max_iterations`); where none are, the newest that the engine has told of."""
+        """All kept records (`records.max_iterations`); where none are kept, the newest state that the engine has reported."""
         if not self.hello.config.records.max_iterations:
             return self._newest_stats()
         requests = {each.iter: requests_as_json(each) for each in self.engine_executor.take_request_stats()}
@@ -232,7 +232,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         self.engine_executor.shutdown()  # It answers all live requests.
         self._arrivals.put(None)
         if self._pool is not None:
-            self._thread.join(END_GRACE_S)  # A process that hangs would hold it up for ever.
+            self._thread.join(END_GRACE_S)  # A process that hangs would block this for ever.
             self._pool.close()
         self._thread.join()
         self._fail_all(EngineUnavailable("the executor has been shut down; make a new one"))
@@ -252,9 +252,9 @@ class GenerationExecutorWorker(GenerationExecutor):
             raise EngineUnavailable("the executor has been shut down; make a new one")
 
     def _send(self, client_id: int, core: Request, live: _Live) -> RequestId:
-        """Returns the id that the engine has given the request."""
+        """Send the request, and return the id that the engine has given it."""
         with self._lock:
-            self._results[client_id] = live  # It must be there before its first response.
+            self._results[client_id] = live  # It must be registered before its first response arrives.
         try:
             engine_id = self.engine_executor.submit(
                 core, lambda response: self._arrivals.put(_Arrival(client_id, response))
@@ -268,12 +268,12 @@ class GenerationExecutorWorker(GenerationExecutor):
             is_unwanted = live.is_unwanted
         if is_unwanted:
             self.engine_executor.cancel_request(engine_id)
-        if self._failure is not None:  # It came too late for those whom the failure has ended.
+        if self._failure is not None:  # The failure came first, and did not end this request.
             self._fail_all(self._failure)
         return engine_id
 
     def _dispatch(self) -> None:
-        """Hand responses on until the end. A fault in here ends all requests, each with the same error."""
+        """Pass responses on until the shutdown. An exception here ends all requests with the same error."""
         try:
             while (arrival := self._arrivals.get()) is not None:
                 self._hand_on(arrival)
@@ -288,7 +288,7 @@ class GenerationExecutorWorker(GenerationExecutor):
             live = self._results.get(arrival.client_id)
         if arrival.response.is_final and len(self._processors):
             self._processors.forget(arrival.response.request_id)
-        if live is None:  # It has ended already, by a stop string for instance.
+        if live is None:  # The request has already ended, by a stop string for instance.
             return
         params, live.params = live.params, None
         streaming = params is not None and params.streaming
@@ -304,7 +304,7 @@ class GenerationExecutorWorker(GenerationExecutor):
             self._fail(arrival.client_id, error)
 
     def _deliver(self, output: RequestUpdate) -> None:
-        """Put an output into the queue of its request. Called by the dispatch thread, or by those of the processes."""
+        """Put an update into the queue of its request. Called by the dispatch thread or the reader thread of a process."""
         with self._lock:
             live = self._results.pop(output.client_id, None) if output.is_final else self._results.get(output.client_id)
         if live is None:
@@ -318,14 +318,16 @@ class GenerationExecutorWorker(GenerationExecutor):
         with self._lock:
             live.is_unwanted = True
             engine_id = live.request_id
-        if engine_id is not None:  # Otherwise the thread that submits it right now sees `is_unwanted`.
+        if (
+            engine_id is not None
+        ):  # Without an id it is being submitted, and that thread looks at `is_unwanted` afterwards.
             self.engine_executor.cancel_request(engine_id)
 
     def _lose_worker(self, number: int) -> None:
         """A post-processing process has ended by itself: its requests fail."""
         log.error("post-processing process %d has ended", number)
         pool = self._pool
-        if pool is None:  # It ended before there were requests; later ones get the error.
+        if pool is None:  # It ended before the first request; later requests get the error.
             return
         with self._lock:
             lost = [client_id for client_id in self._results if pool.worker_of(client_id) == number]

@@ -1,6 +1,6 @@
-"""The older part of TensorRT-LLM's bindings: `from compat.trtllm import bindings` in place of `import tensorrt_llm.bindings`.
+"""The older part of TensorRT-LLM's bindings: `from backend.trtllm import bindings` in place of `import tensorrt_llm.bindings`.
 
-GptManager runs requests of named tensors, and answers through callbacks. New programs use `compat.trtllm.Executor`.
+GptManager takes requests of named tensors and answers through callbacks. New programs use `backend.trtllm.Executor`.
 """
 
 import backend
@@ -16,7 +16,7 @@ from compat.trtllm.gpt_manager import GptManager
 from compat.trtllm.inference_request import InferenceRequest, NamedTensor
 from compat.trtllm.memory_counters import MemoryCounters
 
-binding_type = "pybind"  # what programs ask for when they tell TensorRT-LLM's two kinds of bindings apart
+binding_type = "pybind"  # programs read it to distinguish TensorRT-LLM's two kinds of bindings
 
 __version__ = backend.__version__
 

@@ -1,4 +1,4 @@
-"""CallbackLoop: TensorRT-LLM's older interface with callbacks, over the same engine (docs/features.md, 001).
+"""CallbackLoop: runs an EngineCore in a thread that talks to the program through callbacks; GptManager is made of it.
 
 The constructor starts a worker thread that runs the token loop. Each iteration calls in this order:
 
@@ -10,7 +10,7 @@ The constructor starts a worker thread that runs the token loop. Each iteration 
 
 The caller chooses the ids: any unsigned 64-bit number that is not in use by a live request.
 
-A callback that raises, or returns what it must not, is logged, once until it succeeds again; the token loop goes on. A request
+A callback that raises, or returns a wrong value, is logged once until it succeeds again, and the token loop goes on. A request
 that is no Request, or has fields of wrong types, is answered with an error.
 """
 
@@ -42,7 +42,7 @@ ReturnStats = Callable[[EngineStats], None]
 def load_engine(
     model_path: str, config: EngineConfig, logits_post_processors: Mapping[str, Callable[..., Any]] | None = None
 ) -> EngineCore:
-    """An engine for a CallbackLoop, with the checkpoint of a directory. Raises ConfigError when there is none."""
+    """An engine for a CallbackLoop, with the checkpoint in a directory. Raises ConfigError when there is none."""
     config = with_model_path(config, model_path)
     return EngineCore(config, workers_of(config, logits_post_processors))
 
@@ -60,7 +60,7 @@ class CallbackLoop:
     ) -> None:
         """The worker thread calls all callbacks. While nothing is active it polls for requests every `idle_period_s` seconds.
 
-        `ending`: once it is set, by a callback for instance, the thread takes in no more and ends when the active ones have.
+        `ending`: once it is set, by a callback for instance, the thread accepts no more requests, and ends after the active ones.
         """
         self._core = core
         self._get_requests = get_requests
@@ -74,7 +74,7 @@ class CallbackLoop:
         self.worker_thread.start()
 
     def shutdown(self) -> None:
-        """Take in no more requests, finish the active ones, and end the worker thread."""
+        """Accept no more requests, finish the active ones, and end the worker thread."""
         self._ending.set()
         self.worker_thread.join()
 
@@ -130,7 +130,7 @@ class CallbackLoop:
 
     @contextmanager
     def _callback(self, name: str) -> Iterator[None]:
-        """What a callback of the program raises must not end the thread that serves all requests."""
+        """Log an exception of the program's callback, because it must not end the thread that serves all requests."""
         try:
             yield
         except (Exception, SystemExit) as error:

@@ -1,6 +1,6 @@
 """ExecutorConfig and its parts. Attributes can be set, but for those of SchedulerConfig, DynamicBatchConfig and PeftCacheConfig.
 
-Which of them are honoured, have no effect here, or are refused by the Executor, docs/executor.md tells.
+docs/parameters.md lists which of them the Executor honours, which have no effect, and which it refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from compat.trtllm.request_configs import AdditionalModelOutput
 
 
 class RuntimeDefaults(Record):
-    """What a model says about its own attention. Read-only."""
+    """Attention settings that a model brings. Read-only."""
 
     max_attention_window: list[int] | None = constant(optional(list_of(INT32)), default=None)
     sink_token_length: int | None = constant(optional(INT32), default=None)
@@ -45,10 +45,10 @@ class RuntimeDefaults(Record):
 class KvCacheConfig(Record, dynamic=True):
     """Size and behaviour of the KV cache.
 
-    `max_tokens`: of all sequences together. `max_attention_window`: tokens that one may attend to, one number for each layer,
-    from the first on again where there are more layers. `sink_token_length`: the first tokens, which all others attend to besides
-    their window. `free_gpu_memory_fraction`: of what is free once the model is loaded
-    (None: 0.9 on a GPU). Of several limits the smallest holds. `event_buffer_max_size`: KV cache events that are kept.
+    `max_tokens`: of all sequences together. `max_attention_window`: tokens that a token attends to, a number for each layer; with
+    fewer numbers than layers they repeat. `sink_token_length`: first tokens, which all others attend to besides their window.
+    `free_gpu_memory_fraction`: share of the memory that is free once the model is loaded (None: 0.9 on a GPU). The smallest
+    of several limits holds. `event_buffer_max_size`: KV cache events that are kept.
     """
 
     enable_block_reuse: bool = field(BOOL, default=True)
@@ -69,13 +69,13 @@ class KvCacheConfig(Record, dynamic=True):
     max_gpu_total_bytes: int = field(UINT64, default=0, kw_only=True)
 
     def _made(self) -> None:
-        """The runtime defaults are used up here, as in TensorRT-LLM: they are no attribute."""
+        """Apply the runtime defaults, which are no attribute afterwards, as in TensorRT-LLM."""
         defaults = self.__dict__.pop("runtime_defaults")
         if defaults is not None:
             self.fill_empty_fields_from_runtime_defaults(defaults)
 
     def fill_empty_fields_from_runtime_defaults(self, runtime_defaults: RuntimeDefaults) -> None:
-        """Take over what the model says where this configuration says nothing."""
+        """Set the fields that are unset to the defaults of the model."""
         if self.max_attention_window is None:
             self.max_attention_window = runtime_defaults.max_attention_window
         if self.sink_token_length is None:
@@ -83,7 +83,7 @@ class KvCacheConfig(Record, dynamic=True):
 
 
 class DynamicBatchConfig(Record):
-    """Tune limits of the batch while serving, over a moving average of so many requests. Read-only."""
+    """Tuning of the batch's limits while serving, from a moving average over requests. Read-only."""
 
     enable_batch_size_tuning: bool = constant(BOOL)
     enable_max_num_tokens_tuning: bool = constant(BOOL)
@@ -91,7 +91,7 @@ class DynamicBatchConfig(Record):
 
 
 class SchedulerConfig(Record):
-    """Who is admitted, and how long prompts share an iteration. Read-only."""
+    """The policies that admit requests and cut long prompts. Read-only."""
 
     capacity_scheduler_policy: CapacitySchedulerPolicy = constant(
         of(CapacitySchedulerPolicy), default=CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -138,7 +138,7 @@ class ParallelConfig(Record):
 
 
 class DebugConfig(Record):
-    """Which tensors of the model are kept to be looked at."""
+    """Tensors of the model that are kept for debugging."""
 
     debug_input_tensors: bool = field(BOOL, default=False)
     debug_output_tensors: bool = field(BOOL, default=False)
@@ -156,7 +156,7 @@ class ExtendedRuntimePerfKnobConfig(Record):
 
 
 class SpeculativeDecodingConfig(Record):
-    """`fast_logits`: the draft model's logits are fetched from its own process."""
+    """`fast_logits`: fetch the logits of the draft model from its own process."""
 
     fast_logits: bool = field(BOOL, default=False)
 
@@ -170,7 +170,7 @@ class CacheTransceiverConfig(Record):
 
 
 class ExecutorConfig(Record, dynamic=True):
-    """How an Executor runs its model. The parts are given by reference: `config.kv_cache_config.max_tokens = 42` sticks.
+    """How an Executor runs its model. Its parts can be changed in place: `config.kv_cache_config.max_tokens = 42`.
 
     `max_batch_size`: requests that run at once (None: 64). `max_num_tokens`: tokens of one iteration (None: 8192).
     `max_queue_size`: requests that wait (None, 0 or -1: any number). `peft_cache_config`: None refuses requests with

@@ -12,14 +12,14 @@ from compat.trtllm.request_configs import EagleConfig, LookaheadDecodingConfig
 
 
 class DecodingMode:
-    """What chooses the tokens. Made by one of its static methods, asked by one of its `isX`; compares by value."""
+    """The method that chooses tokens. Static methods make one, and `isX` methods ask which it is. Compares by value."""
 
     def __init__(self, name: str = "Auto") -> None:
         self.name = name
 
     @staticmethod
     def Auto() -> DecodingMode:
-        """As each request's SamplingConfig asks."""
+        """Each request's SamplingConfig decides."""
         return DecodingMode("Auto")
 
     @staticmethod
@@ -104,7 +104,7 @@ class DecodingMode:
 
 
 class DecodingConfig(Record):
-    """The decoding mode, and what some modes need. To set the part of a mode sets the mode."""
+    """The decoding mode, and the settings of some modes. Setting those of a mode sets the mode."""
 
     decoding_mode: DecodingMode | None = field(optional(of(DecodingMode)), default=None)
     lookahead_decoding_config: LookaheadDecodingConfig | None = field(
@@ -136,7 +136,7 @@ class DecodingConfig(Record):
 class LogitsPostProcessorConfig(Record):
     """Functions that change logits: by name, for requests that name one, or one for all requests that opt in.
 
-    `processor_map`: name -> f(request id, logits, tokens of each beam, stream, client id); a name without a function is none.
+    `processor_map`: name -> f(request id, logits, tokens of each beam, stream, client id); a name without a function is ignored.
     `processor_batched`: the same with a list in place of each value. `replicate`: on several ranks, called on all of the first
     tensor-parallel group.
     """
@@ -152,7 +152,7 @@ class GuidedDecodingConfig(Record):
     """Set-up of guided decoding. `encoded_vocab`: the tokens' texts, sorted by id."""
 
     class GuidedDecodingBackend(Enumeration):
-        """Who compiles grammars."""
+        """The library that compiles grammars."""
 
         XGRAMMAR = 0
         LLGUIDANCE = 1

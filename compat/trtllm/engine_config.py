@@ -18,12 +18,12 @@ from compat.trtllm.configs import ExecutorConfig, ParallelConfig
 from compat.trtllm.enums import BatchingType, CommunicationMode
 from compat.trtllm.parameters import ANY_NUMBER, ATTRIBUTES
 
-BASE = "engine_config"  # a dynamic attribute of ExecutorConfig: an EngineConfig, for what the bindings have no name for
+BASE = "engine_config"  # an extra attribute of ExecutorConfig: an EngineConfig, for keys that the bindings have no name for
 _KEY = re.compile(rf"\b({'|'.join(EngineConfig.__struct_fields__)})\.[a-z_]+")
 
 
 def _debug_tensors(config: ExecutorConfig) -> tuple[str, ...]:
-    """Names choose among all tensors. Without names it is all inputs, all outputs, or both."""
+    """The names of the tensors to keep. Without names: all inputs, all outputs, or both."""
     debug = config.debug_config
     if debug is None:
         return ()
@@ -79,7 +79,7 @@ def engine_config(config: ExecutorConfig) -> EngineConfig:
 
 
 def _checked(config: ExecutorConfig) -> dict[str, Setting]:
-    """What the attributes set. Raises RuntimeError for a value that is not served."""
+    """The settings that the attributes make. Raises RuntimeError for a value that is not served."""
     try:
         return ATTRIBUTES.check({each.key: _at(config, each.key) for each in ATTRIBUTES}).settings
     except RefusedParameter as error:
@@ -87,13 +87,13 @@ def _checked(config: ExecutorConfig) -> dict[str, Setting]:
 
 
 def _in_their_words(error: str) -> str:
-    """An error of the configuration, with the attributes of ExecutorConfig in place of keys, and without the command line."""
-    told = error.removeprefix("configuration: ").partition("; change it with --set")[0]
-    return _KEY.sub(lambda found: f"ExecutorConfig.{_NAMES.get(found[0], f'{BASE}.{found[0]}')}", told)
+    """An error of the configuration with attributes of ExecutorConfig in place of keys, and without the hint at --set."""
+    text = error.removeprefix("configuration: ").partition("; change it with --set")[0]
+    return _KEY.sub(lambda found: f"ExecutorConfig.{_NAMES.get(found[0], f'{BASE}.{found[0]}')}", text)
 
 
 def runs_in_own_process(parallel: ParallelConfig | None) -> bool:
-    """True if the engine is to be a process of its own. Raises RuntimeError for more ranks than there are."""
+    """True if the engine shall run in a process of its own. Raises RuntimeError for more than one rank."""
     if parallel is None:
         return False
     for name, ids in (("device_ids", parallel.device_ids), ("participant_ids", parallel.participant_ids)):

@@ -1,6 +1,6 @@
 """The enumerations of TensorRT-LLM's executor bindings.
 
-As pybind11's, their members convert to int and compare with their own kind only.
+As in pybind11, members convert to int and compare with members of the same enumeration only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Enumeration(enum.Enum):
 
 
 class ModelType(Enumeration):
-    """What kind of model an Executor runs. This project's are all DECODER_ONLY."""
+    """The architecture of a model. Only DECODER_ONLY is served."""
 
     DECODER_ONLY = 0
     ENCODER_ONLY = 1
@@ -34,7 +34,7 @@ class BatchingType(Enumeration):
 
 
 class CapacitySchedulerPolicy(Enumeration):
-    """Who is admitted. MAX_UTILIZATION may pause requests and resume them, GUARANTEED_NO_EVICT never does."""
+    """The policy that admits requests. MAX_UTILIZATION may pause and resume them, GUARANTEED_NO_EVICT never does."""
 
     MAX_UTILIZATION = 0
     GUARANTEED_NO_EVICT = 1
@@ -55,7 +55,7 @@ class CommunicationType(Enumeration):
 
 
 class CommunicationMode(Enumeration):
-    """LEADER: the engine runs in this process. ORCHESTRATOR: in a process of its own, which the Executor starts."""
+    """LEADER: the engine runs in this process. ORCHESTRATOR: the Executor starts a process for the engine."""
 
     LEADER = 0
     ORCHESTRATOR = 1

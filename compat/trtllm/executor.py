@@ -1,7 +1,6 @@
-"""Executor: TensorRT-LLM's, over backend.executor.Executor.
+"""TensorRT-LLM's Executor, over backend.executor.Executor.
 
-A request that cannot be served is answered with an error response like any other; whatever else goes wrong raises
-RuntimeError, as the bindings do.
+A request that cannot be served gets an error response. All other errors raise RuntimeError, as in the bindings.
 """
 
 from __future__ import annotations
@@ -93,13 +92,13 @@ class Executor:
     """Runs a model, and serves requests in a persistent batch.
 
     Executor(model_path, model_type, executor_config)
-        of a checkpoint's directory: config.json, safetensors.
+        from the directory of a checkpoint: config.json, safetensors.
     Executor(engine_buffer, json_config_str, model_type, executor_config, managed_weights={})
-        of the bytes of a safetensors file and the text of config.json; `managed_weights` are further tensors, by name.
+        from the bytes of a safetensors file and the text of config.json; `managed_weights` are further tensors, by name.
 
     The forms with an encoder are refused: only decoder models are served. The engine runs in a thread of this process, or with
     `ParallelConfig(communication_mode=CommunicationMode.ORCHESTRATOR)` in a process of its own. Raises RuntimeError, which says
-    `File does not exist` when there is no such directory, and names whatever in the configuration is not served.
+    `File does not exist` when there is no such directory, and names a part of the configuration that is not served.
     """
 
     @overload
@@ -125,7 +124,7 @@ class Executor:
         self._repeats = Repeats()
         with _runtime_errors():
             self._core, directory = _started(given, engine_config(given.executor_config), self._own_processors)
-        # Also when this object is let go of, or the program ends.
+        # It also runs when this object is garbage, or the program ends.
         self._close = weakref.finalize(self, _shut_down, self._core, directory, os.getpid())
         with _runtime_errors():
             self._check_window()
@@ -181,29 +180,29 @@ class Executor:
     def await_responses(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch responses: await_responses(timeout), await_responses(id, timeout) or await_responses(ids, timeout).
 
-        Blocks until there is one, of any request or of this one, at most for `timeout` (a timedelta; None: until `shutdown`);
-        then the list is empty. Of several ids it gives a list for each. An id whose final response was fetched, or that never
-        was, gives one error response.
+        Blocks until there is a response to any request, or to this one, at most for `timeout` (a timedelta; None: until
+        `shutdown`), after which the list is empty. For several ids it returns a list for each. An unknown id, or one whose final
+        response was fetched, gives one error response.
         """
         which, timeout = _awaited(args, kwargs)
         with _runtime_errors():
             answers = self._core.await_responses(which, timeout)
         if isinstance(which, list):
-            return [[self._told(answer) for answer in each] for each in answers]  # type: ignore[union-attr]
-        return [self._told(answer) for answer in answers]  # type: ignore[arg-type]
+            return [[self._delivered(answer) for answer in each] for each in answers]  # type: ignore[union-attr]
+        return [self._delivered(answer) for answer in answers]  # type: ignore[arg-type]
 
-    def _told(self, answer: Answer) -> Response:
+    def _delivered(self, answer: Answer) -> Response:
         if answer.is_final:
             self._own_processors.forget(answer.request_id)
         return self._repeats.complete(from_core.response(answer), answer.is_final)
 
     def get_num_responses_ready(self, id: int | None = None) -> int:
-        """How many responses wait to be fetched, of one request or of all (None)."""
+        """Number of responses that can be fetched, of one request or of all (None)."""
         with _runtime_errors():
             return self._core.get_num_responses_ready(optional(_ID).check(id))
 
     def cancel_request(self, id: int) -> None:
-        """End a request, which then gets a final response. Ids that are not known are ignored."""
+        """Cancel a request, which then gets a final response. Unknown ids are ignored."""
         self._check_open()
         with _runtime_errors():
             self._core.cancel_request(_ID.check(id))
@@ -213,7 +212,7 @@ class Executor:
         return self._core.can_enqueue_requests()
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
-        """What the iterations since the last call did, at most `iter_stats_max_iterations` of them."""
+        """Statistics of the iterations since the last call, at most `iter_stats_max_iterations`."""
         with _runtime_errors():
             taken = self._core.take_iteration_stats()
         stats = self._core.latest_stats()
@@ -225,7 +224,7 @@ class Executor:
             return [from_core.request_stats(each) for each in self._core.take_request_stats()]
 
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
-        """The tensors of the iterations since the last call, at most `debug_config.debug_tensors_max_iterations` of them."""
+        """The tensors of the iterations since the last call, at most `debug_config.debug_tensors_max_iterations`."""
         with _runtime_errors():
             return [from_core.debug_tensors(each) for each in self._core.take_debug_tensors()]
 
@@ -237,7 +236,7 @@ class Executor:
         return KVCacheEventManager(self._take_events)
 
     def shutdown(self) -> None:
-        """End the Executor and wake all who wait. Requests that run are answered with an error."""
+        """End the Executor and wake all waiting threads. Requests that run are answered with an error."""
         self._close()
 
     def __enter__(self) -> Executor:
@@ -265,7 +264,7 @@ def _chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return overloaded(*args, **kwargs)
         except TypeError:
-            continue  # the next one may take them
+            continue  # the next overload may take them
     invoked = [shown(value) for value in args] + [f"{name}={shown(value)}" for name, value in kwargs.items()]
     raise TypeError(
         "__init__(): incompatible constructor arguments. The following argument types are supported:\n"
@@ -275,7 +274,7 @@ def _chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnProcessors) -> tuple[Core, str]:
-    """The core's Executor, and the directory of its socket if the engine is a process of its own."""
+    """The engine's Executor, and the directory of its socket if the engine is a process of its own."""
     parallel = given.executor_config.parallel_config
     own_process = runs_in_own_process(parallel)
     processors = given.executor_config.logits_post_processor_config
@@ -304,7 +303,7 @@ def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnP
 
 
 def _with_vocabulary(config: EngineConfig, guided: GuidedDecodingConfig, directory: str) -> EngineConfig:
-    """The materials of guided decoding in a file, for the engine may be another process."""
+    """The configuration with the vocabulary of guided decoding in a file, because the engine may be another process."""
     path = f"{directory}/tokenizer_info.json"
     names = ("encoded_vocab", "tokenizer_str", "stop_token_ids")
     Path(path).write_bytes(msgspec.json.encode({name: getattr(guided, name) for name in names}))
@@ -328,7 +327,7 @@ def _own_process(
 
 
 def _on_device(config: EngineConfig, device_id: int) -> EngineConfig:
-    """On a machine with GPUs, that one; without any the id of a device says nothing."""
+    """The configuration with this GPU. On a machine without GPUs the id of a device has no effect."""
     import torch
 
     if not torch.cuda.is_available():
@@ -379,7 +378,7 @@ def _awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, timede
 
 @contextmanager
 def _runtime_errors() -> Iterator[None]:
-    """The core's errors as the RuntimeErrors that the bindings raise."""
+    """Turn the engine's errors into the RuntimeErrors that the bindings raise."""
     try:
         yield
     except EverbatchError as error:

@@ -1,4 +1,4 @@
-"""What the core answers and counts, as records of this room."""
+"""The engine's responses and statistics, as records of the bindings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STAGES = {
     core_stats.RequestStage.COMPLETE: RequestStage.GENERATION_COMPLETE,
 }
 
-# Attributes of one name and meaning on both sides.
+# Attributes with the same name and meaning on both sides.
 _RESULT = ("is_final", "is_sequence_final", "sequence_index", "cum_log_probs", "log_probs", "decoding_iter")
 _ITERATION = (
     "iter",
@@ -94,7 +94,7 @@ def _tensor(given: TensorData | None) -> Any:
 
 
 def _additional(given: core.Result) -> list[AdditionalOutput]:
-    """Rows of the output under the name that was asked for, those of the prompt under `context_` and that name."""
+    """Tensors by name: rows of the output under the name that was asked for, rows of the prompt under `context_NAME`."""
     context = {f"context_{name}": each for name, each in (given.additional_context_outputs or {}).items()}
     return [
         AdditionalOutput(name, as_tensor(each))
@@ -109,7 +109,7 @@ def _perf_metrics(given: core.Result) -> RequestPerfMetrics | None:
 
 
 def perf_metrics(given: PerfMetrics, iteration: int, is_last: bool) -> RequestPerfMetrics:
-    """As TensorRT-LLM counts: a block that began as a copy is one that was reused, and was taken from the free blocks too."""
+    """Metrics in TensorRT-LLM's way: a block that began as a copy counts as reused, and as allocated."""
     new, reused = given.num_new_blocks - given.num_copied_blocks, given.num_reused_blocks + given.num_copied_blocks
     return RequestPerfMetrics(
         TimingMetrics(
@@ -135,16 +135,16 @@ def _span(ns: int) -> timedelta:
 
 
 def timestamp(ns: int) -> str:
-    """Local time, as TensorRT-LLM writes it."""
+    """Local time in the format of TensorRT-LLM."""
     return datetime.fromtimestamp(ns / 1e9, UTC).astimezone().strftime(TIMESTAMP)
 
 
 def iteration_stats(
     given: core_stats.IterationStats, hello: Hello, newest: core_stats.IterationStats
 ) -> IterationStats:
-    """GPU memory is that of the device which runs the model: on a CPU the memory of the engine's process.
+    """The statistics of an iteration. `gpu_mem_usage` is memory of the device that runs the model, on a CPU of the process.
 
-    Memory is not asked for in each step: it is that of the `newest` statistics that the engine sends about once a second.
+    Memory is not measured in each step: the figures are from the `newest` statistics, which the engine sends about once a second.
     """
     in_use = newest.gpu_memory_bytes if hello.model.device != "cpu" else newest.cpu_memory_bytes
     is_static = hello.config.scheduler.batching == "static"

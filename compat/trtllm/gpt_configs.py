@@ -36,7 +36,7 @@ class TrtGptModelType(Enumeration):
 class KvCacheConfig(Record):
     """Size of the KV cache: `max_tokens` of all requests, or a share of the memory that is free after the model was loaded.
 
-    Both given: the smaller. `max_attention_window`: one number, or one for each layer.
+    With both the smaller one holds. `max_attention_window`: one number, or one for each layer.
     """
 
     max_tokens: int | None = field(optional(POSITIVE), default=None)
@@ -55,9 +55,9 @@ class PeftCacheManagerConfig(configs.PeftCacheConfig):
 
 
 class TrtGptModelOptionalParams(Record, dynamic=True):
-    """Everything about a GptManager that has a default.
+    """The optional settings of a GptManager.
 
-    `stats_timestamp_format`: of the statistics' Timestamp, for strptime; servers append `.%f`.
+    `stats_timestamp_format`: format of the statistics' Timestamp, for strptime; servers append `.%f`.
     """
 
     kv_cache_config: KvCacheConfig = field(copy_of(KvCacheConfig), factory=KvCacheConfig)

@@ -1,4 +1,4 @@
-"""GptManager: TensorRT-LLM's batch manager with callbacks, over compat.trtllm.callback_loop."""
+"""GptManager: TensorRT-LLM's batch manager. It converts named tensors for a CallbackLoop, and its responses to tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _BATCHING = {
 }
 
 
-class _Asked(NamedTuple):
-    """What the tensors of the next answer depend on. `num_sent`: of a stream, output tokens so far, by sequence index."""
+class _Live(NamedTuple):
+    """Properties of a request that decide its output tensors. `num_sent`: tokens streamed so far, by sequence index."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -54,14 +54,14 @@ class GptManager:
     """Runs the token loop in a thread of its own, from construction on, and talks to its owner through callbacks only.
 
     Each iteration calls `get_inference_requests_cb(max count)` for new requests; `send_response_cb(id, tensors, is final, error)`
-    for each that has something to say, and everything of a request has been freed before its final call;
-    `poll_stop_signal_cb()` for the ids of requests to be ended; `return_batch_manager_stats_cb(json)` if there was work.
-    An error comes with is final = True. With `num_return_sequences` above 1 each call tells of one sequence, which its
-    `sequence_index` names; the last call of all is the final one. Ids that are in use are refused, and may be used again from the
+    for each request with output, whose memory has been freed before its final call; `poll_stop_signal_cb()` for the ids
+    of requests to be cancelled; `return_batch_manager_stats_cb(json)` if there was work.
+    An error comes with is final = True. With `num_return_sequences` above 1 each call holds one sequence, which its
+    `sequence_index` names; only the last call is final. Ids that are in use are refused, and may be used again from the
     final call on.
-    `terminate_req_id`: a request of this id is the order to finish what runs and end.
+    `terminate_req_id`: a request with this id ends the manager, after all active requests.
 
-    To leave its context, or `shutdown()`, finishes all active requests first.
+    Leaving its context, or `shutdown()`, finishes all active requests first.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GptManager:
         self._terminate_req_id = terminate_req_id
         self._params = params
         self._processors = OwnProcessors()
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _Live] = {}
         self._ended = False
         try:
             config = _engine_config(model_type, params)
@@ -98,7 +98,7 @@ class GptManager:
                     stats_json(self._engine.latest_iteration(), stats, model_type, stats_format)
                 )
 
-        self._ending = threading.Event()  # here, because the thread may be told to end before the next line is over
+        self._ending = threading.Event()  # made here, because the thread may set it before the constructor is over
         callbacks = (self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
         self._loop = CallbackLoop(self._engine, *callbacks, ending=self._ending)
 
@@ -108,7 +108,7 @@ class GptManager:
         return self._loop.worker_thread.is_alive()
 
     def shutdown(self) -> None:
-        """Take in no more, finish what is active, end the worker thread, free the memory."""
+        """Accept no more requests, finish the active ones, end the worker thread, and free the memory."""
         self._loop.shutdown()
         if not self._ended:
             self._ended = True
@@ -147,7 +147,7 @@ class GptManager:
         request = to_core(asked, self._engine.model.vocab_size, params.max_beam_width)
         if given.logits_post_processor is not None:
             self._processors.add(given.request_id, given.logits_post_processor)
-        self._asked[given.request_id] = _Asked(
+        self._asked[given.request_id] = _Live(
             len(request.input_token_ids),
             request.max_tokens,
             max(0, asked.pad_id or 0),
@@ -159,7 +159,7 @@ class GptManager:
         return request
 
     def _send(self, request_id: int, response: Response | None, is_final: bool, error: str) -> None:
-        asked = self._asked.pop(request_id)  # before the last call, from inside which the id may be used again
+        asked = self._asked.pop(request_id)  # before the final call, inside which the id may be used again
         tensors: list[NamedTensor] = []
         if response is not None:
             tensors = _tensors(response.result, asked)
@@ -201,12 +201,12 @@ def _engine_config(model_type: TrtGptModelType, params: TrtGptModelOptionalParam
     return msgspec.structs.replace(converted, scheduler=scheduler)
 
 
-def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
-    """Tensors on the CPU, in the shapes that the page on the batch manager gives them. Counts in what a stream sends.
+def _tensors(result: Result, asked: _Live) -> list[NamedTensor]:
+    """Tensors on the CPU, in the shapes of TensorRT-LLM's page on the batch manager. Adds streamed tokens to `num_sent`.
 
-    `output_ids` [1, beams, longest]: all tokens, filled up with the pad id; of a stream only the new ones, of beams in a stream
-    the outputs so far. `sequence_length` [1, 1], of beams that of the best. `sequence_index` [1, 1]: with several sequences.
-    Logits that were not asked for are dummies of one zero.
+    `output_ids` [1, beams, longest]: all tokens, padded with the pad id; in a stream only the new ones, or all outputs so far
+    with beams. `sequence_length` [1, 1], of the best beam. `sequence_index` [1, 1], only with several sequences.
+    Logits that were not asked for are one zero.
     """
     import torch
 
@@ -239,7 +239,7 @@ def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
 
 
 def _or_dummy(given: TensorData | None, num_dimensions: int) -> Any:
-    """The tensor behind a dimension of its own for the request, or one zero."""
+    """The tensor with a leading dimension of 1, or one zero."""
     import torch
 
     return torch.zeros([1] * num_dimensions) if given is None else as_tensor(given)[None]
@@ -251,7 +251,7 @@ def stats_json(
     model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching,
     timestamp_format: str = SEED_TIMESTAMP,
 ) -> str:
-    """An iteration under the names of the batch manager's page, and some that TensorRT-LLM has added since."""
+    """An iteration as JSON, under the names of the batch manager's page and some that TensorRT-LLM has added since."""
     kv, memory = latest.kv_cache, stats.latest
     tree: dict[str, Any] = {
         "Timestamp": datetime.fromtimestamp(latest.timestamp_ns / 1e9, UTC).astimezone().strftime(timestamp_format),
@@ -272,7 +272,7 @@ def stats_json(
         "Runtime GPU Memory Usage": memory.gpu_memory_bytes,
         "Runtime Pinned Memory Usage": 0,
     }
-    if model_type is TrtGptModelType.V1:  # each row that generates gets one token
+    if model_type is TrtGptModelType.V1:  # each generating row gets one token
         tree |= {
             "Total Generation Tokens": latest.num_gen_requests,
             "Empty Generation Slots": latest.num_empty_gen_slots,

@@ -1,4 +1,4 @@
-"""InferenceRequest: GptManager's request, a set of named tensors; and what it means as a Request."""
+"""InferenceRequest: GptManager's request, a set of named tensors, and its conversion to a Request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _no_tensor() -> Any:
 class InferenceRequest(Record):
     """A request for GptManager: a 64-bit id that the caller chooses, and tensors under the names of `tensor_names`.
 
-    `input_ids` and `request_output_len` (also as `max_new_tokens`) must be set, all others may. Without them: one beam, no end
-    id, no streaming. `logits_post_processor(id, logits, tokens of each beam, stream)` changes the logits of this request.
+    `input_ids` and `request_output_len` (also as `max_new_tokens`) must be set, all others may. The defaults are one beam, no end
+    id and no streaming. `logits_post_processor(id, logits, tokens of each beam, stream)` changes the logits of this request.
     """
 
     request_id: int = constant(UINT64)
@@ -109,13 +109,17 @@ _SAMPLING = {
 
 
 def to_request(given: InferenceRequest) -> Request:
-    """The Request of the same meaning. Raises InvalidRequest for what is missing or cannot be read."""
+    """The Request with the same meaning. Raises InvalidRequest for a missing or unreadable tensor."""
     for name in (names.INPUT_IDS, names.MAX_NEW_TOKENS):
         if getattr(given, name) is None:
             raise InvalidRequest(f"A value is required for {name}")
     try:
         return _request(given)
-    except (TypeError, ValueError, RuntimeError) as error:  # of torch and of the records, which name the tensor's value
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # torch and the records raise these, with the value of the tensor in the text
         raise InvalidRequest(f"request {given.request_id} cannot be read: {str(error).splitlines()[0]}") from None
 
 
@@ -162,7 +166,7 @@ def _flag(given: InferenceRequest, name: str) -> bool:
 
 
 def _words(given: InferenceRequest, name: str) -> list[list[int]]:
-    """Of [2, n] or [1, 2, n]: a row of all tokens, and one of the ends of words among them, filled up with -1."""
+    """Words from a tensor [2, n] or [1, 2, n]: a row of all tokens, and a row of the ends of words, padded with -1."""
     tensor = getattr(given, name)
     if tensor.ndim not in (2, 3) or tensor.shape[-2] != 2:
         raise ValueError(f"{name} has the shape {list(tensor.shape)}, [1, 2, length] is needed")

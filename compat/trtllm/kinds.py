@@ -1,7 +1,8 @@
-"""Kinds of values that the records of this room hold: what each accepts, and makes of it.
+"""Kinds of values in the fields of records: each checks and converts a value.
 
-They accept what pybind11 accepts for the C++ type of the same name: an int for a float, anything with `__index__` (numpy and
-one-element tensors too) for an int, but no float for an int, no negative number for an unsigned one and no text for a list.
+They accept the values that pybind11 accepts for the C++ type of the same name: an int for a float, and an object with
+`__index__` (a numpy scalar, a tensor of one element) for an int, but no float for an int, no negative number for an unsigned
+int and no text for a list.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Check = Callable[[Any], Any]
 
 
 class FieldKind(NamedTuple):
-    """`check` returns the value to store, and raises TypeError for a value of another kind. `name`: as a signature shows it."""
+    """`check` returns the value to store, and raises TypeError for a value of another kind. `name`: in signatures."""
 
     name: str
     check: Check
@@ -46,7 +47,7 @@ def _integer(least: int, greatest: int) -> Check:
 
 
 def _scalar(value: Any) -> Any:
-    """The element of an array that has one, which numpy itself takes for an index only where it has no dimension."""
+    """The element of an array with one element. numpy itself converts only arrays without dimensions to an index."""
     return value.item() if hasattr(value, "__array__") and getattr(value, "size", 0) == 1 else value
 
 
@@ -64,7 +65,7 @@ def _real(value: Any) -> float:
 
 
 def is_tensor(value: object) -> bool:
-    """True if it is a torch tensor. Imports no torch: who has none loaded has no tensor either."""
+    """True if it is a torch tensor. Does not import torch: without torch loaded there are no tensors."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -108,7 +109,7 @@ def optional(kind: FieldKind) -> FieldKind:
 
 
 def list_of(kind: FieldKind) -> FieldKind:
-    """Any sequence but a text, each of its items of `kind`; stored as a list of its own. A one-dimensional array too."""
+    """A sequence or one-dimensional array of items of `kind`, but no text; stored as a new list."""
 
     def check(value: Any) -> list[Any]:
         if isinstance(value, str | bytes) or not (isinstance(value, Sequence) or hasattr(value, "__array__")):
@@ -119,7 +120,7 @@ def list_of(kind: FieldKind) -> FieldKind:
 
 
 def _tokens(value: Any) -> list[int]:
-    if type(value) is list and set(map(type, value)) <= {int}:  # the usual case, and by far the longest of all lists
+    if type(value) is list and set(map(type, value)) <= {int}:  # the fast path: token lists are by far the longest
         if value and not (-(1 << 31) <= min(value) and max(value) < 1 << 31):
             raise TypeError
         return value.copy()
@@ -140,11 +141,11 @@ def dict_of(key: FieldKind, value: FieldKind) -> FieldKind:
 
 
 class OutOfRange(Exception):
-    """A value of the right type that is not allowed; the message says what is."""
+    """A value has the right type but is not allowed; the message says which values are."""
 
 
 def within(kind: FieldKind, allowed: str, is_allowed: Callable[[Any], bool]) -> FieldKind:
-    """Values of a kind that are also `allowed`, in words. Others are errors of another class: OutOfRange."""
+    """Values of a kind within a range, which `allowed` describes in words. Other values of the kind raise OutOfRange."""
 
     def check(value: Any) -> Any:
         checked = kind.check(value)

@@ -1,4 +1,4 @@
-"""KV cache events: which blocks can be found in the cache, as a stream of changes."""
+"""KV cache events: changes of the set of blocks that requests can find."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from compat.trtllm.record import Record, constant, field
 
 
 class UniqueToken(Record):
-    """A token, and the extra id that keeps prefixes with prompt tuning apart (0: none)."""
+    """A token, and the extra id that separates prefixes with different prompt tuning (0: none)."""
 
     token_id: int = constant(INT32)
     token_extra_id: int = constant(UINT64, default=0)
 
 
 class KVCacheCreatedData(Record):
-    """The pool was made: blocks on the device, and on the host."""
+    """The pool was made: numbers of blocks on the device and on the host."""
 
     num_blocks_per_cache_level: list[int] = constant(list_of(INT32))
 
@@ -34,7 +34,7 @@ class KVCacheStoredBlockData(Record):
 
 
 class KVCacheStoredData(Record):
-    """Blocks that can be found from now on, each the child of the one before. `parent_hash`: of the first one's parent."""
+    """Blocks that can be found from now on, each the child of the one before. `parent_hash`: of the parent of the first."""
 
     parent_hash: int | None = constant(optional(UINT64), default=None)
     blocks: list[KVCacheStoredBlockData] = field(list_of(of(KVCacheStoredBlockData)), factory=list, read_only=True)
@@ -76,9 +76,9 @@ class KVCacheEventManager:
     """Hands out the events of one Executor. Each event is handed out once."""
 
     def __init__(self, take: Callable[[float | None], list[KVCacheEvent]]) -> None:
-        """`take(timeout in seconds)` waits for at least one event, and gives all that there are."""
+        """`take(timeout in seconds)` waits for at least one event, and returns all events so far."""
         self._take = take
 
     def get_latest_events(self, timeout_ms: timedelta | None = None) -> list[KVCacheEvent]:
-        """All events since the last call, waiting at most so long for the first (None: as long as it takes)."""
+        """All events since the last call. Waits up to `timeout` for the first (None: without limit)."""
         return self._take(None if timeout_ms is None else timeout_ms.total_seconds())

@@ -1,4 +1,4 @@
-"""MemoryCounters: what the GptManagers of this process hold."""
+"""MemoryCounters: memory that the GptManagers of this process hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _lock = threading.Lock()
 
 
 class MemoryCounters:
-    """Bytes by kind of memory. `gpu`: the KV pools, on whatever device they lie; the other kinds are not used."""
+    """Bytes by kind of memory. `gpu`: the KV pools, on any device; the other kinds are not used."""
 
     _the_one: MemoryCounters | None = None
 
@@ -18,7 +18,7 @@ class MemoryCounters:
 
     @classmethod
     def instance(cls) -> MemoryCounters:
-        """The one of this process."""
+        """The single object of this process."""
         with _lock:
             cls._the_one = cls._the_one or cls()
             return cls._the_one

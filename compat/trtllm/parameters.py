@@ -9,7 +9,7 @@ from compat.trtllm.decoding import DecodingMode, GuidedDecodingConfig
 from compat.trtllm.enums import BatchingType, CapacitySchedulerPolicy, ContextChunkingPolicy
 from compat.trtllm.request_configs import AdditionalModelOutput, LookaheadDecodingConfig
 
-MAX_NUM_TOKENS = 8192  # what TensorRT-LLM builds an engine for by default
+MAX_NUM_TOKENS = 8192  # the default with which TensorRT-LLM builds an engine
 MAX_DRAFT_TOKENS = int(RANGES["speculation.max_draft_tokens"][1])
 ANY_NUMBER = 1 << 40
 _DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch", "Lookahead")

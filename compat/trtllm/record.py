@@ -1,10 +1,10 @@
-"""Record: a class made from its table of fields, which behaves as a class that pybind11 has bound.
+"""Record: a class made from a table of fields, which behaves like a class bound by pybind11.
 
     class AdditionalModelOutput(Record):
         name: str = field(STR)
         gather_context: bool = field(BOOL, default=False)
 
-A record is made with its fields by position or name; an unknown argument and a value of the wrong type raise TypeError with the
+The constructor takes the fields by position or name; an unknown argument and a value of the wrong type raise TypeError with the
 signature. Attributes are checked when they are set, too. Records compare by value, print, and pickle with all attributes.
 Attributes that are no fields can be set only where the class says `dynamic=True`.
 """
@@ -46,7 +46,7 @@ class Field:
         return self.default if self.factory is None else self.factory()
 
     def checked(self, value: Any) -> Any:
-        """The value to store. Raises TypeError for one of the wrong kind, RuntimeError for one that is not allowed."""
+        """The value to store. Raises TypeError for a value of the wrong kind, RuntimeError for a value out of range."""
         try:
             return self.kind.check(value)
         except OutOfRange as error:
@@ -83,7 +83,7 @@ def field(
 ) -> Any:
     """A field of a record. Without `default` or `factory` its argument must be given. `read_only`: set by the constructor only.
 
-    `alias`: what the constructor calls it, where that is not the attribute's name.
+    `alias`: the name of its argument, where that differs from the name of the attribute.
     """
     return Field(kind, default, factory, read_only, kw_only, alias, doc)
 
@@ -95,7 +95,7 @@ def constant(kind: FieldKind, *, default: Any = REQUIRED) -> Any:
 
 @dataclass_transform(field_specifiers=(field, constant), eq_default=False)
 class Record:
-    """See the module."""
+    """Base of the classes with fields; the docstring of the module describes them."""
 
     _fields: ClassVar[dict[str, Field]] = {}
     _is_dynamic: ClassVar[bool] = False
@@ -130,7 +130,7 @@ class Record:
         self._made()
 
     def _made(self) -> None:
-        """For classes that check several fields together: called at the end of the constructor."""
+        """Called at the end of the constructor, for classes that check several fields together."""
 
     def _refusal(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
         name = type(self).__qualname__
@@ -167,7 +167,7 @@ class Record:
 
 
 def copy_of(cls: type[Record]) -> FieldKind:
-    """A record of a class, stored as a copy: what is done to the original later changes nothing, as in C++."""
+    """A record of a class, stored as a copy: later changes of the original have no effect, as in C++."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, cls):
@@ -178,7 +178,7 @@ def copy_of(cls: type[Record]) -> FieldKind:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality by value, of tensors too."""
+    """True if both are equal by value, also for tensors."""
     if is_tensor(one) or is_tensor(other):
         alike = is_tensor(one) and is_tensor(other) and one.shape == other.shape and one.dtype == other.dtype
         return bool(alike and (one == other).all())
@@ -190,18 +190,18 @@ def same(one: Any, other: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """`repr`, with the shape in place of a tensor's values, and cut where it is long."""
+    """A short `repr`, with the shape in place of a tensor's values."""
     if is_tensor(value):
         return f"<tensor {value.dtype} {list(value.shape)}>"
     try:
         text = repr(value)
-    except ValueError:  # a number with more digits than Python writes
+    except ValueError:  # a number with more digits than Python converts
         text = f"<{type(value).__name__} of thousands of digits>"
     return text if len(text) <= 500 else f"{text[:500]}..."
 
 
 def _signature(fields: dict[str, Field]) -> inspect.Signature:
-    """With the positional arguments in front, as Python wants it."""
+    """The signature, with the positional arguments in front."""
     parameters = [
         inspect.Parameter(
             each.alias,

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM repeats with each response of a stream, and this project's engine tells once."""
+"""Values that TensorRT-LLM repeats with each response of a stream, and this project's engine sends once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compat.trtllm.results import Response, Result
 
 
 class _Sequence:
-    """What has been told of one sequence of a request."""
+    """Values that the responses of one sequence have held so far."""
 
     def __init__(self) -> None:
         self.log_probs: list[float] = []
@@ -19,7 +19,7 @@ class _Sequence:
 
 
 class _Stream:
-    """`adds_up`: the engine tells the log-probabilities of new tokens only, so that they are collected here."""
+    """`adds_up`: the engine sends log-probabilities of new tokens only, and they are collected here."""
 
     def __init__(self, adds_up: bool) -> None:
         self.adds_up = adds_up
@@ -33,12 +33,13 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self.adding = threading.Lock()  # held from before a request is sent until its id is known here
+        self.adding = threading.Lock()  # held while a request is sent, until its id is in the table
         self._streams: dict[int, _Stream] = {}
 
     def add(self, request_id: int, request: Request) -> None:
-        """Note a stream that asks for one of the two. Where each response has all tokens anyway, the engine tells the
-        log-probabilities of all of them.
+        """Register a stream that asks for log-probabilities or context logits.
+
+        Where each response has all tokens, the engine itself sends the log-probabilities of all tokens.
         """
         output = request.output_config
         tells_all = request.return_all_generated_tokens or request.sampling_config.beam_width > 1
@@ -46,7 +47,7 @@ class Repeats:
             self._streams[request_id] = _Stream(adds_up=not tells_all)
 
     def complete(self, response: Response, is_final: bool) -> Response:
-        """The response, with what came before it. The final one of a request ends what is remembered of it."""
+        """The response with the values of earlier responses. The final response of a request removes it from the table."""
         with self.adding:
             stream = (
                 self._streams.pop(response.request_id, None) if is_final else self._streams.get(response.request_id)
@@ -60,7 +61,7 @@ def _repeat(stream: _Stream, result: Result) -> None:
     before = stream.sequences[result.sequence_index]
     if stream.adds_up and result.log_probs is not None:
         before.log_probs += result.log_probs[0]
-        result.log_probs = [before.log_probs]  # a Result copies what it is given
+        result.log_probs = [before.log_probs]  # a Result copies its arguments
     if result.context_logits is None:
         result.context_logits = before.context_logits
     before.context_logits = result.context_logits

@@ -1,4 +1,4 @@
-"""Request: what is to be generated."""
+"""Request: a prompt, and how to generate from it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LogitsPostProcessor = Callable[..., Any]
 
 
 def _maybe(cls: type) -> Any:
-    """A keyword argument that takes a `cls` or None."""
+    """A keyword argument that takes an object of `cls`, or None."""
     return optional(of(cls))
 
 
@@ -57,11 +57,11 @@ class Request(Record, dynamic=True):
     """One generation request. `input_token_ids` and `max_tokens` are fixed, all other attributes can be set until it is enqueued.
 
     `streaming`: a response for each new token rather than one with all. `end_id`: ends the output and stays in it; -1 is none.
-    `bad_words`, `stop_words`: token lists. `embedding_bias` [vocabulary]: added to the logits. `allotted_time_ms`: from when
-    it is enqueued, after which it ends with FinishReason.TIMED_OUT. `cache_salt_id`: KV is shared only between requests of one.
-    Attributes of any other name may be set, too; they are kept and mean nothing.
+    `bad_words`, `stop_words`: token lists. `embedding_bias` [vocabulary]: added to the logits. `allotted_time_ms`: time
+    limit from enqueueing on, after which it ends with FinishReason.TIMED_OUT. `cache_salt_id`: only requests with the same id
+    share KV. Attributes of any other name may be set; they are kept and have no effect.
 
-    What this project does not serve (docs/executor.md lists it) is answered with an error response that names the argument.
+    An argument that this project does not serve (docs/executor.md) gives an error response that names it.
     """
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"

@@ -1,4 +1,4 @@
-"""What a Request carries besides its tokens. All but SamplingConfig, OutputConfig and AdditionalModelOutput are read-only."""
+"""The parts of a Request besides its tokens. All but SamplingConfig, OutputConfig and AdditionalModelOutput are read-only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ else:
 
 
 class SamplingConfig(Record):
-    """How tokens are chosen. What is None is left to the runtime: no top-k, no top-p, temperature 1, no penalties, seed 0.
+    """How tokens are chosen. None leaves a field to the runtime: no top-k, no top-p, temperature 1, no penalties, seed 0.
 
     As in TensorRT-LLM decoding is greedy unless `top_k` is more than 1 or `top_p` (or `min_p`) more than 0.
     `early_stopping`, `length_penalty` and `beam_search_diversity_rate` matter to beams only.
@@ -58,14 +58,14 @@ class SamplingConfig(Record):
 
 
 class AdditionalModelOutput(Record):
-    """A tensor that the model marks as an output. `gather_context`: the prompt's rows, too."""
+    """A tensor that the model offers as an output. `gather_context`: also for the tokens of the prompt."""
 
     name: str = field(STR)
     gather_context: bool = field(BOOL, default=False)
 
 
 class OutputConfig(Record):
-    """What a Result holds. Everything that is not asked for is None."""
+    """The optional fields of a Result; those that are not asked for are None."""
 
     return_log_probs: bool = field(BOOL, default=False)
     return_context_logits: bool = field(BOOL, default=False)
@@ -79,7 +79,7 @@ class OutputConfig(Record):
 
 
 class ExternalDraftTokensConfig(Record):
-    """Draft tokens that somebody else proposes, to be verified. `logits`: those that they were drawn from."""
+    """Draft tokens of the client, to be verified. `logits`: from which they were drawn."""
 
     tokens: list[int] = constant(TOKENS)
     logits: Tensor | None = constant(optional(TENSOR), default=None)
@@ -90,7 +90,7 @@ class ExternalDraftTokensConfig(Record):
 class PromptTuningConfig(Record):
     """`embedding_table` [rows, hidden size]: token id vocab_size + i stands for row i.
 
-    The extra ids keep cached prefixes apart.
+    The extra ids separate cached prefixes of different tables.
     """
 
     embedding_table: Tensor = constant(TENSOR)
@@ -145,7 +145,7 @@ class EagleConfig(Record):
 
 
 class KvCacheRetentionConfig(Record):
-    """How long the KV of a request is worth keeping, by ranges of prompt tokens and for what is generated.
+    """Priorities of cached KV, by ranges of prompt tokens and for the output.
 
     A block has the priority of the range that holds its first token; the default is 35. Raises RuntimeError for ranges that
     overlap.
@@ -154,7 +154,7 @@ class KvCacheRetentionConfig(Record):
     class TokenRangeRetentionConfig(Record):
         """Keep the blocks of prompt tokens [token_start, token_end) with a priority from 0 to 100. `token_end` None: to the end.
 
-        `duration_ms`: for so long, a timedelta; None for ever.
+        `duration_ms`: how long the priority holds, a timedelta; None: without limit.
         """
 
         token_start: int = constant(INT32)
@@ -188,7 +188,7 @@ class KvCacheRetentionConfig(Record):
 
 
 class ContextPhaseParams(Record):
-    """What a context-only engine hands to the one that generates."""
+    """State that a context-only engine passes to a generation-only engine."""
 
     first_gen_tokens: list[int] = constant(TOKENS)
     req_id: int = constant(UINT64)
@@ -197,10 +197,10 @@ class ContextPhaseParams(Record):
 
 
 class GuidedDecodingParams(Record):
-    """The form that the output must have. Raises RuntimeError where the type needs a guide and none is given."""
+    """A guide of the output. Raises RuntimeError for a type that needs a guide without one."""
 
     class GuideType(Enumeration):
-        """What a guide is. All but JSON need one."""
+        """The kind of a guide. All kinds but JSON need a text."""
 
         JSON = 0
         JSON_SCHEMA = 1

@@ -1,4 +1,4 @@
-"""Response, Result and what a Result may hold. All attributes can be set, but for those of Response."""
+"""Response, Result and the parts of a Result. All attributes can be set, except those of Response."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ else:
 
 
 class AdditionalOutput(Record):
-    """A tensor that the request asked for, by the name that the model gives it."""
+    """A tensor that the request asked for, by name."""
 
     name: str = field(STR)
     output: Tensor = field(TENSOR)
 
 
 class SpeculativeDecodingFastLogitsInfo(Record):
-    """Where the draft model's logits are to be fetched."""
+    """The process that holds the draft model's logits."""
 
     draft_request_id: int = field(UINT64, default=0)
     draft_participant_id: int = field(INT32, default=0)
@@ -65,7 +65,7 @@ class KvCacheMetrics(Record):
 
 
 class SpeculativeDecodingMetrics(Record):
-    """What became of draft tokens."""
+    """Numbers of draft tokens, proposed and accepted."""
 
     acceptance_rate: float = field(FLOAT, default=0.0)
     total_accepted_draft_tokens: int = field(INT32, default=0)
@@ -73,7 +73,7 @@ class SpeculativeDecodingMetrics(Record):
 
 
 class RequestPerfMetrics(Record):
-    """What a request took. The iterations are those of the engine."""
+    """Times, KV blocks and drafts of a request. Iterations are counted by the engine."""
 
     timing_metrics: TimingMetrics = field(of(TimingMetrics), factory=TimingMetrics)
     kv_cache_metrics: KvCacheMetrics = field(of(KvCacheMetrics), factory=KvCacheMetrics)
@@ -86,7 +86,7 @@ class RequestPerfMetrics(Record):
 
 
 class Result(Record):
-    """Tokens of a request, and what else its OutputConfig asked for.
+    """Tokens of a request, and the values that its OutputConfig asked for.
 
     `output_token_ids`, `log_probs` and `finish_reasons` hold an entry for each beam. `context_logits` [prompt, vocabulary],
     `generation_logits` [beam, length, vocabulary]. `sequence_index` says which of several sequences this is;
@@ -159,11 +159,11 @@ class Response:
         return self._given
 
     def clear_context_logits(self) -> None:
-        """Let go of the prompt's logits."""
+        """Free the prompt's logits."""
         self.result.context_logits = None
 
     def clear_generation_logits(self) -> None:
-        """Let go of the output's logits."""
+        """Free the output's logits."""
         self.result.generation_logits = None
 
     def __eq__(self, other: object) -> bool:

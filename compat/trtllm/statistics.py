@@ -17,7 +17,7 @@ else:
 
 
 class JsonRecord(Record):
-    """A record with a JSON form: camelCase keys of its fields but for those of `_NOT_IN_JSON`, sorted; None is null."""
+    """A record with a JSON form: sorted camelCase keys of its fields except `_NOT_IN_JSON`; None is null."""
 
     _NOT_IN_JSON: ClassVar[frozenset[str]] = frozenset()
 
@@ -44,7 +44,7 @@ def _plain(value: Any) -> Any:
 
 
 class KvCacheStats(JsonRecord):
-    """Blocks of the KV cache. Free ones may hold KV that nobody uses at the moment. Hit rate = reused / (reused + missed)."""
+    """Blocks of the KV cache. Free ones may hold cached KV that no request uses. Hit rate = reused / (reused + missed)."""
 
     max_num_blocks: int = field(INT32, default=0)
     free_num_blocks: int = field(INT32, default=0)
@@ -58,7 +58,7 @@ class KvCacheStats(JsonRecord):
 
 
 class StaticBatchingStats(JsonRecord):
-    """An iteration of a STATIC batch. `empty_gen_slots`: rows of requests that have ended before their batch."""
+    """An iteration of a STATIC batch. `empty_gen_slots`: rows of requests that ended before their batch did."""
 
     num_scheduled_requests: int = field(INT32, default=0)
     num_context_requests: int = field(INT32, default=0)
@@ -68,7 +68,7 @@ class StaticBatchingStats(JsonRecord):
 
 
 class InflightBatchingStats(JsonRecord):
-    """An iteration with requests in flight."""
+    """An iteration with in-flight batching."""
 
     num_scheduled_requests: int = field(INT32, default=0)
     num_context_requests: int = field(INT32, default=0)

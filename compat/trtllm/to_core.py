@@ -1,4 +1,4 @@
-"""Request -> backend.api.Request. What the core does not offer is refused with an Unsupported that names the argument."""
+"""Converts a Request to a backend.api.Request. An argument that the engine does not serve raises Unsupported with its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compat.trtllm import request_configs as configs
 from compat.trtllm.enums import KvCacheTransferMode, RequestType
 from compat.trtllm.request_configs import GuidedDecodingParams, KvCacheRetentionConfig
 
-# Attributes of one name and meaning on both sides.
+# Attributes with the same name and meaning on both sides.
 _REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens", "priority", "position_ids")
 _SAMPLING = (
     "beam_width",
@@ -48,7 +48,7 @@ _OUTPUT = (
     "return_generation_logits",
 )
 
-# Attribute -> the values that ask for nothing. Any other is refused. `pad_id` means nothing: outputs are not padded.
+# attribute -> the values that ask for nothing; any other is refused. `pad_id` has no effect: outputs are not padded.
 _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "multimodal_input": (None,),
     "multimodal_embedding": (None,),
@@ -68,7 +68,7 @@ _REFUSED_OF_DRAFTS: dict[str, tuple[Any, ...]] = {
     "acceptance_threshold": (None,),
     "fast_logits": (None, False),
 }
-# What only beams heed; with one beam any value is right.
+# Attributes that have an effect on beams only; with one beam any value is accepted.
 _REFUSED_OF_BEAMS: dict[str, tuple[Any, ...]] = {
     "beam_width_array": (None,),
 }
@@ -78,7 +78,7 @@ _REFUSED_OF_OUTPUT: dict[str, tuple[Any, ...]] = {
 
 
 def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Request:
-    """The core's request. Raises InvalidRequest (or Unsupported) for what cannot be served."""
+    """The engine's request. Raises InvalidRequest or Unsupported for an argument that cannot be served."""
     _check(request, _REFUSED_OF_REQUEST, "Request")
     _check(request.output_config, _REFUSED_OF_OUTPUT, "OutputConfig")
     if request.sampling_config.beam_width > 1:
@@ -142,7 +142,7 @@ def _output(given: configs.OutputConfig) -> OutputConfig:
 
 
 def _prompt_tuning(given: configs.PromptTuningConfig | None) -> dict[str, Any]:
-    """The fields of the core's request for a table [rows, hidden], or [1, rows, hidden]."""
+    """The fields of the engine's request for a table [rows, hidden] or [1, rows, hidden]."""
     if given is None:
         return {}
     table = given.embedding_table
@@ -152,13 +152,13 @@ def _prompt_tuning(given: configs.PromptTuningConfig | None) -> dict[str, Any]:
 
 
 def _guide(given: GuidedDecodingParams) -> Guide:
-    """The type JSON has no text."""
+    """The guide of the output. The type JSON has no text."""
     kind = GuideType(given.guide_type.name.lower())
     return Guide(kind, "" if kind is GuideType.JSON else given.guide or "")
 
 
 def _lora(given: configs.LoraConfig) -> LoraConfig:
-    """Weights [rows, width] and config [rows, 3 or 4], or either with a dimension of 1 in front."""
+    """The adapter. Weights [rows, width] and config [rows, 3 or 4] may each have a leading dimension of 1."""
     weights, config = (
         each[0] if each is not None and each.dim() == 3 and len(each) == 1 else each
         for each in (given.weights, given.config)
@@ -171,7 +171,7 @@ def _lora(given: configs.LoraConfig) -> LoraConfig:
 
 
 def _processor(request: theirs.Request) -> str:
-    """The name that the engine knows; empty for none."""
+    """The name of the request's post-processor in the engine; empty without one."""
     if request.logits_post_processor is None:
         return request.logits_post_processor_name or ""
     if request.logits_post_processor_name is not None:
@@ -180,7 +180,7 @@ def _processor(request: theirs.Request) -> str:
 
 
 def _retention(given: KvCacheRetentionConfig) -> RetentionConfig:
-    """In the order of the ranges. KV stays where it is, so that of the ways to move it there is DRAM only."""
+    """Ranges in the order of their tokens. KV is never moved, so only the transfer mode DRAM is served."""
     if given.transfer_mode is not KvCacheTransferMode.DRAM or given.directory is not None:
         raise Unsupported(
             "KvCacheRetentionConfig.transfer_mode other than DRAM is not served; leave it and directory out"
@@ -201,7 +201,7 @@ def _seconds(span: timedelta | None) -> float | None:
 
 
 def _bias(bias: Any, vocab_size: int) -> dict[int, float]:
-    """Token id -> what is added to its logit, of a tensor [vocabulary] or [1, vocabulary]."""
+    """The bias of each token id, from a tensor [vocabulary] or [1, vocabulary]."""
     shape = list(bias.shape)
     if shape not in ([vocab_size], [1, vocab_size]):
         raise InvalidRequest(

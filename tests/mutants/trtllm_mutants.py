@@ -247,7 +247,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "open_after_shutdown": (change(Executor, "_check_open", ("not self._close.alive", "False")), EXECUTOR),
     "functions_of_requests_are_kept_for_ever": (
-        change(Executor, "_told", ("if answer.is_final:", "if False:")),
+        change(Executor, "_delivered", ("if answer.is_final:", "if False:")),
         TENSORS,
     ),
     "four_arguments_are_five": (

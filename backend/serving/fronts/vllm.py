@@ -1,8 +1,8 @@
 """Model `vllm`: the wire of Triton's vLLM backend. Tensors have no batch dimension; one element stands for one sequence.
 
-A stream has one response for each step of a sequence, of at least one token; with several sequences it tells of all of them,
-and of the others there may be nothing new. The flags `return_*` hold for every response,
-and what they tell is about the tokens of that response, except for `cumulative_logprob`.
+A stream has one response for each step of a sequence, with at least one token. With several sequences each response has an
+element for every sequence, which is empty for those without a new token. The flags `return_*` apply to every response, and the
+values are of that response's tokens, except for `cumulative_logprob`.
 """
 
 from __future__ import annotations
@@ -69,24 +69,24 @@ class Cancelled(EverbatchError):
     code = ErrorCode.CANCELLED
 
 
-class Told(NamedTuple):
-    """What each response tells besides its text, by the names of the flags."""
+class ResponseFlags(NamedTuple):
+    """Optional values of each response, by the names of the flags."""
 
     finish_reason: bool
     cumulative_logprob: bool
     logprobs: bool
     num_input_tokens: bool
     num_output_tokens: bool
-    log_probs: bool  # True if `logprobs` has any to tell
+    log_probs: bool  # True if `logprobs` asks for log-probabilities
 
     @classmethod
-    def read(cls, batch: Batch, asked: VllmSampling) -> Told:
+    def read(cls, batch: Batch, asked: VllmSampling) -> ResponseFlags:
         flags = {name.removeprefix("return_"): bool(batch.scalar(name, 0)) for name in FLAGS}
         return cls(**flags, log_probs=flags["logprobs"] and asked.logprobs is not None)
 
 
 def check(batch: Batch, context: ServingContext) -> None:
-    """Raise InvalidRequest or Unsupported for all that can be found without decoding text."""
+    """Raise InvalidRequest or Unsupported for errors that show without decoding text."""
     batch.refuse_what_is_not_built()
     prompt_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
     batch.check_texts("text_input", 0, 1, prompt_bytes, "64 for each token of model.max_seq_len")
@@ -101,14 +101,14 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits, streaming)
     text: str = required(batch, "text_input", 0)
     ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
-    told = Told.read(batch, asked)
-    most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
+    flags = ResponseFlags.read(batch, asked)
+    most = fitting_tokens(context, len(ids))  # vLLM also cuts an output at the model's limit instead of refusing it
     request = Request(
         input_token_ids=ids,
         max_tokens=most if asked.max_tokens is None else min(asked.max_tokens, most),
         streaming=streaming or bool(asked.stops),
         sampling_config=asked.sampling_config(),
-        output_config=_output_config(asked, told, limits),
+        output_config=_output_config(asked, flags, limits),
         end_ids=asked.end_ids(context, tools.tokenizer),
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s,
@@ -127,8 +127,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
             hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
         )
 
-    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if told.log_probs else []
-    render = renderer(asked, told, len(ids), texts, streaming=streaming)
+    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if flags.log_probs else []
+    render = renderer(asked, flags, len(ids), texts, streaming=streaming)
     return [Work(request, choices_output(asked, new_reporter, render, streaming=streaming, joint=True))]
 
 
@@ -142,45 +142,46 @@ def _encode(text: str, most: int | None, context: ServingContext, tools: TextToo
     return ids
 
 
-def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> OutputConfig:
-    """The engine knows no ranks, so they are looked up among the most likely tokens: greedy it takes one to find the sampled
-    one, else as many as may be asked for.
+def _output_config(asked: VllmSampling, flags: ResponseFlags, limits: LimitsConfig) -> OutputConfig:
+    """The values that the engine must send. It sends no ranks, so the sampled token is looked up among the most likely ones.
+
+    One is enough for a greedy request; others need as many as the limit allows.
     """
-    if told.log_probs and asked.use_beam_search:
+    if flags.log_probs and asked.use_beam_search:
         raise Unsupported(
             "return_logprobs cannot be had with use_beam_search in this version; ask for return_cumulative_logprob"
         )
     num_top = 0
-    if told.log_probs:
+    if flags.log_probs:
         num_top = max(asked.logprobs or 0, 1) if asked.temperature == 0 else limits.max_top_log_probs
     return OutputConfig(
-        return_log_probs=told.cumulative_logprob or told.log_probs or asked.is_ranked,
+        return_log_probs=flags.cumulative_logprob or flags.log_probs or asked.is_ranked,
         top_log_probs=min(num_top, limits.max_top_log_probs),
         exclude_input_from_output=True,
     )
 
 
 def renderer(
-    asked: VllmSampling, told: Told, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
+    asked: VllmSampling, flags: ResponseFlags, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
 ) -> Render:
-    """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
+    """Makes the arrays of a response. `texts`: of the tokens in the log-probabilities of each sequence; empty without them."""
 
-    def render(told_of: Sequence[News]) -> Arrays:
-        news = chosen(asked, told_of)
+    def render(all_news: Sequence[News]) -> Arrays:
+        news = chosen(asked, all_news)
         if streaming and any(one.finish is FinishReason.CANCELLED for one in news):
             raise Cancelled(CANCELLED)
         arrays: Arrays = [("text_output", text_array([one.text for one in news]))]
-        if told.finish_reason:
+        if flags.finish_reason:
             arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in news])))
-        if told.cumulative_logprob:
+        if flags.cumulative_logprob:
             arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in news], np.float32)))
-        if told.logprobs:
+        if flags.logprobs:
             num_top = asked.logprobs or 0
             bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in news]
             arrays.append(("logprobs", text_array(bodies)))
-        if told.num_input_tokens:
+        if flags.num_input_tokens:
             arrays.append(("num_input_tokens", np.array([num_prompt_tokens], np.uint32)))
-        if told.num_output_tokens:
+        if flags.num_output_tokens:
             arrays.append(("num_output_tokens", np.array([len(one.ids) for one in news], np.uint32)))
         return arrays
 
@@ -188,7 +189,7 @@ def renderer(
 
 
 def finish_name(finish: FinishReason | None) -> str:
-    """vLLM's name of it; the text `None` while the sequence runs."""
+    """vLLM's name of a finish reason; the text `None` while the sequence runs."""
     if finish is None:
         return "None"
     name = finish.openai_name
