@@ -35,7 +35,9 @@ KV_CACHE = (
     honoured("kv_cache_config.enable_partial_reuse", "kv_cache.enable_partial_reuse"),
     honoured("kv_cache_config.max_tokens", "kv_cache.max_tokens"),
     honoured("kv_cache_config.free_gpu_memory_fraction", "kv_cache.free_memory_fraction"),
-    honoured("kv_cache_config.sink_token_length", "kv_cache.sink_tokens", "they are seen besides the window"),
+    honoured(
+        "kv_cache_config.sink_token_length", "kv_cache.sink_tokens", "all tokens attend to them besides the window"
+    ),
     *refused("evicted KV is computed again, not kept on the host", "kv_cache_config.host_cache_size", neutral=(0,)),
     *refused("only decoder models are served", "kv_cache_config.cross_kv_cache_fraction"),
     *refused("the KV cache lies in plain device memory", "kv_cache_config.use_uvm"),

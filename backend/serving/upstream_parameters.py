@@ -113,7 +113,7 @@ _ENGINE = (
     honoured(
         "sink_token_length",
         "kv_cache.sink_tokens",
-        "they are seen besides the window, not as a part of it",
+        "all tokens attend to them besides the window",
         convert=_whole,
     ),
     honoured(

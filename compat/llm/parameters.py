@@ -38,8 +38,8 @@ ARGUMENTS = ForeignTable(
     honoured("max_seq_len", "model.max_seq_len"),
     honoured("max_batch_size", "scheduler.max_batch_size"),
     honoured("max_num_tokens", "scheduler.max_num_tokens"),
-    honoured("max_beam_width", "scheduler.max_beam_width", "also the limit of this program's requests"),
-    honoured("max_input_len", note="the limit of this program's requests"),
+    honoured("max_beam_width", "scheduler.max_beam_width", "also the limit of each request"),
+    honoured("max_input_len", note="the limit of each request"),
     honoured("enable_chunked_prefill", "scheduler.enable_chunked_context"),
     honoured("disable_overlap_scheduler", "scheduler.look_ahead", convert=lambda off: False if off else None),
     honoured("guided_decoding_backend", "guided.backend"),
@@ -51,7 +51,7 @@ ARGUMENTS = ForeignTable(
     honoured("request_stats_max_iterations", "records.max_request_iterations"),
     honoured("stream_interval", note="tokens of a sequence between two steps of a stream"),
     honoured("num_postprocess_workers", note="processes that detokenise"),
-    honoured("postprocess_tokenizer_dir", note="their tokenizer"),
+    honoured("postprocess_tokenizer_dir", note="the tokenizer of those processes"),
     honoured("batched_logits_processor", note="for the requests that ask for it"),
     *no_effect("requests may ask for logits in any case", "gather_generation_logits"),
     honoured("return_perf_metrics", note="every output has `request_perf_metrics`"),
@@ -60,9 +60,9 @@ ARGUMENTS = ForeignTable(
     honoured("engine_config", note="the `EngineConfig` that the other arguments change"),
     honoured("enable_lora", "lora.enabled", convert=lambda wanted: True if wanted else None),
     honoured("lora_config", "lora.enabled", convert=lambda config: None if config is None else True),
-    honoured("peft_cache_config", note="its fields follow, others are taken and not used"),
+    honoured("peft_cache_config", note="its fields follow; others have no effect"),
     *PEFT_CACHE,
-    honoured("lora_config.max_lora_rank", "lora.max_rank", "other fields are taken and not used"),
+    honoured("lora_config.max_lora_rank", "lora.max_rank", "other fields have no effect"),
     honoured("scheduler_config", note="its fields follow"),
     honoured("scheduler_config.capacity_scheduler_policy", "scheduler.policy", convert=_one_of(*get_args(Policy))),
     honoured(
@@ -85,9 +85,9 @@ ARGUMENTS = ForeignTable(
     *refused("the model runs on one device", *_ONE_DEVICE, neutral=(1,)),
     *refused("the fast tokenizer is the only one", "tokenizer_mode", neutral=("auto",)),
     *refused("no code of a checkpoint is run", "trust_remote_code"),
-    *refused("a checkpoint is read as it lies in its directory; give the revision's", "revision", "tokenizer_revision"),
+    *refused("a directory holds one revision; give that of the revision", "revision", "tokenizer_revision"),
     *refused("a request never waits for others", "batch_wait_timeout_ms", neutral=(0,)),
 )
 # arguments whose value is an object or a dictionary with fields, of which some are in the table
 SECTIONS = {parameter.key.rpartition(".")[0] for parameter in ARGUMENTS if "." in parameter.key}
-OPEN = ("peft_cache_config", "lora_config")  # sections with fields that are taken and not used
+OPEN = ("peft_cache_config", "lora_config")  # sections that may have fields without effect

@@ -53,7 +53,7 @@ class SequenceUpdate(Struct, frozen=True, omit_defaults=True):
     ids: list[int]
     text_kept: int
     text: str
-    log_probs: list[TokenLogProbs] = []  # of all tokens from index `log_probs_kept` on
+    log_probs: list[TokenLogProbs] = []  # for the tokens from index `log_probs_kept` on
     log_probs_kept: int = 0
     prompt_log_probs: list[TokenLogProbs] = []  # sent once: of the tokens that follow each token of the prompt
     tensors: list[NewTensors] = []

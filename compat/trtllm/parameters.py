@@ -76,7 +76,9 @@ ATTRIBUTES = ForeignTable(
     honoured("scheduler_config.context_chunking_policy", "scheduler.chunking_policy", convert=_CHUNKING.__getitem__),
     *DYNAMIC_BATCH,
     *KV_CACHE,
-    honoured("kv_cache_config.max_attention_window", "kv_cache.max_attention_window", "in turn for layers", _windows),
+    honoured(
+        "kv_cache_config.max_attention_window", "kv_cache.max_attention_window", "layers take them in turn", _windows
+    ),
     honoured("kv_cache_config.event_buffer_max_size", "records.max_kv_events"),
     *no_effect(
         "there is no host cache", "kv_cache_config.onboard_blocks", "kv_cache_config.secondary_offload_min_priority"
