@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from backend.api.silence import TICK_S
 from deploy import doors, health, server_log
 from deploy.processes import catches, processes_of_run, read_stat, send_signal, stubs_of
-from deploy.signs import LOOK_S, Signs
+from deploy.signs import Signs
 
 LINGER_S = 0.4  # for a request whose connection was made before the port was closed
 LAST_WORDS_S = 4.0  # past the exit timeout: stubs look at it once a second, and their errors have to be sent
@@ -77,4 +78,4 @@ class Drain:
 
     def _wait(self, deadline: float, condition: Callable[[], bool]) -> None:
         while not condition() and not self._cancelled() and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, LOOK_S / 5))  # Ends of processes, signs of stubs and `cancelled` wake nobody.
+            time.sleep(min(left, TICK_S / 5))  # Ends of processes, signs of stubs and `cancelled` wake nobody.

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend.api.back_off import BackOff
 from deploy import ROOT, log_files, probe
 from deploy.errors import Failure, ServerFailed, StartCancelled, UserError
 from deploy.ports import check_port, reachable, url_host
 from deploy.processes import RUN_ID_VARIABLE, describe_end
-from deploy.supervisor import BackOff
 from deploy.triton_server import TritonServer
 
 START_S = 60.0  # it imports a web server and opens a port
@@ -89,7 +89,8 @@ class ServerWithGateway:
         self.log_path = server.log_path.with_name("gateway.log")
         self._program = program
         self._process: subprocess.Popen[bytes] | None = None
-        self._back_off = BackOff()
+        self._back_off = BackOff(None)  # It is never given up: the server is of use without it.
+        self._started_at = 0.0
         self._start_again_at: float | None = None
         self._log_trouble: str | None = None
 
@@ -182,7 +183,7 @@ class ServerWithGateway:
                     "EVERBATCH_LOG_FORMAT": self.server.log_format,
                 },
             )
-        self._start_again_at = None
+        self._start_again_at, self._started_at = None, time.monotonic()
 
     def _look_after(self) -> None:
         """Start it again some time after it has ended; the delay grows while it ends again and again."""
@@ -191,8 +192,8 @@ class ServerWithGateway:
         if status is None:
             return
         if self._start_again_at is None:
-            self._back_off.ready()  # It is never given up: the server is of use without it.
-            delay = self._back_off.failed(now) or 0.0
+            delay = self._back_off.delay_after_end(now, now - self._started_at)
+            assert delay is not None
             self._start_again_at = now + delay
             self.server.on_event(
                 f"the OpenAI endpoint {describe_end(status)}; starting it again in {delay:g} s; {self._where()}"

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from backend.api.silence import TICK_S
 from deploy import health, log_files, probe
 from deploy.engine_events import EngineEvents
 from deploy.errors import Failure
 from deploy.processes import Process
 from deploy.readiness import EXPLANATION, Readiness
-from deploy.signs import LOOK_S, Signs
+from deploy.signs import Signs
 
-POLL_S = LOOK_S
 LIVE_EVERY_S = 1.0
 LIVE_TIMEOUT_S = 1.0
 PAUSE_S = 2.0  # After a wait that took so much longer than asked, this process or the whole machine had been stopped.
@@ -118,9 +118,9 @@ class Monitor:
     def _wait(self) -> bool:
         """Until the next look; returns whether it is the end. A stop of this process itself is no silence of the server."""
         began = time.monotonic()
-        end = self._end.wait(POLL_S)
+        end = self._end.wait(TICK_S)
         now = time.monotonic()
-        if now - began > POLL_S + PAUSE_S:
+        if now - began > TICK_S + PAUSE_S:
             self._answered_at = now
         return end
 

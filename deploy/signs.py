@@ -15,12 +15,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from backend.api.silence import TICK_S, Silence
+from backend.api.silence import Silence
 from deploy import health
 from deploy.health import Report
 
 PIPE = "health.pipe"
-LOOK_S = TICK_S  # seconds between two looks, and between two signs of a stub
+
 _MAX_LINE = 4096  # PIPE_BUF: what a stub writes at once arrives in one piece
 
 
@@ -38,7 +38,7 @@ class Signs:
         self._silences: dict[int, Silence] = {}
 
     def look(self) -> list[Report]:
-        """Take in the signs that have come, and count a look of silence for every other stub. Call it every LOOK_S seconds."""
+        """Take in the signs that have come, and count a look of silence for every other stub. Call it every TICK_S seconds."""
         fresh = self._take()
         self._silences |= {pid: Silence() for pid in fresh}
         silent = {pid: self._longer_silent(report) for pid, report in self._latest.items() if pid not in fresh}

@@ -14,18 +14,15 @@ import os
 import select
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, Self
 
+from backend.api.back_off import BackOff
 from deploy.errors import Failure, ServerFailed, StartCancelled
 
-MAX_FAILURES = 5  # failures in a row, without being ready in between
+MAX_FAILURES = 5  # in a row, without being ready in between
 MAX_FIRST_STARTS = 3
-WINDOW_S = 600.0
-FIRST_DELAY_S = 0.5
-MAX_DELAY_S = 60.0
 MIN_RESTART_S = 60.0
 RESTART_FACTOR = 3.0  # A restart may take so many times as long as the first start took.
 POLL_S = 0.25
@@ -86,29 +83,6 @@ class StopSignals:
             os.read(self._read, 64)
 
 
-class BackOff:
-    """How long to wait after a failure, and when to give up."""
-
-    def __init__(self, limit: int = MAX_FAILURES, window_s: float = WINDOW_S) -> None:
-        self.limit, self.window_s = limit, window_s
-        self._in_a_row = 0
-        self._times: deque[float] = deque()
-
-    def ready(self) -> None:
-        """The server was ready: what failed before does not count against it any more, but the delay stays."""
-        self._in_a_row = 0
-
-    def failed(self, now: float) -> float | None:
-        """Count a failure at `now` (seconds). Returns the delay before the next start, or None to give up."""
-        self._in_a_row += 1
-        self._times.append(now)
-        while now - self._times[0] > self.window_s:
-            self._times.popleft()
-        if self._in_a_row >= self.limit:
-            return None
-        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(len(self._times) - 1, 16))
-
-
 class _Supervision:
     """One run of supervise()."""
 
@@ -117,7 +91,9 @@ class _Supervision:
         self.timeout_s = self.first_timeout_s = ready_timeout_s
         self.starts = 0
         self.was_ready = False
-        self.back_off = BackOff()
+        self.ready_at: float | None = None  # when the present start became ready
+        self.failures = 0  # in a row, without being ready in between
+        self.back_off = BackOff(None)
 
     def live(self) -> Failure | None:
         """One life of the server: start it, and wait until a signal (None) or a failure. Raises StartCancelled, and
@@ -142,6 +118,7 @@ class _Supervision:
     def _start(self) -> None:
         self.reporter.phase("starting tritonserver")
         self.starts += 1
+        self.ready_at = None
         began = time.monotonic()
         self.server.start()
         self.server.wait_ready(self.timeout_s, on_phase=self.reporter.phase, cancelled=self.signals.stop_asked)
@@ -149,7 +126,7 @@ class _Supervision:
             took_s = time.monotonic() - began
             self.timeout_s = min(self.first_timeout_s, max(MIN_RESTART_S, RESTART_FACTOR * took_s))
         self.was_ready = True
-        self.back_off.ready()
+        self.ready_at, self.failures = time.monotonic(), 0
         self.reporter.ready()
 
     def go_on_after(self, failure: Failure) -> bool:
@@ -157,8 +134,10 @@ class _Supervision:
         if failure.final:
             self.reporter.problem(f"{failure.text}; stopping the server")
             return False
-        delay = self.back_off.failed(time.monotonic())
-        if delay is None:
+        self.failures += 1
+        now = time.monotonic()
+        delay = self.back_off.delay_after_end(now, 0.0 if self.ready_at is None else now - self.ready_at)
+        if self.failures == MAX_FAILURES or delay is None:
             self.reporter.problem(f"{failure.text}; failure {MAX_FAILURES} since it was ready, giving up")
             return False
         self.reporter.problem(f"{failure.text}; starting the server again in {delay:g} s")

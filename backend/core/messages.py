@@ -13,11 +13,9 @@ from msgspec import Struct
 from backend.api.config import EngineConfig
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
-from backend.api.silence import TICK_S
 from backend.api.stats import EngineStats, Records
 from backend.core.step import ModelInfo
 
-HEARTBEAT_S = TICK_S
 CLIENT_SHIFT = 40
 
 
@@ -90,7 +88,9 @@ class Recorded(Struct, frozen=True, tag="recorded"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """Sent every HEARTBEAT_S, even while a step hangs. `turn_age_s`: how long the present iteration has taken; 0 when idle."""
+    """Sent every TICK_S (backend/api/silence.py), even while a step hangs. `turn_age_s`: duration of the present iteration,
+    0 when idle.
+    """
 
     turn_age_s: float
 

@@ -1,10 +1,9 @@
 """EngineProcess: starts the engine process and keeps it running.
 
-The supervisor notices a death at once, because the process's output ends. It starts the process again after a pause of 0.5 s,
-which doubles with each death up to 30 s. If the process was ready and well for more than a minute before it died, the pauses
-begin anew. After MAX_RESTARTS restarts within WINDOW_S without such a minute, the next death is the last: the process is given
-up with a critical log line, and `has_given_up` stays true. It cannot outlive this process, whose end closes the pipe that is
-its standard input.
+The supervisor notices a death at once, because the process's output ends, and starts the process again with back-off
+(backend/api/back_off.py). After MAX_RESTARTS restarts without a quiet minute the next death is the last: the process is given up
+with a critical log line, and `has_given_up` stays true. It cannot outlive this process, whose end closes the pipe that is its
+standard input.
 """
 
 from __future__ import annotations
@@ -16,46 +15,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from backend.api.back_off import BackOff
 from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError, EngineUnavailable
 
 log = logging.getLogger("everbatch.supervisor")
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_PAUSE_S, MAX_PAUSE_S, QUIET_S = 0.5, 30.0, 60.0
-MAX_RESTARTS, WINDOW_S = 5, 600.0
+MAX_RESTARTS = 5
 STOP_GRACE_S = 5.0
-
-
-class RestartPolicy:
-    """Decides when a process that has died is started again, and when not any more. It has to hear of every death, in order."""
-
-    def __init__(self) -> None:
-        self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
-        self._pause_s = FIRST_PAUSE_S
-
-    def pause_after_death(self, now_s: float, served_s: float) -> float | None:
-        """Seconds to wait before the next start; None to give up. `served_s` is how long it was ready and well before it died."""
-        if served_s > QUIET_S:
-            self._deaths.clear()
-            self._pause_s = FIRST_PAUSE_S
-        if len(self._deaths) == MAX_RESTARTS and now_s - self._deaths[0] < WINDOW_S:
-            return None
-        self._deaths.append(now_s)
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
-        return pause_s
-
-    def describe(self, now_s: float) -> str:
-        """One sentence for clients and logs that says why the process was given up."""
-        within_s = now_s - self._deaths[0]
-        return (
-            f"the engine died {MAX_RESTARTS + 1} times in {within_s:.0f} s and is not started again; restart the server"
-        )
 
 
 class EngineProcess:
@@ -71,7 +43,7 @@ class EngineProcess:
         self._config_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._config_path.write_bytes(msgspec.json.encode(config))
         self._limits = config.triton
-        self._policy = RestartPolicy()
+        self._back_off = BackOff(MAX_RESTARTS)
         self._process: subprocess.Popen[str] | None = None
         self._ready_at_s: float | None = None  # when the present process became ready; None while it loads
         self._stuck_s = 0.0  # how long the present process had been stuck when it was killed for that
@@ -190,12 +162,12 @@ class EngineProcess:
                 self._first_known.set()
             if self._stopping.is_set() or self._first_result:
                 return
-            pause_s = self._book_death(time.monotonic())
-            if pause_s is None:
+            delay_s = self._count_death(time.monotonic())
+            if delay_s is None:
                 log.critical("%s", self.why_given_up)
                 return
-            log.error("the engine process ended with code %d; it is started again in %.1f s", code, pause_s)
-            if self._stopping.wait(pause_s):
+            log.error("the engine process ended with code %d; it is started again in %.1f s", code, delay_s)
+            if self._stopping.wait(delay_s):
                 return
             self.num_restarts += 1
             try:
@@ -204,14 +176,17 @@ class EngineProcess:
                 # The next turn of this loop finds the old process again, and counts one more death.
                 log.error("the engine process cannot be started: %s", error.strerror)
 
-    def _book_death(self, now_s: float) -> float | None:
+    def _count_death(self, now_s: float) -> float | None:
         """Count a death. Returns the seconds to wait before the next start, or None when there will be none."""
         served_s = 0.0 if self._ready_at_s is None else now_s - self._ready_at_s - self._stuck_s
-        pause_s = self._policy.pause_after_death(now_s, served_s)
-        if pause_s is None:
-            self.why_given_up = self._policy.describe(now_s)
+        delay_s = self._back_off.delay_after_end(now_s, served_s)
+        if delay_s is None:
+            self.why_given_up = (
+                f"the engine died {MAX_RESTARTS + 1} times in {self._back_off.since_first_s(now_s):.0f} s and is not started "
+                "again; restart the server"
+            )
         self.num_deaths += 1
-        return pause_s
+        return delay_s
 
     def _listen(self, output: Iterable[str]) -> None:
         """Take in the process's status lines until its output ends."""

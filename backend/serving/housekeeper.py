@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from backend.api.silence import TICK_S
+
 log = logging.getLogger("everbatch.serving")
-PULSE_S = 0.25  # seconds between two signs of life, and between two looks at the parent process
 
 
 class Housekeeper:
@@ -32,7 +33,7 @@ class Housekeeper:
         orphaned: Callable[[], None],
         parent_pid: Callable[[], int] = os.getppid,
         pulse: Callable[[], None] = lambda: None,
-        pulse_s: float = PULSE_S,
+        pulse_s: float = TICK_S,
     ) -> None:
         """Nothing runs before `start`; then the housekeeper's own thread calls the callbacks.
 

@@ -1,4 +1,4 @@
-"""Heart: sends a heartbeat every HEARTBEAT_S, with the time that the loop has spent in its present iteration.
+"""Heart: sends a heartbeat every TICK_S, with the time that the loop has spent in its present iteration.
 
 It has its own thread and needs nothing of the loop: it beats during a long step too, because native code releases the
 interpreter's lock. Time is counted in beats, so that a process that was suspended and resumed does not look as if it had hung.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from backend.core.messages import HEARTBEAT_S, Heartbeat
+from backend.api.silence import TICK_S
+from backend.core.messages import Heartbeat
 
 
 class Heart:
@@ -32,8 +33,8 @@ class Heart:
         turn = self._present_turn()
         self._num_beats = self._num_beats + 1 if turn is not None and turn == self._turn else 0
         self._turn = turn
-        self._send(Heartbeat(self._num_beats * HEARTBEAT_S))
+        self._send(Heartbeat(self._num_beats * TICK_S))
 
     def _run(self) -> None:
-        while not self._stopping.wait(HEARTBEAT_S):
+        while not self._stopping.wait(TICK_S):
             self.beat()

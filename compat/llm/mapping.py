@@ -27,8 +27,8 @@ from compat.llm.speculative import lookahead_drafts
 from compat.llm.updates import TextParams
 
 PLAIN = ("seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-CHOICE = ("temperature", "top_k", "top_p", "min_p")  # fields that a greedy request leaves out
-# field -> the values that ask for nothing; any other value is refused
+CHOICE = ("temperature", "top_k", "top_p", "min_p")  # fields that a greedy request does not send
+# The engine has these or has not. The values are those that ask for nothing.
 OPTIONAL: dict[str, Any] = {
     "top_p_min": 1e-6,
     "top_p_reset_ids": None,

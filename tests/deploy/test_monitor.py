@@ -54,7 +54,7 @@ class Watched:
     """A monitor without a server: its clock goes fast, and `live` says whether tritonserver answers."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, watchdog_s: float = 60.0) -> None:
-        monkeypatch.setattr(monitor_module, "POLL_S", 0.005)
+        monkeypatch.setattr(monitor_module, "TICK_S", 0.005)
         monkeypatch.setattr(monitor_module, "LIVE_EVERY_S", 0.005)
         monkeypatch.setattr(monitor_module.probe, "is_live", lambda url, timeout_s: self.live)
         self.live = True

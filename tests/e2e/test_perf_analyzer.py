@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from backend.api import load_config
 from deploy import ROOT
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT
+from tests.e2e.conftest import EXACT, everything_is_answered
 from tests.e2e.starts import wait_ready
 
 TOOL = Path(os.environ.get("EVERBATCH_PERF_ANALYZER", "/nonexistent"), "perf_analyzer")
@@ -66,24 +67,43 @@ def test_every_request_ends_with_a_response_for_each_token(
     model: str, models_server: TritonServer, tmp_path: Path
 ) -> None:
     for load in (*LOADS, POISSON):
-        requests = measure(model, models_server.grpc_url, load, tmp_path)
+        requests = measure(model, models_server, load, tmp_path)
         counts = [len(request["response_timestamps"]) for request in requests]
         assert len(counts) >= 64 and set(counts) == {TOKENS}, (load, counts)
 
 
-def measure(model: str, url: str, load: list[str], directory: Path) -> list[dict[str, Any]]:
+def measure(model: str, server: TritonServer, load: list[str], directory: Path) -> list[dict[str, Any]]:
     """The requests that perf_analyzer has measured."""
     data, export = directory / "data.json", directory / "export.json"
     data.write_text(json.dumps({"data": [REQUESTS[model]]}))
     shapes = [
         f"--shape={name}:{size}" for name, size in SHAPES.items() if name in REQUESTS[model] and model != "vllm_model"
     ]
-    command = [str(TOOL), "-m", model, "-u", url, "-i", "grpc", "--streaming", "--async", "--input-data", str(data)]
+    command = [
+        str(TOOL),
+        "-m",
+        model,
+        "-u",
+        server.grpc_url,
+        "-i",
+        "grpc",
+        "--streaming",
+        "--async",
+        "--input-data",
+        str(data),
+    ]
     command += [*shapes, *load, "--request-count", "64", "-s", "999", "--profile-export-file", str(export)]
     variables = os.environ | {"LD_LIBRARY_PATH": str(TOOL.parent)}
     for _ in range(5):
         export.unlink(missing_ok=True)  # perf_analyzer refuses to replace it
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+        try:
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+        except (
+            subprocess.TimeoutExpired
+        ) as stuck:  # Seen once in some thousand runs. It is ours unless all was answered.
+            everything_is_answered(server)
+            warnings.warn(f"perf_analyzer did not end although every request was answered: {stuck}", stacklevel=2)
+            continue
         assert done.returncode == 0, (done.stdout + done.stderr)[:1000]
         if (requests := exported(export)) is not None:
             return requests

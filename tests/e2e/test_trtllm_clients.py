@@ -1,7 +1,6 @@
 """Clients of TensorRT-LLM's own backend as its examples write them, against one server of mixed transaction policies.
 
-`tensorrt_llm` and `ensemble_uint32` are unary here, `ensemble` and `llmapi` decoupled with unary twins. The config.pbtxt of
-`tensorrt_llm` holds parameters as upstream's template leaves them.
+`ensemble` and `llmapi` are decoupled with unary twins here; `tensorrt_llm` and `ensemble_uint32` are unary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting an engine process again: the policy by itself, and the supervisor over programs that live as the test says."""
+"""Starting an engine process again: the supervisor over programs that live as the test says."""
 
 from __future__ import annotations
 
@@ -10,41 +10,20 @@ from typing import Any
 
 import pytest
 
-from backend.api import ConfigError, EngineConfig
+from backend.api import ConfigError, EngineConfig, back_off
+from backend.api.back_off import BackOff
 from backend.executor import engine_supervisor as supervisor
-from backend.executor.engine_supervisor import MAX_RESTARTS, QUIET_S, WINDOW_S, EngineProcess, RestartPolicy
+from backend.executor.engine_supervisor import MAX_RESTARTS, EngineProcess
 from backend.wire.client import wait_until
 
 READY = """echo '{"ready": true}'"""
 STAY = "read nothing"  # stays until its standard input ends
 
 
-def test_pauses_double_from_half_a_second_to_half_a_minute() -> None:
-    policy = RestartPolicy()
-    deaths = [WINDOW_S * number for number in range(9)]  # too far apart to be given up
-    assert [policy.pause_after_death(death, 0.0) for death in deaths] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-
-
-def test_an_engine_that_keeps_dying_is_given_up_at_the_death_after_the_last_restart() -> None:
-    policy = RestartPolicy()
-    pauses = [policy.pause_after_death(float(number), 0.0) for number in range(MAX_RESTARTS)]
-    assert None not in pauses
-    assert policy.pause_after_death(10.0, 0.0) is None
-    assert policy.describe(10.0) == "the engine died 6 times in 10 s and is not started again; restart the server"
-
-
-def test_a_quiet_minute_between_deaths_starts_the_count_and_the_pauses_anew() -> None:
-    policy = RestartPolicy()
-    for number in range(MAX_RESTARTS):
-        policy.pause_after_death(float(number), 0.0)
-    assert policy.pause_after_death(90.0, QUIET_S + 1) == 0.5
-    assert [policy.pause_after_death(91.0, 0.0) for _ in range(MAX_RESTARTS)] == [1, 2, 4, 8, None]
-
-
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineProcess]]:
     """Start a supervised process whose first life is the first shell line, and so on; the last one is lived again and again."""
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(back_off, "FIRST_DELAY_S", 0.001)
     processes: list[EngineProcess] = []
 
     def start(*lives: str) -> EngineProcess:
@@ -103,9 +82,7 @@ def test_time_in_which_it_hung_does_not_count_as_quiet(
     live: Callable[..., EngineProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = []
-    monkeypatch.setattr(
-        RestartPolicy, "pause_after_death", lambda self, now_s, served_s: served.append(served_s) or 0.001
-    )
+    monkeypatch.setattr(BackOff, "delay_after_end", lambda self, now_s, served_s: served.append(served_s) or 0.001)
     process = live(f"{READY}; {STAY}", f"{READY}; {STAY}")
     process.kill("hung", 1000.0)
     assert is_up(process, num_restarts=1)

@@ -106,7 +106,7 @@ def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner: Exec
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up_and_all_are_told_so(owner: Executor, guest: Executor) -> None:
-    owner._process._policy._pause_s = 0.01
+    owner._process._back_off._delay_s = 0.01
     answers = queue.SimpleQueue()
     told = []
     for _ in range(MAX_RESTARTS + 1):

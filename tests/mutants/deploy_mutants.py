@@ -37,7 +37,7 @@ from deploy.processes import Process
 from deploy.readiness import Readiness
 from deploy.report import ConsoleReporter
 from deploy.signs import Signs
-from deploy.supervisor import BackOff, StopSignals
+from deploy.supervisor import StopSignals, _Supervision
 from deploy.triton_server import TritonServer
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -311,7 +311,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ENVIRONMENT,
     ),
     "failures_before_it_was_ready_count_for_ever": (
-        change(BackOff, "ready", ("self._in_a_row = 0", "pass")),
+        change(_Supervision, "_start", ("time.monotonic(), 0", "time.monotonic(), self.failures")),
         SUPERVISOR,
     ),
     "a_hang_up_ends_the_launcher_alone": (

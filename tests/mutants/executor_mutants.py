@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.api.back_off import BackOff
 from backend.api.silence import Silence
 from backend.engine.core import EngineCore
 from backend.engine.deadlines import Deadlines
@@ -9,7 +10,7 @@ from backend.engine.loop import EngineLoop
 from backend.engine.recorder import Recorder
 from backend.engine.statistics import Statistics
 from backend.executor import engine_process
-from backend.executor.engine_supervisor import EngineProcess, RestartPolicy
+from backend.executor.engine_supervisor import EngineProcess
 from backend.executor.executor import Executor
 from backend.executor.mailbox import Mailboxes
 from backend.executor.record_shelf import RecordShelf
@@ -30,7 +31,7 @@ OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_engine_server.py"]
 PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
 RECORDS = ["tests/engine/test_recorder.py", "tests/executor/test_records.py", "tests/kvcache/test_events.py"]
-SUPERVISOR = ["tests/executor/test_supervisor.py"]
+SUPERVISOR = ["tests/executor/test_supervisor.py", "tests/api/test_back_off.py"]
 WATCH = ["tests/executor/test_watch.py"]
 
 # Those that a review of the landed system planted, and that survived it.
@@ -87,7 +88,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
         EXECUTOR,
     ),
     "never_given_up": (
-        change(RestartPolicy, "pause_after_death", ("len(self._deaths) == MAX", "len(self._deaths) > MAX")),
+        change(BackOff, "delay_after_end", ("== self._ends.maxlen", "== -1")),
         SUPERVISOR,
     ),
     "error_of_a_later_start_ends_supervision": (
@@ -168,7 +169,7 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         ["tests/executor/test_socket.py::test_a_client_that_was_shut_down_stays_away"],  # all others take long then
     ),
     "time_in_which_it_hung_counts_as_quiet": (
-        change(EngineProcess, "_book_death", (" - self._stuck_s", "")),
+        change(EngineProcess, "_count_death", (" - self._stuck_s", "")),
         SUPERVISOR,
     ),
     "a_new_process_inherits_silence": (

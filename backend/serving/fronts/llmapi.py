@@ -195,7 +195,7 @@ def _max_tokens(batch: Batch) -> int:
 
 def _sampling(batch: Batch) -> SamplingConfig:
     fields = batch.fields("sampling", 0)
-    if fields.get("top_p", 1.0) <= 0.0:  # unset, as in the other models of this wire
+    if fields.get("top_p", 1.0) <= 0.0:  # as in the other models of this wire: unset
         del fields["top_p"]
     return tensorrt_llm_sampling(**fields)
 

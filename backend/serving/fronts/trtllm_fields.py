@@ -18,7 +18,7 @@ from backend.serving.fronts.trtllm_outputs import RowSettings
 from backend.serving.reading import Batch
 from backend.serving.requests import ServingContext, StopSession
 
-# Clients send these values, or smaller ones, for unset inputs.
+# Clients send these values, or less, for what they leave unset.
 _UNSET = {"top_p": 0.0, "top_p_decay": 0.0, "top_p_min": 0.0, "top_p_reset_ids": -1}
 
 
@@ -52,7 +52,7 @@ def read_session(batch: Batch, row: int) -> SessionConfig | None:
 
 
 def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> SamplingConfig:
-    """The row's sampling configuration. `bias`: by token id, added to the logits."""
+    """The row's sampling configuration with this bias, which maps token ids to what is added to their logits."""
     given = batch.fields("sampling", row).items()
     fields = {name: value for name, value in given if name not in _UNSET or value > _UNSET[name]}
     if "early_stopping" in fields:

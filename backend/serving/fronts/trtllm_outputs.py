@@ -58,7 +58,7 @@ def text_output(
     accumulate: bool = False,
     every_token: bool = False,
 ) -> RowOutput:
-    """A row of ensemble or tensorrt_llm_bls. `new_stream` makes the text stream of a sequence; the rest is as in TextReporter."""
+    """A row of ensemble or tensorrt_llm_bls. `new_stream` makes the stream of one sequence; all else is as in TextReporter."""
 
     def new_reporter() -> TextReporter:
         return TextReporter(
@@ -119,8 +119,8 @@ def _row_output(settings: RowSettings, new_reporter: Callable[[], Reporter], ren
 
 
 def _common_arrays(settings: RowSettings, told: Sequence[News], so_far: _SoFar) -> Arrays:
-    """The outputs that token and text models have in common."""
-    first = told[0]  # all but log-probabilities exist with a single beam only, or are the same for all beams
+    """The outputs that tokens and text share."""
+    first = told[0]  # all but the log-probabilities come with a single beam only, or are the same for all
     arrays: Arrays = []
     if first.log_probs is not None:
         arrays.append(("cum_log_probs", np.array([[news.cum_log_prob for news in told]], np.float32)))

@@ -69,7 +69,7 @@ class Cancelled(EverbatchError):
     code = ErrorCode.CANCELLED
 
 
-class ResponseFlags(NamedTuple):
+class Told(NamedTuple):
     """Optional values of each response, by the names of the flags."""
 
     finish_reason: bool
@@ -80,7 +80,7 @@ class ResponseFlags(NamedTuple):
     log_probs: bool  # True if `logprobs` asks for log-probabilities
 
     @classmethod
-    def read(cls, batch: Batch, asked: VllmSampling) -> ResponseFlags:
+    def read(cls, batch: Batch, asked: VllmSampling) -> Told:
         flags = {name.removeprefix("return_"): bool(batch.scalar(name, 0)) for name in FLAGS}
         return cls(**flags, log_probs=flags["logprobs"] and asked.logprobs is not None)
 
@@ -101,14 +101,14 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits, streaming)
     text: str = required(batch, "text_input", 0)
     ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
-    flags = ResponseFlags.read(batch, asked)
+    told = Told.read(batch, asked)
     most = fitting_tokens(context, len(ids))  # vLLM also cuts an output at the model's limit instead of refusing it
     request = Request(
         input_token_ids=ids,
         max_tokens=most if asked.max_tokens is None else min(asked.max_tokens, most),
         streaming=streaming or bool(asked.stops),
         sampling_config=asked.sampling_config(),
-        output_config=_output_config(asked, flags, limits),
+        output_config=_output_config(asked, told, limits),
         end_ids=asked.end_ids(context, tools.tokenizer),
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s,
@@ -127,8 +127,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
             hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
         )
 
-    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if flags.log_probs else []
-    render = renderer(asked, flags, len(ids), texts, streaming=streaming)
+    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if told.log_probs else []
+    render = renderer(asked, told, len(ids), texts, streaming=streaming)
     return [Work(request, choices_output(asked, new_reporter, render, streaming=streaming, joint=True))]
 
 
@@ -142,46 +142,46 @@ def _encode(text: str, most: int | None, context: ServingContext, tools: TextToo
     return ids
 
 
-def _output_config(asked: VllmSampling, flags: ResponseFlags, limits: LimitsConfig) -> OutputConfig:
+def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> OutputConfig:
     """The values that the engine must send. It sends no ranks, so the sampled token is looked up among the most likely ones.
 
     One is enough for a greedy request; others need as many as the limit allows.
     """
-    if flags.log_probs and asked.use_beam_search:
+    if told.log_probs and asked.use_beam_search:
         raise Unsupported(
             "return_logprobs cannot be had with use_beam_search in this version; ask for return_cumulative_logprob"
         )
     num_top = 0
-    if flags.log_probs:
+    if told.log_probs:
         num_top = max(asked.logprobs or 0, 1) if asked.temperature == 0 else limits.max_top_log_probs
     return OutputConfig(
-        return_log_probs=flags.cumulative_logprob or flags.log_probs or asked.is_ranked,
+        return_log_probs=told.cumulative_logprob or told.log_probs or asked.is_ranked,
         top_log_probs=min(num_top, limits.max_top_log_probs),
         exclude_input_from_output=True,
     )
 
 
 def renderer(
-    asked: VllmSampling, flags: ResponseFlags, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
+    asked: VllmSampling, told: Told, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
 ) -> Render:
     """Makes the arrays of a response. `texts`: of the tokens in the log-probabilities of each sequence; empty without them."""
 
-    def render(all_news: Sequence[News]) -> Arrays:
-        news = chosen(asked, all_news)
+    def render(told_of: Sequence[News]) -> Arrays:
+        news = chosen(asked, told_of)
         if streaming and any(one.finish is FinishReason.CANCELLED for one in news):
             raise Cancelled(CANCELLED)
         arrays: Arrays = [("text_output", text_array([one.text for one in news]))]
-        if flags.finish_reason:
+        if told.finish_reason:
             arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in news])))
-        if flags.cumulative_logprob:
+        if told.cumulative_logprob:
             arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in news], np.float32)))
-        if flags.logprobs:
+        if told.logprobs:
             num_top = asked.logprobs or 0
             bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in news]
             arrays.append(("logprobs", text_array(bodies)))
-        if flags.num_input_tokens:
+        if told.num_input_tokens:
             arrays.append(("num_input_tokens", np.array([num_prompt_tokens], np.uint32)))
-        if flags.num_output_tokens:
+        if told.num_output_tokens:
             arrays.append(("num_output_tokens", np.array([len(one.ids) for one in news], np.uint32)))
         return arrays
 
