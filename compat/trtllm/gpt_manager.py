@@ -38,7 +38,7 @@ _BATCHING = {
 }
 
 
-class _Live(NamedTuple):
+class _LiveRequest(NamedTuple):
     """Properties of a request that decide its output tensors. `num_sent`: tokens streamed so far, by sequence index."""
 
     num_prompt_tokens: int
@@ -81,7 +81,7 @@ class GptManager:
         self._terminate_req_id = terminate_req_id
         self._params = params
         self._processors = OwnProcessors()
-        self._asked: dict[int, _Live] = {}
+        self._asked: dict[int, _LiveRequest] = {}
         self._ended = False
         try:
             config = _engine_config(model_type, params)
@@ -147,7 +147,7 @@ class GptManager:
         request = to_core(asked, self._engine.model.vocab_size, params.max_beam_width)
         if given.logits_post_processor is not None:
             self._processors.add(given.request_id, given.logits_post_processor)
-        self._asked[given.request_id] = _Live(
+        self._asked[given.request_id] = _LiveRequest(
             len(request.input_token_ids),
             request.max_tokens,
             max(0, asked.pad_id or 0),
@@ -201,7 +201,7 @@ def _engine_config(model_type: TrtGptModelType, params: TrtGptModelOptionalParam
     return msgspec.structs.replace(converted, scheduler=scheduler)
 
 
-def _tensors(result: Result, asked: _Live) -> list[NamedTensor]:
+def _tensors(result: Result, asked: _LiveRequest) -> list[NamedTensor]:
     """Tensors on the CPU, in the shapes of TensorRT-LLM's page on the batch manager. Adds streamed tokens to `num_sent`.
 
     `output_ids` [1, beams, longest]: all tokens, padded with the pad id; in a stream only the new ones, or all outputs so far
