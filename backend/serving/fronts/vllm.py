@@ -70,7 +70,7 @@ class Cancelled(EverbatchError):
 
 
 class Told(NamedTuple):
-    """Optional values of each response, by the names of the flags."""
+    """What each response tells besides its text, by the names of the flags."""
 
     finish_reason: bool
     cumulative_logprob: bool
@@ -102,7 +102,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     text: str = required(batch, "text_input", 0)
     ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
     told = Told.read(batch, asked)
-    most = fitting_tokens(context, len(ids))  # vLLM also cuts an output at the model's limit instead of refusing it
+    most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
     request = Request(
         input_token_ids=ids,
         max_tokens=most if asked.max_tokens is None else min(asked.max_tokens, most),
@@ -143,9 +143,8 @@ def _encode(text: str, most: int | None, context: ServingContext, tools: TextToo
 
 
 def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> OutputConfig:
-    """The values that the engine must send. It sends no ranks, so the sampled token is looked up among the most likely ones.
-
-    One is enough for a greedy request; others need as many as the limit allows.
+    """The engine knows no ranks, so they are looked up among the most likely tokens: greedy it takes one to find the sampled
+    one, else as many as may be asked for.
     """
     if told.log_probs and asked.use_beam_search:
         raise Unsupported(
