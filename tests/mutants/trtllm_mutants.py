@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.api import sampling_rules
+from backend.api.foreign import ForeignTable
 from backend.engine import groups, update
 from backend.executor import own_processors
 from compat.trtllm import (
@@ -34,6 +35,7 @@ TENSORS = ["tests/trtllm/test_tensors.py"]
 EXECUTOR = ["tests/trtllm/test_executor.py"]
 FIGURES = ["tests/trtllm/test_figures.py"]
 MANAGER = ["tests/trtllm/test_gpt_manager.py"]
+PARAMETERS = ["tests/api/test_foreign.py"]
 CALLBACKS = ["tests/trtllm/test_callback_loop.py"]
 STREAMS = ["tests/trtllm/test_streams.py"]
 VALUES = ["tests/trtllm/test_values.py"]
@@ -307,5 +309,14 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "more_is_asked_for_than_there_is_room": (
         change(CallbackLoop, "_take_in", (" - len(self._core.scheduler.waiting)", "")),
         CALLBACKS,
+    ),
+    "neutral_values_are_refused": (
+        change(ForeignTable, "_refuse", ("in parameter.neutral:", "in ():")),
+        PARAMETERS,
+    ),
+    "unknown_parameters_are_passed_over": (change(ForeignTable, "check", ("if unknown:", "if False:")), PARAMETERS),
+    "errors_repeat_whole_values": (
+        change(ForeignTable, "_named", ("repr(value)[:MAX_SHOWN]", "repr(value)")),
+        PARAMETERS,
     ),
 }
