@@ -1,4 +1,4 @@
-"""Writes the tables of docs/parameters.md from backend/serving/upstream_parameters.py, between two markers.
+"""Writes the tables of docs/parameters.md, between two markers, from the tables of parameters of every interface.
 
 .venv/bin/python -m tools.write_parameter_table          rewrite them
 .venv/bin/python -m tools.write_parameter_table --check  fail when they are not up to date
@@ -7,34 +7,47 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from itertools import groupby
 
-from backend.serving.upstream_parameters import PARAMETERS, QUEUE_SIZE, Parameter
+from backend.api.foreign import ForeignParameter
+from backend.serving.fronts.vllm_engine_args import ARGUMENTS as VLLM_ARGUMENTS
+from backend.serving.upstream_parameters import PARAMETERS, QUEUE_SIZE
+from compat.llm.parameters import ARGUMENTS as LLM_ARGUMENTS
+from compat.trtllm.parameters import ATTRIBUTES
 from tools.marked_part import MarkedPart
 
 PART = MarkedPart(
     "parameters.md", "<!-- parameters: written by tools/write_parameter_table.py -->", "<!-- end of parameters -->"
 )
+TABLES: dict[str, Iterable[ForeignParameter]] = {
+    **{f"`{role}` in config.pbtxt": parameters for role, parameters in PARAMETERS.items()},
+    "`model.json` of vLLM's backend": VLLM_ARGUMENTS,
+    "`LLM` in Python": LLM_ARGUMENTS,
+    "`ExecutorConfig` in Python": ATTRIBUTES,
+}
 
 
 def tables() -> str:
-    """The tables in Markdown, one for each model, with empty lines around them."""
+    """The tables in Markdown, one for each interface, with empty lines around them."""
     parts = []
-    for role, parameters in PARAMETERS.items():
-        rows = [_row(parameter) for parameter in parameters]
-        if role == "tensorrt_llm":
+    for heading, parameters in TABLES.items():
+        rows = [_row(list(alike)) for _, alike in groupby(parameters, _becomes)]
+        if parameters is PARAMETERS["tensorrt_llm"]:
             rows.append(f"| `{QUEUE_SIZE}` | sets `limits.max_queue_size` | 0: unset |")
-        parts.append("\n".join([f"## `{role}`", "", "| key | what becomes of it | |", "|---|---|---|", *rows]))
+        parts.append("\n".join([f"## {heading}", "", "| key | what becomes of it | |", "|---|---|---|", *rows]))
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def _row(parameter: Parameter) -> str:
-    if parameter.fate == "refused":
-        allowed = f"; {', '.join(f'`{value}`' for value in parameter.neutral)} may be set" if parameter.neutral else ""
-        return f"| `{parameter.key}` | refused | {parameter.note}{allowed} |"
-    if parameter.fate == "no effect":
-        return f"| `{parameter.key}` | no effect | {parameter.note} |"
-    effect = f"sets `{parameter.target}`" if parameter.target else "honoured"
-    return f"| `{parameter.key}` | {effect} | {parameter.note} |"
+def _row(alike: list[ForeignParameter]) -> str:
+    return f"| {', '.join(f'`{parameter.key}`' for parameter in alike)} | {' | '.join(_becomes(alike[0]))} |"
+
+
+def _becomes(parameter: ForeignParameter) -> tuple[str, str]:
+    """What becomes of a parameter, and the note about it. Parameters for which both are alike share a row."""
+    if parameter.fate == "refused" and parameter.neutral:
+        return "refused", f"{parameter.note}; {', '.join(f'`{value}`' for value in parameter.neutral)} may be set"
+    return f"sets `{parameter.target}`" if parameter.target else parameter.fate, parameter.note
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = ("backend", "client", "deploy", "gateway", "kernels", "model_repository")
+PRODUCT = ("backend", "client", "compat", "deploy", "gateway", "kernels", "model_repository")
 ALL = (*PRODUCT, "benchmarks", "tests", "tools")
 
 

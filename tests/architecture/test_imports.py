@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ ARROWS: dict[str, set[str]] = {
     "kvcache": {"api", "core"},
     "scheduler": {"api", "core", "kvcache"},
     "text": {"api"},
-    "llm": {"api", "core", "executor", "text"},
     "layers": {"api"},
     "guided": {"api", "core", "text"},
     "sampling": {"api", "core"},
@@ -27,9 +28,20 @@ ARROWS: dict[str, set[str]] = {
     "wire": {"api", "core"},
     "executor": {"api", "core", "engine", "wire", "worker"},
     "serving": {"api", "core", "executor", "text"},
-    "trtllm": {"api", "core", "executor"},
 }
 MAY_USE_KERNELS = {"layers", "quant", "sampling", "guided", "models", "worker"}
+# names under which programs import a room of compat -> that room
+ALIASES = {
+    Path("backend/llm.py"): "compat.llm",
+    Path("backend/trtllm/__init__.py"): "compat.trtllm",
+    Path("backend/trtllm/bindings.py"): "compat.trtllm.bindings",
+}
+# room of compat -> what it may import, itself apart
+COMPAT_ARROWS: dict[str, set[str]] = {
+    "tensorrt_llm": {"backend.api"},  # shared by the others
+    "llm": {"backend.api", "backend.core", "backend.executor", "backend.text", "compat.tensorrt_llm"},
+    "trtllm": {"backend.api", "backend.core", "backend.engine", "backend.executor", "compat.tensorrt_llm"},
+}
 # root package -> what it may import of the others
 ROOT_ARROWS = {
     "kernels": set(),
@@ -45,8 +57,12 @@ def breaches(path: Path) -> list[str]:
     """Modules that `path` imports against the arrows."""
     root = "model_repository" if path.is_relative_to("deploy") and path.parts[1] in ADAPTERS else path.parts[0]
     own = [name for name in imported_modules(parsed(path)) if name.split(".")[0] in ALL]
+    if path in ALIASES:
+        return [name for name in own if not _below(name, {ALIASES[path]})]
     if root == "backend":
         return [name for name in own if not _allowed_in_backend(path, name)]
+    if root == "compat":
+        return [name for name in own if not _below(name, _allowed_in_compat(path))]
     if root in ROOT_ARROWS:
         allowed = ROOT_ARROWS[root]
         return [name for name in own if name.split(".")[0] != root and not _below(name, allowed)]
@@ -63,19 +79,37 @@ def _allowed_in_backend(path: Path, name: str) -> bool:
     return len(target) == 1 or target[1] == layer or target[1] in ARROWS.get(layer, set())
 
 
+def _allowed_in_compat(path: Path) -> set[str]:
+    room = path.parts[1].removesuffix(".py")
+    return {f"compat.{room}", *COMPAT_ARROWS.get(room, set())}
+
+
 def _below(name: str, allowed: set[str]) -> bool:
-    return any(name == prefix or name.startswith(prefix + ".") for prefix in allowed) or name == "backend"
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in allowed) or name in ("backend", "compat")
 
 
-@pytest.mark.parametrize("path", python_files(*ROOT_ARROWS, "backend"), ids=str)
+@pytest.mark.parametrize("path", python_files(*ROOT_ARROWS, "backend", "compat"), ids=str)
 def test_imports_follow_the_arrows(path: Path) -> None:
     against = breaches(path)
     assert not against, f"{path} imports {against} against the arrows of backend/README.md"
 
 
 def test_every_layer_of_backend_has_its_arrows() -> None:
-    layers = {path.parts[1] for path in python_files("backend") if len(path.parts) > 2}
+    layers = {path.parts[1] for path in python_files("backend") if len(path.parts) > 2 and path not in ALIASES}
     assert layers == set(ARROWS), f"no arrows for {layers - set(ARROWS)}, none needed for {set(ARROWS) - layers}"
+    assert {path.parts[1].removesuffix(".py") for path in python_files("compat")} == {"__init__", *COMPAT_ARROWS}
+
+
+@pytest.mark.parametrize("path", ALIASES, ids=str)
+def test_an_alias_has_every_public_name_of_its_room_and_no_code(path: Path) -> None:
+    _, *statements = parsed(path).body
+    assert [ast.unparse(statement) for statement in statements] == [f"from {ALIASES[path]} import *"]
+    room, alias = (importlib.import_module(name) for name in (ALIASES[path], _module_name(path)))
+    assert all(getattr(alias, name) is getattr(room, name) for name in room.__all__)
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_the_arrows_have_no_cycle() -> None:

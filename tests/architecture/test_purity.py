@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.architecture.sources import ROOT, python_files
+from tests.architecture.test_imports import PURE
 
 # Imports the modules given and prints the top-level packages that are loaded then.
 PROGRAM = """
@@ -22,11 +23,11 @@ print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
 """
 
 
-def loaded_packages(*layers: str) -> set[str]:
-    """Top-level packages in sys.modules after importing every module of these layers of backend."""
-    paths = python_files(*(f"backend/{layer}" for layer in layers))
+def loaded_packages(*rooms: str) -> set[str]:
+    """Top-level packages in sys.modules after importing every module of these directories."""
+    paths = python_files(*rooms)
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    assert names, f"no modules in {layers}"
+    assert names, f"no modules in {rooms}"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(names)],
         cwd=ROOT,
@@ -41,9 +42,9 @@ def loaded_packages(*layers: str) -> set[str]:
 
 def test_the_pure_side_loads_no_heavy_library() -> None:
     heavy = {"torch", "triton", "numpy", "ray", "transformers", "tokenizers", "safetensors"}
-    assert not loaded_packages("api", "core", "kvcache", "scheduler", "engine", "wire") & heavy
+    assert not loaded_packages(*(f"backend/{room}" for room in PURE)) & heavy
 
 
-@pytest.mark.parametrize("layer", ["text", "serving", "executor", "trtllm", "llm"])
-def test_what_runs_in_the_stub_or_is_imported_by_a_program_loads_no_torch(layer: str) -> None:
-    assert not loaded_packages(layer) & {"torch", "transformers", "triton", "ray", "kernels"}
+@pytest.mark.parametrize("room", ["backend/text", "backend/serving", "backend/executor", "compat/trtllm", "compat/llm"])
+def test_what_runs_in_the_stub_or_is_imported_by_a_program_loads_no_torch(room: str) -> None:
+    assert not loaded_packages(room) & {"torch", "transformers", "triton", "ray", "kernels"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.llm import SamplingParams
 from benchmarks import postprocess
+from compat.llm import SamplingParams
 
 
 @pytest.mark.parametrize("processes", [0, 1])

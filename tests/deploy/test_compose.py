@@ -124,7 +124,7 @@ def test_the_image_starts_the_supervisor_as_another_user_from_a_pinned_official_
 
 def test_the_image_copies_every_package_that_is_there() -> None:
     text = (ROOT / "deploy" / "Dockerfile").read_text()
-    for name in ("backend", "kernels", "client", "deploy", "model_repository", "models"):
+    for name in ("backend", "compat", "kernels", "client", "deploy", "gateway", "model_repository", "models"):
         assert f"COPY {name} {name}" in text
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from backend.llm import LLM, SamplingParams
 from backend.models.loader import DEFAULT_MODEL
+from compat.llm import LLM, SamplingParams
 from tests.e2e.conftest import serve
 from tests.e2e.starts import wait_ready
 from tests.e2e.wire import post

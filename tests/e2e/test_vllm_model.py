@@ -385,7 +385,8 @@ def test_an_unknown_engine_argument_fails_the_load_by_name_and_a_copy_under_any_
     add_model(repository, "any_other_name", CONFIG + PARAMETERS)
     status, text = load(server, "vllm_mistyped")
     assert (
-        status == 400 and "'gpu_memory_utilisation' is no engine argument of vLLM, did you mean gpu_memory_ut" in text
+        status == 400
+        and "gpu_memory_utilisation of model.json is no known parameter; did you mean gpu_memory_ut" in text
     )
     assert load(server, "any_other_name")[0] == 200
     assert text_of(ask(server, request("any_other_name", GREEDY))[0]).startswith(PROMPT)

@@ -19,13 +19,13 @@ import msgspec
 import msgspec.inspect
 from msgspec import Struct
 
-from backend import trtllm
 from backend.api.config import EngineConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.request import Request, RetentionConfig, SessionConfig, SessionId, TokenRangeRetention
 from backend.api.sampling import AdditionalOutput, OutputConfig, SamplingConfig
 from backend.api.tensor import TensorData
+from compat import trtllm
 
 VALUES: dict[str, Any] = {
     "inf": math.inf,

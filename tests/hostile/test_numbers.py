@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from backend import trtllm
 from backend.api import ConfigError, EngineConfig, ErrorCode, EverbatchError, Request, Response, load_config
 from backend.engine.core import EngineCore
 from backend.executor import Executor
-from backend.executor.gpt_manager import GptManager, load_engine
-from backend.llm import LLM, SamplingParams
 from backend.serving.upstream_parameters import PARAMETERS, apply_parameters
+from compat import trtllm
+from compat.llm import LLM, SamplingParams
+from compat.trtllm.callback_loop import CallbackLoop, load_engine
 from tests.fakes.hash_worker import HashWorkerGroup
 from tests.hostile import numbers
 from tests.hostile.numbers import VALUES, Probe, sweep
@@ -116,7 +116,7 @@ def test_no_field_of_a_request_harms_gpt_manager_whatever_its_number() -> None:
             return f"no answer within {PATIENCE_S:g} s"
         return judged_text(found[1]) or ("the engine failed" if "the engine failed" in found[1] else "")
 
-    with GptManager(load_engine(str(DEFAULT), load_config(overrides=list(OVERRIDES))), get, take):
+    with CallbackLoop(load_engine(str(DEFAULT), load_config(overrides=list(OVERRIDES))), get, take):
         expected = last_of(GOOD)
         assert expected is not None and expected[0] is not None
 

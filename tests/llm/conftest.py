@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from backend.llm import LLM
+from compat.llm import LLM
 from tests.text.tokenizers_made import write_directory
 
 VOCAB_SIZE = 32_000

@@ -11,8 +11,8 @@ from backend.api.config import KvCacheConfig, SchedulerConfig
 from backend.core.messages import Cancel, Command, Submit
 from backend.core.step import StepInput
 from backend.executor import Executor
-from backend.llm import GenerationExecutorWorker, PostprocWorkerConfig, SamplingParams
 from backend.text.tokenizer import Tokenizer
+from compat.llm import GenerationExecutorWorker, PostprocWorkerConfig, SamplingParams
 from tests.executor.helpers import ScriptedTransport
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 from tests.text.tokenizers_made import byte_level_bpe

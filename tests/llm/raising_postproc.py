@@ -6,9 +6,9 @@ import argparse
 import os
 import socket
 
-from backend.llm.postproc_process import serve
-from backend.llm.postprocessing import Pipe, PostprocWorker
 from backend.text.tokenizer import Tokenizer
+from compat.llm.postproc_process import serve
+from compat.llm.postprocessing import Pipe, PostprocWorker
 
 RAISES, ENDS = 13, 17  # token ids
 

@@ -11,9 +11,9 @@ import tokenizers
 import transformers
 
 from backend.api import InvalidRequest, Unsupported
-from backend.llm import LLM, GuidedDecodingParams, ParameterError, SamplingParams
-from backend.llm.llm import _as_tokenizer
-from backend.llm.mapping import guide
+from compat.llm import LLM, GuidedDecodingParams, ParameterError, SamplingParams
+from compat.llm.llm import _as_tokenizer
+from compat.llm.mapping import guide
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"

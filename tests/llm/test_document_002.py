@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.llm import GenerationExecutor, LoRARequest, RequestError, SamplingParams
+from compat.llm import GenerationExecutor, LoRARequest, RequestError, SamplingParams
 
 prompt_token_ids = [1, 15043, 29892, 920, 526, 366]  # "Hello, how are you"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.llm import (
+from compat.llm import (
     LLM,
     GenerationExecutor,
     GenerationExecutorProxy,

@@ -13,7 +13,7 @@ import pytest
 
 from backend.api import EngineUnavailable, FinishReason, Response
 from backend.engine import loop as engine_loop
-from backend.llm import (
+from compat.llm import (
     BackgroundError,
     GenerationExecutor,
     GenerationExecutorWorker,
@@ -22,7 +22,7 @@ from backend.llm import (
     RequestError,
     SamplingParams,
 )
-from backend.llm.statistics import LatestStats
+from compat.llm.statistics import LatestStats
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 from tests.llm.helpers import EVER, PATIENCE_S, Engine, StoppingWorkerGroup, expected, gated, make_worker, params, part
 

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable, EverbatchError
 from backend.api.config import RecordsConfig
-from backend.llm import LLM, BatchError, NotHere, ParameterError, RequestError, RequestOutput, SamplingParams
-from backend.llm.arguments import LlmArguments
-from backend.llm.progress import with_bar
 from backend.text.tokenizer import Tokenizer
+from compat.llm import LLM, BatchError, NotHere, ParameterError, RequestError, RequestOutput, SamplingParams
+from compat.llm.arguments import LlmArguments
+from compat.llm.progress import with_bar
 from tests.llm.helpers import CONFIG, EVER, PATIENCE_S, expected, gated, make_worker, params
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog"]
@@ -204,7 +204,7 @@ def test_events_that_are_not_kept_are_refused_with_the_setting(llm: LLM) -> None
 def test_the_tokenizer_is_ours_or_given_or_left_out(llm: LLM, model_dir: Path, tokenizer_dir: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    from backend.llm.llm import _as_tokenizer
+    from compat.llm.llm import _as_tokenizer
 
     assert isinstance(llm.tokenizer, Tokenizer)
     theirs = PreTrainedTokenizerFast.from_pretrained(str(tokenizer_dir))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from backend.llm import LLM, SamplingParams
+from compat.llm import LLM, SamplingParams
 
 PROMPT = [5, 90, 17, 200]
 TOLERANCE = 1e-4  # float32, sums in another order

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from backend.api import ConfigError, EngineConfig
 from backend.api.config import ModelConfigSection
-from backend.llm import (
+from compat.llm import (
     LLM,
     AdditionalModelOutput,
     BatchedLogitsProcessor,

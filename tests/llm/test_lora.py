@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from backend.llm import LLM, LoRARequest, RequestError, SamplingParams
+from compat.llm import LLM, LoRARequest, RequestError, SamplingParams
 from tests.model.adapters import make_adapter
 
 PROMPT = list(range(5, 20))

@@ -14,7 +14,8 @@ from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
-from backend.llm import (
+from backend.text.tokenizer import Tokenizer
+from compat.llm import (
     DisaggregatedParams,
     GenerationRequest,
     GuidedDecodingParams,
@@ -23,8 +24,7 @@ from backend.llm import (
     PromptAdapterRequest,
     SamplingParams,
 )
-from backend.llm.mapping import core_request, text_params
-from backend.text.tokenizer import Tokenizer
+from compat.llm.mapping import core_request, text_params
 from tests.llm.helpers import make_tokenizer
 
 MODEL = ModelInfo("scripted", 1000, 64, eos_ids=(5, 6))

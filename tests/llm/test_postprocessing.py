@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from backend.api import ConfigError, EverbatchError, FinishReason, Response
-from backend.llm import (
+from backend.text.tokenizer import Tokenizer
+from compat.llm import (
     AdditionalModelOutput,
     BackgroundError,
     GenerationExecutor,
@@ -23,9 +24,8 @@ from backend.llm import (
     SamplingParams,
     postprocessing,
 )
-from backend.llm import worker as llm_worker
-from backend.llm.updates import TextParams
-from backend.text.tokenizer import Tokenizer
+from compat.llm import worker as llm_worker
+from compat.llm.updates import TextParams
 from tests.llm.helpers import PATIENCE_S, Engine, make_tokenizer, make_worker, params, part
 from tests.llm.raising_postproc import ENDS, RAISES, RaisingTokenizer
 from tests.text.tokenizers_made import byte_level_bpe, write_directory

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from backend.llm import (
+from compat.llm import (
     BatchedLogitsProcessor,
     CompletionOutput,
     DisaggregatedParams,

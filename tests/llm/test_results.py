@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from backend.api import FinishReason
-from backend.llm import GenerationExecutorWorker, RequestError, ResultTimeout
-from backend.llm.result_queue import ResultQueue
 from backend.text.tokenizer import Tokenizer
+from compat.llm import GenerationExecutorWorker, RequestError, ResultTimeout
+from compat.llm.result_queue import ResultQueue
 from tests.llm.helpers import (
     EVER,
     PATIENCE_S,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from backend.api import InvalidRequest
-from backend.llm import GuidedDecodingParams, SamplingParams
+from compat.llm import GuidedDecodingParams, SamplingParams
 
 UNSET = """end_id pad_id bad bad_token_ids stop stop_token_ids embedding_bias logits_processor top_k top_p top_p_min
     top_p_reset_ids top_p_decay seed temperature min_tokens beam_search_diversity_rate repetition_penalty presence_penalty

@@ -6,8 +6,8 @@ import pytest
 
 from backend.api import FinishReason, Result
 from backend.api.response import PromptLogProb, TopLogProb
-from backend.llm import GenerationResult, Logprob
 from backend.text.tokenizer import Tokenizer
+from compat.llm import GenerationResult, Logprob
 from tests.llm.helpers import PATIENCE_S, Engine, make_tokenizer, params, part
 
 PROMPT = [3, 1]

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from backend.api import ConfigError, EngineConfig, OutputConfig, Request
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
-from backend.llm import LLM, SamplingParams
 from backend.models.loader import load_directory
 from backend.quant.run import Wanted, quantize_checkpoint
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer
 from benchmarks.quality import row_logits
+from compat.llm import LLM, SamplingParams
 from deploy import model_source
 from deploy.cli import app
 from deploy.errors import UserError

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from backend import trtllm
 from backend.api import ConfigError, EngineConfig
 from backend.api.config import ModelConfigSection
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
+from compat import trtllm
 from tests.executor.helpers import drain, tokens_of
 from tests.fakes.adapter_files import write_adapter
 from tests.model.adapters import PeftOracle, as_rows, make_adapter

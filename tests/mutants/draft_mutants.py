@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from backend.api import draft_limits
-from backend.llm import speculative
 from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.model_drafting import ModelDrafter
 from backend.scheduler.pass_cost import PassCost
 from backend.serving import upstream_parameters
 from backend.serving.fronts import trtllm_inputs
-from backend.trtllm import engine_config, request_configs, to_core
 from backend.worker import draft_model, loaded_model, model_runner
 from backend.worker.draft_model import DraftModel
+from compat.llm import speculative
+from compat.trtllm import parameters, request_configs, to_core
 from tests.mutants.changes import Plant, change, change_everywhere
 
 PASSES = ["tests/scheduler/test_model_drafting.py"]
@@ -191,10 +191,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(speculative.lookahead_drafts, ("if size is None", "if not size")),
         ARGUMENTS,
     ),
-    "every_mode_looks_up": (change_everywhere(engine_config._speculation, ("and mode.isLookahead()", "")), CONVERSION),
+    "every_mode_looks_up": (change_everywhere(parameters._mode, ("and mode.isLookahead()", "")), CONVERSION),
     "lookahead_guesses_more_than_a_step_takes": (
         change_everywhere(
-            engine_config._max_draft_tokens,
+            parameters._max_draft_tokens,
             ("min(max(1, lookahead.max_ngram_size - 1), MAX_DRAFT_TOKENS)", "max(1, lookahead.max_ngram_size - 1)"),
         ),
         CONVERSION,

@@ -12,7 +12,6 @@ from backend.engine.statistics import Statistics
 from backend.executor import engine_process
 from backend.executor.engine_supervisor import EngineProcess
 from backend.executor.executor import Executor
-from backend.executor.gpt_manager import GptManager
 from backend.executor.mailbox import Mailboxes
 from backend.executor.record_shelf import RecordShelf
 from backend.executor.watch import Watch
@@ -32,7 +31,6 @@ OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_engine_server.py"]
 PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
 RECORDS = ["tests/engine/test_recorder.py", "tests/executor/test_records.py", "tests/kvcache/test_events.py"]
-MANAGER = ["tests/executor/test_gpt_manager.py"]
 SUPERVISOR = ["tests/executor/test_supervisor.py", "tests/api/test_back_off.py"]
 WATCH = ["tests/executor/test_watch.py"]
 
@@ -96,10 +94,6 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
     "error_of_a_later_start_ends_supervision": (
         change(EngineProcess, "_listen", ("if not self._first_known.is_set():", "if True:")),
         SUPERVISOR,
-    ),
-    "statistics_of_the_last_step_are_lost": (
-        change(GptManager, "_run", ("if was_active:", "if self._core.has_work:")),
-        MANAGER,
     ),
 }
 
@@ -213,10 +207,6 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
     "events_start_at_one": (
         change(KvEventLog, "__init__", ("self._next_id = 0", "self._next_id = 1")),
         RECORDS,
-    ),
-    "more_is_asked_for_than_there_is_room": (
-        change(GptManager, "_take_in", (" - len(self._core.scheduler.waiting)", "")),
-        MANAGER,
     ),
 }
 

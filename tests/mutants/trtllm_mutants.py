@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from backend.api import sampling_rules
+from backend.api.foreign import ForeignTable
 from backend.engine import groups, update
 from backend.executor import own_processors
-from backend.trtllm import (
+from compat.trtllm import (
     engine_config,
     executor,
     from_core,
     gpt_manager,
     inference_request,
+    parameters,
     record,
     repeats,
     request_configs,
     to_core,
 )
-from backend.trtllm.configs import KvCacheConfig
-from backend.trtllm.decoding import DecodingConfig
-from backend.trtllm.executor import Executor
-from backend.trtllm.gpt_manager import GptManager
-from backend.trtllm.record import Field, Record
-from backend.trtllm.repeats import Repeats
-from backend.trtllm.results import Response
+from compat.trtllm.callback_loop import CallbackLoop
+from compat.trtllm.configs import KvCacheConfig
+from compat.trtllm.decoding import DecodingConfig
+from compat.trtllm.executor import Executor
+from compat.trtllm.gpt_manager import GptManager
+from compat.trtllm.record import Field, Record
+from compat.trtllm.repeats import Repeats
+from compat.trtllm.results import Response
 from tests.mutants.changes import Plant, change, change_everywhere
 
 CLASSES = ["tests/trtllm/test_classes.py"]
@@ -32,7 +35,8 @@ TENSORS = ["tests/trtllm/test_tensors.py"]
 EXECUTOR = ["tests/trtllm/test_executor.py"]
 FIGURES = ["tests/trtllm/test_figures.py"]
 MANAGER = ["tests/trtllm/test_gpt_manager.py"]
-
+PARAMETERS = ["tests/api/test_foreign.py"]
+CALLBACKS = ["tests/trtllm/test_callback_loop.py"]
 STREAMS = ["tests/trtllm/test_streams.py"]
 VALUES = ["tests/trtllm/test_values.py"]
 
@@ -184,7 +188,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FIGURES,
     ),
     "a_queue_of_minus_one_refuses_every_request": (
-        change_everywhere(engine_config._max_queue_size, ("(None, 0, -1)", "(None,)")),
+        change_everywhere(parameters._max_queue_size, ("(None, 0, -1)", "(None,)")),
         CONVERSION,
     ),
     "the_bindings_pass_the_configuration_s_checks_by": (
@@ -245,7 +249,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "open_after_shutdown": (change(Executor, "_check_open", ("not self._close.alive", "False")), EXECUTOR),
     "functions_of_requests_are_kept_for_ever": (
-        change(Executor, "_told", ("if answer.is_final:", "if False:")),
+        change(Executor, "_delivered", ("if answer.is_final:", "if False:")),
         TENSORS,
     ),
     "four_arguments_are_five": (
@@ -262,7 +266,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         TENSORS,
     ),
     "static_batches_with_post_processors": (
-        change(engine_config, "_check_served", ("config.batching_type is BatchingType.STATIC", "False")),
+        change(engine_config, "_check_combinations", ("config.batching_type is BatchingType.STATIC", "False")),
         CONVERSION,
     ),
     "the_id_is_free_only_after_the_final_call": (
@@ -297,5 +301,22 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "words_end_one_token_early": (
         change(inference_request, "_words", ("tokens[start:end]", "tokens[start : end - 1]")),
         MANAGER,
+    ),
+    "statistics_of_the_last_step_are_lost": (
+        change(CallbackLoop, "_run", ("if was_active:", "if self._core.has_work:")),
+        CALLBACKS,
+    ),
+    "more_is_asked_for_than_there_is_room": (
+        change(CallbackLoop, "_take_in", (" - len(self._core.scheduler.waiting)", "")),
+        CALLBACKS,
+    ),
+    "neutral_values_are_refused": (
+        change(ForeignTable, "_refuse", ("in parameter.neutral:", "in ():")),
+        PARAMETERS,
+    ),
+    "unknown_parameters_are_passed_over": (change(ForeignTable, "check", ("if unknown:", "if False:")), PARAMETERS),
+    "errors_repeat_whole_values": (
+        change(ForeignTable, "_named", ("repr(value)[:MAX_SHOWN]", "repr(value)")),
+        PARAMETERS,
     ),
 }

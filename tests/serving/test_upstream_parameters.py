@@ -130,9 +130,12 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"gpt_model_type": "inflight"}, "^Invalid gpt_model_type 'inflight' in config.pbtxt: inflight_fused"),
+        ({"gpt_model_type": "inflight"}, "^Invalid gpt_model_type of config.pbtxt is 'inflight': inflight_fused"),
         ({"batch_scheduler_policy": "greedy"}, "guaranteed_no_evict or max_utilization or static_batch is expected"),
-        ({"max_tokens_in_paged_kv_cache": "many"}, "'many' in config.pbtxt: a whole number"),
+        (
+            {"max_tokens_in_paged_kv_cache": "many"},
+            "max_tokens_in_paged_kv_cache of config.pbtxt is 'many': a whole number",
+        ),
         (
             {"max_tokens_in_paged_kv_cache": "-4"},
             r"config.pbtxt \(max_tokens_in_paged_kv_cache\): kv_cache.max_tokens is -4",
@@ -140,17 +143,20 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
         ({"kv_cache_free_gpu_mem_fraction": "x"}, "a number is expected"),
         ({"kv_cache_free_gpu_mem_fraction": "nan"}, "kv_cache.free_memory_fraction is nan"),
         ({"enable_chunked_context": "perhaps"}, "true or false is expected"),
-        ({"max_attention_window_size": "64,x"}, "'64,x' in config.pbtxt: a whole number is expected"),
+        ({"max_attention_window_size": "64,x"}, "is '64,x': a whole number is expected"),
         ({"max_attention_window_size": "64,0"}, "kv_cache.max_attention_window is 0, allowed is 1 to"),
         ({"sink_token_length": "-1"}, "kv_cache.sink_tokens is -1, allowed is 0 to"),
         ({"gpu_device_ids": "0,1"}, "several are not supported"),
         ({"max_beam_width": "0"}, r"config.pbtxt \(max_beam_width\): scheduler.max_beam_width is 0"),
-        ({"decoding_mode": "medusa"}, "decoding_mode 'medusa' in config.pbtxt: .* or lookahead is expected"),
-        ({"encoder_model_path": "/x"}, "asks for an encoder"),
-        ({"normalize_log_probs": "false"}, "log-probabilities that are not normalised"),
+        ({"decoding_mode": "medusa"}, "decoding_mode of config.pbtxt is 'medusa': .* or lookahead is expected"),
+        ({"encoder_model_path": "/x"}, "does not serve: only decoder models are served; leave it out$"),
+        ({"normalize_log_probs": "false"}, "log-probabilities are always normalised; leave it out or set it to true$"),
         ({"guided_decoding_backend": "outlines"}, "xgrammar or llguidance is expected"),
-        ({"lookahead_ngram_size": "many"}, "lookahead_ngram_size 'many' in config.pbtxt: a whole number"),
-        ({"num_nodes": "2"}, "several nodes"),
+        ({"lookahead_ngram_size": "many"}, "lookahead_ngram_size of config.pbtxt is 'many': a whole number"),
+        (
+            {"num_nodes": "2"},
+            "num_nodes of config.pbtxt is '2', which this version does not serve: the model runs on one",
+        ),
     ],
 )
 def test_what_is_wrong_or_refused_fails_with_its_name(parameters: dict[str, str], message: str) -> None:
@@ -185,7 +191,7 @@ def test_the_log_names_what_has_no_effect_and_what_is_not_known() -> None:
     assert no_effect.startswith(
         "kv_cache_onboard_blocks of config.pbtxt has no effect here: evicted KV is computed again"
     )
-    assert unknown.endswith("is no known parameter and has no effect; did you mean kv_cache_free_gpu_mem_fraction?")
+    assert unknown.endswith("is no known parameter; did you mean kv_cache_free_gpu_mem_fraction? It has no effect.")
     assert apply_parameters("everbatch", given, EngineConfig()).sentences == [], "its front reads its own"
 
 
@@ -202,7 +208,9 @@ def test_bls_accumulates_and_refuses_a_draft_model() -> None:
     assert applied(role="tensorrt_llm_bls", accumulate_tokens="true").triton.accumulate_tokens
     named = apply_parameters("tensorrt_llm_bls", config_of(tensorrt_llm_model_name="mine"), EngineConfig())
     assert named.config == EngineConfig() and "tensorrt_llm_model_name" in named.sentences[0]
-    with pytest.raises(ConfigError, match="tensorrt_llm_draft_model_name is 'd', which asks for draft models"):
+    with pytest.raises(
+        ConfigError, match="tensorrt_llm_draft_model_name of config.pbtxt is 'd', which this version does not serve"
+    ):
         applied(role="tensorrt_llm_bls", tensorrt_llm_draft_model_name="d")
 
 
@@ -295,7 +303,7 @@ def test_a_model_that_was_loaded_before_the_engine_takes_it_as_soon_as_it_hears_
 def test_preprocessing_honours_its_own_parameters(
     launched: list[EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="add_special_tokens 'maybe' in config.pbtxt"):
+    with pytest.raises(ConfigError, match="add_special_tokens of config.pbtxt is 'maybe'"):
         load("preprocessing", add_special_tokens="maybe")
     executor = ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="tokenizer"):

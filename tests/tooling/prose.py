@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-ROOTS = ("backend", "client", "deploy", "docs", "gateway", "kernels", "model_repository", "tools")
+ROOTS = ("backend", "client", "compat", "deploy", "docs", "gateway", "kernels", "model_repository", "tools")
 PAGES = ("README.md", "CONTRIBUTING.md", "backend/README.md")
 OPENINGS = re.compile(r"^(Of|Those|What|Whether|Who|Whom|Whose)\b(?!.*\?)")  # a question may open so
 WORDS = re.compile(

@@ -13,7 +13,7 @@ import pytest
 
 from deploy import ROOT, packages
 
-STRICT = ("backend", "kernels", "tools", "deploy", "client", "gateway")  # what passes mypy --strict
+STRICT = ("backend", "compat", "kernels", "tools", "deploy", "client", "gateway")  # what passes mypy --strict
 IN_CI = ("CI", "EVERBATCH_RUN_PREFIX")  # .ci/run sets the second
 
 

@@ -14,7 +14,7 @@ import pytest
 from deploy import ROOT, __version__, doctor, invocation, rundir
 from deploy.errors import UserError
 
-PACKAGES = ("backend", "client", "deploy", "gateway", "kernels")
+PACKAGES = ("backend", "client", "compat", "deploy", "gateway", "kernels")
 DATA = ("model_repository", "models")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from backend import trtllm
-from backend.trtllm import bindings
+from compat import trtllm
+from compat.trtllm import bindings
 from tests.trtllm.facts import NONE, TABLE, Facts
 
 EXECUTOR = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backend import trtllm
+from compat import trtllm
 from tests.trtllm.helpers import make_config, make_executor
 from tools.make_random_model import make_random_model
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from backend import trtllm
+from compat import trtllm
 
 NONE = None
 

@@ -6,9 +6,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from backend import trtllm
 from backend.api import EngineConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection
+from compat import trtllm
 
 ENGINE = EngineConfig(
     model=ModelConfigSection(kernels="torch", num_threads=1, dtype="float32", device="cpu"),

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from backend import trtllm
-from backend.trtllm import bindings
+from compat import trtllm
+from compat.trtllm import bindings
 from tests.trtllm.config_facts import CONFIGS, GPT_MANAGER
 from tests.trtllm.facts import REQUEST_SIDE, RESULTS, Facts
 

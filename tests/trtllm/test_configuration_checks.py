@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from backend import trtllm
 from backend.api import EngineConfig
 from backend.api.config import ModelConfigSection
-from backend.trtllm.engine_config import engine_config
+from compat import trtllm
+from compat.trtllm.engine_config import engine_config
+from compat.trtllm.parameters import ATTRIBUTES
 from tests.trtllm.test_conversion import tuned
 
 
@@ -17,6 +18,14 @@ from tests.trtllm.test_conversion import tuned
     ("options", "message"),
     [
         ({"max_queue_size": -2}, r"ExecutorConfig\.max_queue_size is -2, allowed is 1 to"),
+        (
+            {"kv_cache_config": trtllm.KvCacheConfig(sink_token_length=-1)},
+            r"ExecutorConfig\.kv_cache_config\.sink_token_length is -1, allowed is 0 to",
+        ),
+        (
+            {"decoding_config": trtllm.DecodingConfig(trtllm.DecodingMode.Medusa())},
+            r"ExecutorConfig\.decoding_config\.decoding_mode is DecodingMode\.Medusa\(\): Auto or .* or Lookahead is expected",
+        ),
         (
             {"peft_cache_config": trtllm.PeftCacheConfig(num_put_workers=0)},
             r"ExecutorConfig\.peft_cache_config\.num_put_workers is 0, allowed is 1 to 64$",
@@ -53,3 +62,17 @@ def test_the_configuration_that_a_program_brings_is_checked() -> None:
     config.engine_config = EngineConfig(ModelConfigSection(num_threads="x"))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"ExecutorConfig\.engine_config\.model\.num_threads is \"x\": Expected int"):
         engine_config(config)
+
+
+def test_every_attribute_has_a_row_in_the_table() -> None:
+    records = {
+        "": trtllm.ExecutorConfig,
+        "kv_cache_config.": trtllm.KvCacheConfig,
+        "peft_cache_config.": trtllm.PeftCacheConfig,
+    }
+    listed = [attribute.key for attribute in ATTRIBUTES]
+    for prefix, record in records.items():
+        names = [
+            f"{prefix}{name}" for name in record._fields if name != "runtime_defaults"
+        ]  # only the constructor takes it
+        assert [name for name in names if not any(f"{key}.".startswith(f"{name}.") for key in listed)] == []

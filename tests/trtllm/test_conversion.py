@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from backend import trtllm
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
 from backend.api.config import DEBUG_INPUTS, ModelConfigSection, SpeculationConfig
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
 from backend.api.config_ranges import MAX_SECONDS
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.executor.own_processors import OF_REQUEST
-from backend.trtllm.engine_config import engine_config, runs_in_own_process
-from backend.trtllm.to_core import to_core
+from compat import trtllm
+from compat.trtllm.engine_config import engine_config, runs_in_own_process
+from compat.trtllm.to_core import to_core
 
 POLICY = trtllm.CapacitySchedulerPolicy
 CHUNKING = trtllm.ContextChunkingPolicy
@@ -125,7 +125,6 @@ def kv(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (kv(sink_token_length=-1), "kv_cache_config.sink_token_length is -1"),
         (kv(host_cache_size=1), "kv_cache_config.host_cache_size is 1"),
         (kv(cross_kv_cache_fraction=0.5), "kv_cache_config.cross_kv_cache_fraction is 0.5"),
         (kv(use_uvm=True), "kv_cache_config.use_uvm is True"),
@@ -149,10 +148,6 @@ def kv(**options: Any) -> dict[str, Any]:
         (
             {"debug_config": trtllm.DebugConfig(True, debug_tensors_max_iterations=-1)},
             "debug_config.debug_tensors_max_iterations is -1",
-        ),
-        (
-            {"decoding_config": trtllm.DecodingConfig(trtllm.DecodingMode.Medusa())},
-            "decoding_config.decoding_mode is DecodingMode.Medusa()",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend import trtllm
+from compat import trtllm
 from tests.trtllm.helpers import SOON, finish, make_config, make_executor, refused, run
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backend import trtllm
+from compat import trtllm
 from tests.trtllm.helpers import SOON, finish, make_config, make_executor, refused, run, tokens_of
 
 PROMPT = [1, 2, 3, 4]

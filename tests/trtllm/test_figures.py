@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backend import trtllm
+from compat import trtllm
 from tests.trtllm.helpers import SOON, finish, make_config, make_executor, run
 
 PROMPT = [1, 2, 3, 4]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from backend import trtllm
 from backend.engine.groups import stream_seed
-from backend.trtllm import bindings
-from backend.trtllm.engine_config import engine_config
+from compat import trtllm
+from compat.trtllm import bindings
+from compat.trtllm.engine_config import engine_config
 from tests.trtllm.helpers import ENGINE
 
 names = bindings.tensor_names
@@ -282,7 +282,7 @@ def test_a_request_with_the_terminating_id_ends_the_thread_after_what_runs(model
     client = Client(request(1, [1], 9), request(TERMINATE, [1], 1))
     callbacks = (client.get, client.send, client.poll, client.told)
     manager = bindings.GptManager(model_path, FUSED, *callbacks, parameters(), TERMINATE)
-    manager._core.worker_thread.join(60)
+    manager._loop.worker_thread.join(60)
     assert not manager.is_alive and client.finals == [1] and client.errors == {}
     manager.shutdown()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from backend import trtllm
+from compat import trtllm
 from tests.e2e.wire import eventually
 from tests.guided.tools import MODEL, info, tokenizer
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import backend
-from backend import trtllm
-from backend.trtllm import bindings
+from compat import trtllm
+from compat.trtllm import bindings
 
 # From section B, by hand.
 CLASSES = """
@@ -208,8 +208,6 @@ def test_request_statistics_have_the_documented_json() -> None:
 
 
 def test_importing_the_module_loads_no_torch() -> None:
-    program = (
-        "import sys; from backend import trtllm; from backend.trtllm import bindings; print('torch' in sys.modules)"
-    )
+    program = "import sys; from compat import trtllm; from compat.trtllm import bindings; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

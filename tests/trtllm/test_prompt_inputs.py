@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from backend import trtllm
+from compat import trtllm
 from tests.trtllm.helpers import finish, make_config, make_executor, refused, run
 
 NEW = 5

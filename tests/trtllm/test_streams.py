@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend import trtllm
+from compat import trtllm
 from tests.trtllm.helpers import finish, make_config, make_executor, run, tokens_of
 
 PROMPT = [1, 2, 3, 4]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from backend import trtllm
-from backend.trtllm import bindings
+from compat import trtllm
+from compat.trtllm import bindings
 from tests.trtllm.helpers import finish, make_config, make_executor, refused, run
 from tests.trtllm.test_gpt_manager import Client, names, request
 

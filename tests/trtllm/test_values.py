@@ -9,20 +9,20 @@ import msgspec
 import pytest
 import torch
 
-from backend import trtllm
 from backend.api import EngineConfig
 from backend.api import stats as core
 from backend.api.lora import LoraConfig
 from backend.api.tensor import TensorData
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
-from backend.trtllm import from_core, kv_cache
-from backend.trtllm.configs import PeftCacheConfig
-from backend.trtllm.engine_config import engine_config
-from backend.trtllm.gpt_configs import KvCacheConfig as GptKvCacheConfig
-from backend.trtllm.gpt_configs import PeftCacheManagerConfig, TrtGptModelOptionalParams, TrtGptModelType
-from backend.trtllm.gpt_manager import _engine_config, stats_json
-from backend.trtllm.to_core import to_core
+from compat import trtllm
+from compat.trtllm import from_core, kv_cache
+from compat.trtllm.configs import PeftCacheConfig
+from compat.trtllm.engine_config import engine_config
+from compat.trtllm.gpt_configs import KvCacheConfig as GptKvCacheConfig
+from compat.trtllm.gpt_configs import PeftCacheManagerConfig, TrtGptModelOptionalParams, TrtGptModelType
+from compat.trtllm.gpt_manager import _engine_config, stats_json
+from compat.trtllm.to_core import to_core
 
 PEFT = {
     "num_host_module_layer": 11,

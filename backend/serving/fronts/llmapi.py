@@ -1,11 +1,10 @@
 """The model `tensorrt_llm` in the form of TensorRT-LLM's LLM API: text in, text out, without a batch dimension.
 
-`sampling_param_*` are fields of its SamplingParams, whose defaults hold: 32 tokens, and a prompt that is not repeated. Flags
-ask for outputs, which every response then has. A stop request is answered with CANCELLED; the request that it stops ends with
-what it has got so far.
+`sampling_param_*` are fields of SamplingParams with its defaults: 32 tokens, and no echo of the prompt. Flags ask for outputs,
+which every response then has. A stop request is answered with CANCELLED; the request that it stops ends with its output so far.
 
-Of `best_of` sequences the most likely one is the answer, once all have ended. Of beams all are told, the best first: every output
-then has one element for each.
+With `best_of` the answer is the most likely sequence, once all have ended. With beams every output has an element for each
+beam, the best first.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ TENSORS = ModelTensors(
         Input(PREFIX + "beam_width", "INT32", ONE, "sampling.beam_width"),
         Input(PREFIX + "logits_post_processor_name", "STRING", ONE, "request"),
         *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
-        Input("lora_name", "STRING", ONE, "request"),  # one of lora.adapters
-        # Alone a task id that the engine knows; beside a name the client's own.
+        Input("lora_name", "STRING", ONE, "request"),  # a name of lora.adapters
+        # Without a name: a task id that the engine knows. With a name: the client's own id.
         Input("lora_id", "UINT64", ONE, "request"),
         *refused(_BY_PATH, ("lora_path", "STRING", ONE), neutral=("",)),
         *refused(_BY_PATH, ("lora_ckpt_source", "STRING", ONE), neutral=("", "hf")),
@@ -112,7 +111,9 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     best_of, has_beams = sampling.num_return_sequences or 1, sampling.beam_width > 1
     _check_best_of(sampling, streaming, context.config.limits.max_queue_size)
     asked = batch.fields("output", 0)
-    asked["return_log_probs"] = asked.get("return_log_probs", False) or best_of > 1  # the most likely is chosen by them
+    asked["return_log_probs"] = (
+        asked.get("return_log_probs", False) or best_of > 1
+    )  # they decide which sequence is the most likely
     request = Request(
         input_token_ids=ids,
         max_tokens=_max_tokens(batch),
@@ -155,7 +156,7 @@ def _most_likely(told: Sequence[News]) -> News:
 
 
 def _check_best_of(sampling: SamplingConfig, streaming: bool, most: int) -> None:
-    """Raise InvalidRequest where the most likely of several sequences cannot be told, or is any of them."""
+    """Raise InvalidRequest where the most likely of several sequences cannot be known, or all are alike."""
     best_of, name = sampling.num_return_sequences, PREFIX + "best_of"
     if best_of in (None, 1):
         return
@@ -200,7 +201,7 @@ def _sampling(batch: Batch) -> SamplingConfig:
 
 
 def renderer(batch: Batch) -> Render:
-    """The outputs that the request's flags ask for."""
+    """Makes the outputs that the request's flags ask for."""
     names = ("finish_reason", "stop_reason", "cumulative_logprob")
     finish_reason, stop_reason, cumulative = (bool(batch.scalar(f"return_{name}", 0)) for name in names)
 

@@ -23,7 +23,7 @@ _UNSET = {"top_p": 0.0, "top_p_decay": 0.0, "top_p_min": 0.0, "top_p_reset_ids":
 
 
 def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:
-    """The row's STOP request, or None if it is none. Raises SessionError for STOP with START or without CORRID."""
+    """The row's STOP request, or None for another request. Raises SessionError for STOP with START or without CORRID."""
     if not batch.scalar("STOP", row):
         return None
     session_id = batch.scalar("CORRID", row)
@@ -35,7 +35,7 @@ def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | N
 
 
 def read_session(batch: Batch, row: int) -> SessionConfig | None:
-    """The row's session, or None without CORRID. START and END are 1 when absent, as in TurboMind.
+    """The row's session, or None without CORRID. START and END default to 1, as in TurboMind.
 
     Raises SessionError when other inputs of a session come without CORRID.
     """
@@ -46,7 +46,7 @@ def read_session(batch: Batch, row: int) -> SessionConfig | None:
         return None
     fields["start"] = bool(fields.get("start", 1))
     fields["end"] = bool(fields.get("end", 1))
-    if fields.get("session_len") == 0:  # TurboMind's clients send 0 when they want no limit.
+    if fields.get("session_len") == 0:  # TurboMind's clients send 0 for no limit.
         del fields["session_len"]
     return SessionConfig(**fields)
 
@@ -61,12 +61,12 @@ def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> Sampl
 
 
 def read_output_config(batch: Batch, row: int) -> OutputConfig:
-    """The row's output configuration. The engine never echoes the prompt, because the row's output does that."""
+    """The row's output configuration. The engine does not echo the prompt, because the front does."""
     return OutputConfig(**batch.fields("output", row), exclude_input_from_output=True)
 
 
 def read_settings(batch: Batch, row: int, context: ServingContext, request: Request, streaming: bool) -> RowSettings:
-    """How the row is to be answered. Raises InvalidRequest for more sequences than there may be, or can be told apart."""
+    """The settings of the row's answer. Raises InvalidRequest for too many sequences, or several without decoupling."""
     config = request.sampling_config
     num_sequences = 1 if config.num_return_sequences is None else config.num_return_sequences
     check_num_sequences(num_sequences, context.config.limits.max_queue_size)
@@ -88,6 +88,6 @@ def read_settings(batch: Batch, row: int, context: ServingContext, request: Requ
 
 
 def echoes_prompt(batch: Batch, row: int, default_exclude: bool) -> bool:
-    """True if the prompt comes first in the answer. `default_exclude` holds where the request does not say."""
+    """True if the prompt comes first in the answer. `default_exclude` applies to requests that do not say."""
     exclude = batch.scalar("exclude_input_in_output", row)
     return not (default_exclude if exclude is None else exclude)

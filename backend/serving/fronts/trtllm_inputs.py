@@ -1,4 +1,4 @@
-"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: retention, embeddings, guides, adapters."""
+"""Reads the less common inputs of the TensorRT-LLM wire: KV retention, lookahead, guides, adapters, embeddings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TO_THE_END = -1
 
 
 def read_retention(batch: Batch, row: int) -> RetentionConfig | None:
-    """How long the row's KV is kept, or None when it does not say.
+    """How long the row's KV is kept; None without the inputs.
 
-    An end of -1 is the prompt's end; a duration of -1, or none, is for ever. Raises InvalidRequest when the ranges' tensors do
-    not go together.
+    An end of -1 is the end of the prompt; a duration of -1, or none, has no limit. Raises InvalidRequest when the tensors of the
+    ranges do not fit each other.
     """
     priority, duration_ms = (batch.scalar(f"retention_decode_{name}", row) for name in ("priority", "duration_ms"))
     ranges = _read_ranges(batch, row)
@@ -39,7 +39,7 @@ def read_retention(batch: Batch, row: int) -> RetentionConfig | None:
 
 
 def read_lookahead(batch: Batch, row: int) -> int | None:
-    """How many guesses a step may try, by the sizes of lookahead decoding; None without them, or if all are 0.
+    """Draft tokens of a step, from the sizes of lookahead decoding; None without sizes, or if all are 0.
 
     Raises InvalidRequest when some of the sizes are missing, or impossible.
     """
@@ -72,13 +72,13 @@ def _seconds(milliseconds: int | None) -> float | None:
 
 
 def check_guides(batch: Batch, max_bytes: int) -> None:
-    """Raise InvalidRequest for a guide of more bytes than allowed. Nothing is decoded."""
+    """Raise InvalidRequest for a guide with more bytes than allowed, without decoding it."""
     for row in range(batch.num_rows):
         batch.check_texts("guided_decoding_guide", row, 1, max_bytes, "guided.max_bytes")
 
 
 def read_guide(batch: Batch, row: int) -> Guide | None:
-    """The row's guide; None without one, or where both inputs are empty. Raises InvalidRequest for a type that is not known."""
+    """The row's guide; None without one, or where both inputs are empty. Raises InvalidRequest for an unknown type."""
     kind = batch.scalar("guided_decoding_guide_type", row) or ""
     text = batch.scalar("guided_decoding_guide", row) or ""
     if not kind:
@@ -94,7 +94,7 @@ def read_guide(batch: Batch, row: int) -> Guide | None:
 
 
 def read_lora(batch: Batch, row: int, context: ServingContext) -> LoraConfig | None:
-    """The row's adapter; None without one. Raises InvalidRequest for weights without an id, and for an id beside a name."""
+    """The row's adapter; None without one. Raises InvalidRequest for weights without an id, and for both an id and a name."""
     task_id = batch.scalar("lora_task_id", row)
     weights, config = (batch.matrix(name, row) for name in ("lora_weights", "lora_config"))
     name = batch.scalar("lora_name", row)

@@ -1,8 +1,8 @@
-"""Outputs of the TensorRT-LLM wire. All arrays have a leading batch dimension of 1, except for text: its clients expect one
-dimension there, [beams]. Behind it comes that of the beams, which is 1 without any; shorter beams are padded with -1.
+"""Outputs of the TensorRT-LLM wire. Arrays have a leading batch dimension of 1, then a dimension of beams (1 without beams).
 
-A sequence of `num_return_sequences` has responses of its own. All beams are in one response, in a stream too: there each
-response holds them from their beginnings, because a beam may become the continuation of another one.
+Text is [beams], as its clients expect. Shorter beams are padded with -1. Each of several sequences (`num_return_sequences`) has
+responses of its own. All beams are in one response; in a stream each response repeats them from their beginnings, because a beam
+may become the continuation of another one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PADDING = -1
 
 
 class RowSettings(NamedTuple):
-    """How a row answers; read from the request."""
+    """The settings of a row's answer, read from the request."""
 
     streaming: bool = False
     num_input_tokens: int = 0
     batch_index: int | None = None  # None: the request has one row
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
-    num_sequences: int = 1  # that are asked for
+    num_sequences: int = 1  # names of additional outputs that the request asks for
     has_beams: bool = False
-    max_repeated_bytes: int = 0  # of context logits that come again with later responses of a stream
+    max_repeated_bytes: int = 0  # bytes of context logits that later responses of a stream may repeat
 
 
 def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:
-    """A row of tensorrt_llm. `prompt_ids` are put in front of each response: only a row that does not stream has any."""
+    """The output of a row of tensorrt_llm. `prompt_ids` stand in front of the response; empty for a row that streams."""
 
     so_far = _SoFar(settings)
 
@@ -79,15 +79,15 @@ def text_output(
 
 
 class _SoFar:
-    """What TensorRT-LLM repeats in a stream, for clients that look at the last response only: with each response the
-    log-probabilities of all tokens so far, and the context logits.
+    """Values that TensorRT-LLM repeats in every response of a stream, for clients that read the last response only.
 
-    Context logits may be large, and a client that does not read leaves all its responses in the server's memory. So beyond
-    `max_repeated_bytes` of them, of all sequences together, only the last response of a sequence has them again.
+    They are the log-probabilities of all tokens so far, and the context logits. Context logits may be large, and responses that a
+    client does not read stay in the server's memory. So once all sequences together have repeated `max_repeated_bytes`, only the
+    last response of each sequence repeats them.
     """
 
     def __init__(self, settings: RowSettings) -> None:
-        self._repeats = settings.streaming and not settings.has_beams  # each response of beams has all of it anyway
+        self._repeats = settings.streaming and not settings.has_beams  # each response of beams is complete
         self._room = settings.max_repeated_bytes
         self._log_probs: dict[int, NDArray[np.float32]] = {}
         self._context_logits: dict[int, NDArray[np.float32]] = {}
@@ -160,7 +160,7 @@ def _number(name: str, value: float, dtype: type[np.generic] = np.int32) -> tupl
 
 
 def _top_arrays(positions: list[list[TopLogProb]]) -> Arrays:
-    """Each [1, tokens, n]: the most likely tokens of each position, and their log-probabilities."""
+    """The most likely tokens of each position and their log-probabilities, each [1, tokens, n]."""
     shape = (1, len(positions), len(positions[0]) if positions else 0)
     ids = [entry.token_id for entries in positions for entry in entries]
     log_probs = [entry.log_prob for entries in positions for entry in entries]

@@ -35,7 +35,7 @@ _RETURNS = (
     Input("exclude_input_in_output", "BOOL", ONE, "request"),
 )
 
-# Without CORRID a request stands alone. With it: START and END default to 1 (to 0 beside STOP), STOP to 0.
+# Without CORRID a request has no session. With it START and END default to 1 (to 0 with STOP), and STOP to 0.
 _SESSION = (
     Input("CORRID", "UINT64", ONE, "session.id"),
     Input("START", "INT32", ONE, "session.start"),
@@ -55,10 +55,10 @@ _PROMPT_TUNING = (
 )
 
 _LORA = (
-    Input("lora_task_id", "UINT64", ONE, "request"),  # 0 without weights names no adapter
+    Input("lora_task_id", "UINT64", ONE, "request"),  # 0 without weights: no adapter
     Input("lora_weights", "FP16", (-1, -1), "request"),
     Input("lora_config", "INT32", (-1, 3), "request"),
-    Input("lora_name", "STRING", ONE, "request"),  # one of lora.adapters, instead of these
+    Input("lora_name", "STRING", ONE, "request"),  # a name of lora.adapters, instead of the three inputs above
 )
 
 _GUIDE = (
@@ -171,7 +171,7 @@ TOKEN_MODEL = ModelTensors(
 )
 
 _TEXT_INPUTS = (
-    Input("text_input", "STRING", ONE, "request", optional=False),  # empty beside messages
+    Input("text_input", "STRING", ONE, "request", optional=False),  # empty if there are messages
     Input("messages", "STRING", ONE, "request"),
     Input("max_tokens", "INT32", ONE, "request", optional=False),
     *refused("encoder input", ("decoder_text_input", "STRING", ONE), neutral=("",)),

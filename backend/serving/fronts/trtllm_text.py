@@ -1,8 +1,8 @@
 """Parses requests of the models ensemble and tensorrt_llm_bls, which take text or chat messages and answer with text.
 
-The text is tokenised here, the engine works on tokens, and the row's sender detokenises. Stop strings are matched with the
-text in the stub. Therefore the engine streams a row that has stop strings, even if its client wants one response only. Beams are
-ranked by how they end, so the engine ends them at the tokens of a stop string; where its tokens are others, only the text ends.
+This module tokenises, the engine works on tokens, and the row's sender detokenises. The stub looks for stop strings in the text,
+so the engine streams a row with stop strings even if its client wants one response. Beams are ranked by their ends, so the
+engine ends them at the tokens of a stop string; where a beam spells it with other tokens, only its text ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
 
-UINT32_MINUS_1 = (1 << 32) - 1  # what a client of the older types makes of an end_id of -1
+UINT32_MINUS_1 = (1 << 32) - 1  # the end_id -1 as a client with the older types sends it
 
 
 class _Prompt(NamedTuple):
@@ -42,9 +42,9 @@ class _Prompt(NamedTuple):
 
 
 def parse_text_requests(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
-    """Make one Work for each row. Raises InvalidRequest, Unsupported or SessionError; no row runs then.
+    """Make one Work for each row. Raises InvalidRequest, Unsupported or SessionError, and then no row runs.
 
-    It tokenises text and renders chats, which may take up to triton.text_timeout_s. So it runs on a text thread, after
+    Tokenising text and rendering chats may take up to triton.text_timeout_s, so this runs on a text thread, after
     `check_text_requests` has passed on the main thread.
     """
     check_text_requests(batch, context)
@@ -52,7 +52,7 @@ def parse_text_requests(batch: Batch, context: ServingContext, parameters: Param
 
 
 def check_text_requests(batch: Batch, context: ServingContext) -> None:
-    """Raise InvalidRequest or Unsupported for all that can be found without decoding text, above all text over its limits."""
+    """Raise InvalidRequest or Unsupported for errors that show without decoding text, such as a text over its limit."""
     batch.refuse_what_is_not_built()
     check_mode(batch, "stream", context.decoupled)
     limits = context.config.limits
@@ -99,7 +99,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         prompt_embeddings=read_embeddings(batch, row, context.config.limits.max_extra_bytes),
         lora=read_lora(batch, row, context),
     )
-    # The prompt of a chat was written by the template, so it is echoed only if the request asks for that.
+    # The template wrote the prompt of a chat, so it is echoed only on request.
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)
     output = text_output(
         read_settings(batch, row, context, request, streaming),
@@ -134,12 +134,12 @@ def _read_prompt(
                 "text_input and messages are both given; send messages with an empty text_input, or text_input alone"
             )
         text = tools.template.render(_read_messages(batch, row))
-        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
+        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes special tokens
         prompt = _Prompt(text, ids, is_chat=True)
     else:
         if not text:
             raise InvalidRequest("text_input is empty; give at least one character, or messages")
-        starts = session is None or session.start or session.full_history  # a later turn goes on inside the text
+        starts = session is None or session.start or session.full_history  # a later turn continues the text
         prompt = _Prompt(text, tools.tokenizer.encode(text, add_special_tokens=starts), is_chat=False)
     if not prompt.ids:
         raise InvalidRequest("the prompt holds no token; give more text")
@@ -163,11 +163,11 @@ def _read_messages(batch: Batch, row: int) -> list[dict[str, Any]]:
 
 
 def _read_words(batch: Batch, name: str, row: int) -> list[str]:
-    return [word for word in batch.texts(name, row) if word]  # "" is the padding of a batch
+    return [word for word in batch.texts(name, row) if word]  # empty texts pad a batch
 
 
 def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The request's end_id, or no end id if that is -1. Without it, all end ids of the model."""
+    """The request's end_id (-1: none). Without it all end ids of the model."""
     end_id = batch.scalar("end_id", row)
     if end_id is not None:
         return () if end_id in (-1, UINT32_MINUS_1) else (end_id,)
@@ -181,8 +181,9 @@ def read_bias(
     words_name: str = "embedding_bias_words",
     weights_name: str = "embedding_bias_weights",
 ) -> dict[int, float]:
-    """The bias of each token id. A word's weight is added to all ids that the word is encoded to, special tokens included,
-    as TensorRT-LLM's preprocessing does. Raises InvalidRequest when there are not as many weights as words.
+    """The bias of each token id. A word's weight is added to all its token ids, special tokens included, as in TensorRT-LLM.
+
+    Raises InvalidRequest when the numbers of weights and words differ.
     """
     words = batch.texts(words_name, row)
     weights = batch.vector(weights_name, row)

@@ -24,7 +24,7 @@ from backend.serving.word_lists import decode_word_list
 
 
 def parse_token_requests(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
-    """Make one Work for each row. Raises InvalidRequest, Unsupported or SessionError; no row runs then."""
+    """Make one Work for each row. Raises InvalidRequest, Unsupported or SessionError, and then no row runs."""
     batch.refuse_what_is_not_built()
     check_mode(batch, "streaming", context.decoupled)
     return [_parse_row(batch, row, context, parameters) for row in range(batch.num_rows)]
@@ -69,7 +69,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
 
 
 def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dict[int, float]:
-    """The entries of the row's dense bias that are not zero, by token id. Raises InvalidRequest for more than allowed."""
+    """The entries of the row's dense bias that are not zero, by token id. Raises InvalidRequest for too many entries."""
     bias = batch.vector("embedding_bias", row)
     if bias is None or bias.size == 0:
         return {}

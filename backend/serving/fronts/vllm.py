@@ -1,8 +1,8 @@
 """Model `vllm`: the wire of Triton's vLLM backend. Tensors have no batch dimension; one element stands for one sequence.
 
-A stream has one response for each step of a sequence, of at least one token; with several sequences it tells of all of them,
-and of the others there may be nothing new. The flags `return_*` hold for every response,
-and what they tell is about the tokens of that response, except for `cumulative_logprob`.
+A stream has one response for each step of a sequence, with at least one token. With several sequences each response has an
+element for every sequence, which is empty for those without a new token. The flags `return_*` apply to every response, and the
+values are of that response's tokens, except for `cumulative_logprob`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Told(NamedTuple):
     logprobs: bool
     num_input_tokens: bool
     num_output_tokens: bool
-    log_probs: bool  # True if `logprobs` has any to tell
+    log_probs: bool  # True if `logprobs` asks for log-probabilities
 
     @classmethod
     def read(cls, batch: Batch, asked: VllmSampling) -> Told:
@@ -86,7 +86,7 @@ class Told(NamedTuple):
 
 
 def check(batch: Batch, context: ServingContext) -> None:
-    """Raise InvalidRequest or Unsupported for all that can be found without decoding text."""
+    """Raise InvalidRequest or Unsupported for errors that show without decoding text."""
     batch.refuse_what_is_not_built()
     prompt_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
     batch.check_texts("text_input", 0, 1, prompt_bytes, "64 for each token of model.max_seq_len")
@@ -163,7 +163,7 @@ def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> Out
 def renderer(
     asked: VllmSampling, told: Told, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
 ) -> Render:
-    """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
+    """Makes the arrays of a response. `texts`: of the tokens in the log-probabilities of each sequence; empty without them."""
 
     def render(told_of: Sequence[News]) -> Arrays:
         news = chosen(asked, told_of)
@@ -188,7 +188,7 @@ def renderer(
 
 
 def finish_name(finish: FinishReason | None) -> str:
-    """vLLM's name of it; the text `None` while the sequence runs."""
+    """vLLM's name of a finish reason; the text `None` while the sequence runs."""
     if finish is None:
         return "None"
     name = finish.openai_name

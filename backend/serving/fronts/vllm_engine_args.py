@@ -1,8 +1,8 @@
 """1/model.json of a model for vLLM's backend: engine arguments of vLLM, by name.
 
-The engine here is configured elsewhere, and one engine serves all models. So the arguments are known rather than obeyed: a
-name that vLLM does not have is an error, as it is there, `model` is compared with the model that is served, and every other
-one is named in the log with the key that says the same here.
+One engine serves all models, and the server configures it. So no argument has an effect: a name that vLLM does not have is an
+error, as in vLLM, `model` is compared with the model that is served, and the log names each of the others with the key of the
+configuration that says the same.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from backend.api import ConfigError
-from backend.serving.free_parameters import did_you_mean
+from backend.api.foreign import ForeignTable, no_effect
 
 MAX_BYTES = 1 << 20
 NAMED_MODEL = "model"
 SPECULATION = "speculative_config"
 DEFAULT_MODEL = "the default model"
 
-# Engine arguments that have a key here.
+# engine argument -> the key of the configuration that says the same
 OUR_KEYS = {
     "tokenizer": "model.path",
     "dtype": "model.dtype",
@@ -45,11 +45,10 @@ OUR_KEYS = {
     "speculative_model": "speculation.draft_model",
     "num_speculative_tokens": "speculation.max_draft_tokens",
 }
-# Ways of guessing in vLLM's speculative_config -> speculation.mode
+# method of vLLM's speculative_config -> speculation.mode
 _MODES = {"ngram": "lookup", "[ngram]": "lookup", "draft_model": "draft_model"}
-# The others of vLLM 0.2 to 0.11.
-OTHERS = frozenset(
-    """
+# The other engine arguments of vLLM 0.2 to 0.11.
+_OTHERS = """
     additional_config aggregate_engine_logging allow_deprecated_quantization allowed_local_media_path
     allowed_media_domains api_process_count api_process_rank async_scheduling calculate_kv_scales code_revision
     collect_detailed_traces compilation_config config_format convert cp_kv_cache_interleave_size cpu_offload_gb
@@ -89,13 +88,19 @@ OTHERS = frozenset(
     tokenizer_revision trust_remote_code typical_acceptance_sampler_posterior_alpha
     typical_acceptance_sampler_posterior_threshold ubatch_size use_tqdm_on_load use_v2_block_manager
     video_pruning_rate worker_cls worker_extension_cls worker_use_ray
-    """.split()
+""".split()
+ARGUMENTS = ForeignTable(
+    "{} of model.json",
+    *no_effect("it is compared with the model that is served", NAMED_MODEL),
+    *(each for name, key in OUR_KEYS.items() for each in no_effect(f"set `{key}` of the engine instead", name)),
+    *no_effect("it means nothing to this engine", *_OTHERS),
 )
 
 
 def read_engine_args(path: Path) -> dict[str, Any]:
-    """The engine arguments in the file; none where there is no file. Raises ConfigError for one that cannot be read, or that
-    holds a name which vLLM does not have.
+    """The engine arguments in the file; none where there is no file.
+
+    Raises ConfigError for a file that cannot be read, and for a name that vLLM does not have.
     """
     try:
         with path.open("rb") as file:
@@ -112,34 +117,27 @@ def read_engine_args(path: Path) -> dict[str, Any]:
         raise ConfigError("model.json is not valid JSON; it is one object of vLLM's engine arguments") from None
     if not isinstance(given, dict):
         raise ConfigError("model.json is no JSON object; it is one object of vLLM's engine arguments")
-    unknown = sorted(set(given) - OUR_KEYS.keys() - OTHERS - {NAMED_MODEL})
-    if unknown:
-        known = (*OUR_KEYS, *sorted(OTHERS), NAMED_MODEL)
-        hints = "; ".join(
-            f"{name[:64]!r} is no engine argument of vLLM{did_you_mean(name, known)}" for name in unknown[:4]
-        )
-        raise ConfigError(f"model.json: {hints}; take out what vLLM does not have")
+    ARGUMENTS.check(given)
     return given
 
 
 def remarks(engine_args: dict[str, Any], served_model: str) -> Iterator[str]:
-    """One sentence for each argument that is not obeyed. `served_model`: the path or hub id of the model that is served."""
+    """One sentence for each argument, as none has an effect; none for a `model` that is the served one.
+
+    `served_model`: the path or hub id of the model that is served.
+    """
     for name, value in engine_args.items():
-        shown = str(value)[:200]
-        if name == NAMED_MODEL:
-            if not _is_same_model(str(value), served_model):
-                served = PurePath(served_model).name or DEFAULT_MODEL
-                yield f"model is {shown}, but {served} is served (--model or model.path); it answers"
-        elif name == SPECULATION:
+        if name == SPECULATION:
             yield _of_speculation(value)
-        elif name in OUR_KEYS:
-            yield f"{name} is {shown}, which is not looked at; set {OUR_KEYS[name]} of the engine instead"
-        else:
-            yield f"{name} is {shown}, which means nothing to this engine and is not looked at"
+        elif name != NAMED_MODEL:
+            yield from ARGUMENTS.check({name: value}).remarks
+        elif not _is_same_model(str(value), served_model):
+            served = PurePath(served_model).name or DEFAULT_MODEL
+            yield f"model is {str(value)[:200]}, but {served} is served (--model or model.path); it answers"
 
 
 def _of_speculation(given: Any) -> str:
-    """What of the engine's configuration asks for the same: lookup for n-grams, a draft model for another model's guesses."""
+    """A sentence with the keys of the configuration that ask for the same: lookup for n-grams, a draft model for a model."""
     fields = given if isinstance(given, dict) else {"method": given}
     model = fields.get("model")
     method = str(fields.get("method") or (model if model in _MODES else "draft_model" if model else None))
@@ -151,11 +149,11 @@ def _of_speculation(given: Any) -> str:
         keys.append(f"speculation.draft_model={str(model)[:200]}")
     if fields.get("num_speculative_tokens") is not None:
         keys.append(f"speculation.max_draft_tokens={str(fields['num_speculative_tokens'])[:200]}")
-    return f"{SPECULATION} asks for {method}, and is not looked at; set {', '.join(keys)} of the engine instead"
+    return f"{SPECULATION} asks for {method} and has no effect here; set {', '.join(keys)} of the engine instead"
 
 
 def _is_same_model(named: str, served: str) -> bool:
-    """Compares names as far as can be: paths and hub ids by their last part, a snapshot in a hub's cache by its directory."""
+    """Compare paths and hub ids by their last part, and a snapshot in a hub's cache by its directory."""
     parts = PurePath(served).parts
     in_cache = "--".join(("models", *PurePath(named).parts))
     return named == served or PurePath(named).name == PurePath(served).name or in_cache in parts

@@ -1,4 +1,4 @@
-"""Guides as vLLM's `structured_outputs` has them: a JSON object, or its text, with exactly one of the keys of _TYPES."""
+"""Guides in the form of vLLM's `structured_outputs`: a JSON object, or its text, with exactly one of the keys of _TYPES."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPES = {
     "json_object": GuideType.JSON,
     "structural_tag": GuideType.STRUCTURAL_TAG,
 }
-# What says how vLLM is to do it, and changes nothing of what is asked for.
+# keys that choose how vLLM works, without effect on the output
 _HINTS = (
     "backend",
     "disable_any_whitespace",
@@ -27,7 +27,7 @@ _HINTS = (
 
 
 def read_guide(name: str, given: Any) -> Guide | None:
-    """`name`: of the parameter, for errors. Raises InvalidRequest for another form."""
+    """The guide in a value. `name`: of the parameter, for errors. Raises InvalidRequest for another form."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -1,9 +1,9 @@
-"""The output `logprobs` of model `vllm`: JSON, for each token of a response an object with the sampled token and the most likely.
+"""The output `logprobs` of model `vllm`: JSON with an object for each token, which holds that token and the most likely ones.
 
     [{"262": {"logprob": -0.31, "rank": 1, "decoded_token": " the"}, "257": {"logprob": -1.7, "rank": 2, ...}}, ...]
 
-The tokens' texts, one after the other, are the text of the response. Its last one carries what the end of the output adds. The
-rank of a sampled token is exact up to limits.max_top_log_probs (greedy: always), and one more for all beyond.
+The texts of the tokens, joined, are the text of the response; the last token has the text that the end of the output adds. The
+rank of a sampled token is exact up to limits.max_top_log_probs (greedy: always), and that limit plus one beyond.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from backend.api.response import TopLogProb
 from backend.serving.news import News
 from backend.text.token_texts import TokenTexts
 
-LEAST = -9999.0  # stands for the logarithm of 0, which JSON cannot hold
+LEAST = -9999.0  # in place of the logarithm of 0, which JSON cannot hold
 
 
 class LogProb(Struct):

@@ -17,9 +17,9 @@ from backend.serving.requests import Parameters
 GUIDES = ("structured_outputs", "guided_decoding")
 TENSOR = "sampling_parameters"
 RANDOM_SEED = -1
-MAX_CHARS = 256  # of a name or value that an error repeats
+MAX_CHARS = 256  # characters of a name or value in an error
 
-# What asks for a feature that this version lacks: the values that do not ask for it, and what the feature is.
+# field -> the values that do not ask for a feature, and the feature, which this version lacks
 _MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprobs": ((None,), "log-probabilities of the prompt"),
     "detokenize": ((True,), "output without text (use the model tensorrt_llm)"),
@@ -33,7 +33,7 @@ class VllmSampling(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     max_tokens: int | None = 16
     prompt_logprobs: int | None = None
     detokenize: bool = True
-    truncate_prompt_tokens: int | None = None  # of the prompt only the last so many are taken
+    truncate_prompt_tokens: int | None = None  # only that many last tokens of the prompt are used
     allowed_token_ids: list[int] | None = None
     guided_decoding: Any = None
     structured_outputs: Any = None
@@ -51,14 +51,14 @@ class VllmSampling(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConfig, streaming: bool) -> VllmSampling:
-    """The parameters of a request: those of the tensor `sampling_parameters`, without one the request's own parameters.
+    """The sampling parameters: from the tensor `sampling_parameters`, or without it from the parameters of the request.
 
     Numbers and bools may be strings. Raises InvalidRequest for a wrong value, Unsupported for what this version lacks.
     """
     source = TENSOR if tensor else "the request's parameters"
     given: dict[str, Any] = read_json(TENSOR, tensor, dict) if tensor else dict(parameters.others)
     for name in ("logprobs", "prompt_logprobs"):
-        if isinstance(given.get(name), bool):  # as OpenAI's chats have it, which Triton's OpenAI frontend hands on
+        if isinstance(given.get(name), bool):  # OpenAI's name, which Triton's OpenAI frontend passes on
             given[name] = 1 if given[name] else None
     asked: VllmSampling = from_json(source, given, VllmSampling, strict=False)
     _refuse_what_is_missing(asked)
@@ -79,7 +79,7 @@ def _refuse_what_is_missing(asked: VllmSampling) -> None:
 
 
 def _check(asked: VllmSampling, limits: LimitsConfig) -> None:
-    """Raise InvalidRequest for what backend.api.limits does not check, or would name differently."""
+    """Raise InvalidRequest for errors that backend.api.limits does not find, or reports under another name."""
     check_stops("stop", asked.stops, limits)
     check_stops("bad_words", asked.bad_words or [], limits)
     if asked.max_tokens is not None and asked.max_tokens < 1:

@@ -1,0 +1,114 @@
+"""The keyword arguments of one LLM, checked against the table of parameters.py, and the configuration that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from backend.api import EngineConfig
+from backend.api.config import KvCacheConfig, check_config
+from backend.api.foreign import RefusedParameter, Setting, UnknownParameter, put
+from compat.llm.errors import NotHere, ParameterError
+from compat.llm.parameters import ARGUMENTS, OPEN, SECTIONS
+from compat.llm.postprocessing import PostprocWorkerConfig
+from compat.llm.program import PROGRAM
+from compat.llm.speculative import speculation_fields
+
+# argument that LLM uses itself -> default
+OWN: dict[str, Any] = {
+    "max_input_len": None,
+    "max_beam_width": None,
+    "enable_tqdm": False,
+    "stream_interval": 1,
+    "num_postprocess_workers": 0,
+    "postprocess_tokenizer_dir": None,
+    "return_perf_metrics": False,
+    "batched_logits_processor": None,
+    "orchestrator_type": None,
+    "engine_config": None,
+}
+
+
+class LlmArguments:
+    """The arguments of one LLM, checked. `config` is the engine's."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Raises TypeError for an unknown argument, NotHere and ParameterError for a value, ConfigError for the engine's."""
+        checked = _checked(given)
+        own = {**OWN, **given}
+        self.max_input_len: int | None = own["max_input_len"]
+        self.max_beam_width: int | None = own["max_beam_width"]
+        self.shows_progress: bool = own["enable_tqdm"]
+        self.stream_interval = _at_least_one("stream_interval", own["stream_interval"])
+        self.returns_metrics: bool = own["return_perf_metrics"]
+        self.postprocess = PostprocWorkerConfig(own["num_postprocess_workers"], own["postprocess_tokenizer_dir"])
+        self.batched_logits_processor: Any = own["batched_logits_processor"]
+        self.has_own_process = _has_own_process(own["orchestrator_type"])
+        self.config = _config(_base(own["engine_config"]), given, checked)
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Setting]:
+    """The settings that the arguments make. Raises TypeError for an unknown one, NotHere for a value that is not served."""
+    try:
+        return ARGUMENTS.check(_flat(given)).settings
+    except UnknownParameter as error:
+        raise TypeError(error.message) from None
+    except RefusedParameter as error:
+        raise NotHere(error.message) from None
+
+
+def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with the fields of configuration objects beside them, as `kv_cache_config.max_tokens`."""
+    flat = dict(given)
+    for name, value in given.items():
+        if name in SECTIONS and value is not None and not isinstance(value, KvCacheConfig):
+            flat |= _flat({f"{name}.{field}": each for field, each in _fields(name, value).items()})
+    return flat
+
+
+def _fields(name: str, value: Any) -> dict[str, Any]:
+    """The fields of a dictionary. An object may be from another package: only its known fields are read."""
+    known = [each.key.removeprefix(f"{name}.") for each in ARGUMENTS if each.key.startswith(f"{name}.")]
+    if not isinstance(value, Mapping):
+        return {field: getattr(value, field) for field in known if hasattr(value, field)}
+    return {field: each for field, each in value.items() if field in known or name not in OPEN}
+
+
+def _has_own_process(orchestrator: str | None) -> bool:
+    if orchestrator not in (None, "rpc"):
+        raise NotHere(
+            f"orchestrator_type is {orchestrator!r}; 'rpc' gives the engine a process of its own, None does not"
+        )
+    return orchestrator == "rpc"
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise ParameterError(f"{name} is {value}, at least 1 is needed")
+    return value
+
+
+def _base(config: EngineConfig | None) -> EngineConfig:
+    if config is not None and not isinstance(config, EngineConfig):
+        raise TypeError(f"engine_config is a {type(config).__name__}, a backend.api.EngineConfig is needed")
+    return config or PROGRAM
+
+
+def _config(config: EngineConfig, given: Mapping[str, Any], settings: Mapping[str, Setting]) -> EngineConfig:
+    """The engine's configuration with what the arguments change."""
+    tree = msgspec.to_builtins(config)
+    if isinstance(given.get("kv_cache_config"), KvCacheConfig):
+        tree["kv_cache"] = msgspec.to_builtins(given["kv_cache_config"])
+    tree["speculation"] |= speculation_fields(given.get("speculative_config"))
+    put(settings, tree)
+    try:
+        changed = msgspec.convert(tree, EngineConfig)
+    except msgspec.ValidationError as error:
+        key = str(error).rpartition("$.")[2].rstrip("`")
+        section, _, field = key.partition(".")
+        value = tree.get(section, {}).get(field)
+        raise ParameterError(f"{key} would be {value!r}; docs/configuration.md says what it can be") from None
+    check_config(changed)
+    return changed

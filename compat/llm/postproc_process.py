@@ -1,0 +1,46 @@
+"""A post-processing process: `python -m compat.llm.postproc_process --fd N --tokenizer DIR`. It ends when its socket does."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+
+import msgspec
+
+from backend.api import EverbatchError
+from backend.api.log_lines import set_up_logging
+from backend.text.tokenizer import Tokenizer
+from compat.llm.postprocessing import Pipe, PostprocInput, PostprocWorker, Ready
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="everbatch-postproc")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--tokenizer", required=True)
+    arguments = parser.parse_args()
+    set_up_logging("postproc")
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of the terminal; the executor ends this one itself.
+    pipe = Pipe(socket.socket(fileno=arguments.fd))
+    try:
+        tokenizer = Tokenizer.from_directory(arguments.tokenizer)
+    except EverbatchError as error:
+        pipe.send(Ready(error.message))
+        return
+    serve(pipe, PostprocWorker(tokenizer))
+
+
+def serve(pipe: Pipe, worker: PostprocWorker) -> None:
+    """Answer inputs until the pipe ends."""
+    pipe.send(Ready())
+    decode = msgspec.msgpack.Decoder(PostprocInput).decode
+    while (body := pipe.receive()) is not None:
+        output = worker.handle(decode(body))
+        if output is not None:
+            pipe.send(output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The older part of TensorRT-LLM's bindings: `from backend.trtllm import bindings` in place of `import tensorrt_llm.bindings`.
+
+GptManager takes requests of named tensors and answers through callbacks. New programs use `backend.trtllm.Executor`.
+"""
+
+import backend
+from compat import trtllm as executor
+from compat.trtllm import tensor_names
+from compat.trtllm.gpt_configs import (
+    KvCacheConfig,
+    PeftCacheManagerConfig,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
+from compat.trtllm.gpt_manager import GptManager
+from compat.trtllm.inference_request import InferenceRequest, NamedTensor
+from compat.trtllm.memory_counters import MemoryCounters
+
+binding_type = "pybind"  # programs read it to distinguish TensorRT-LLM's two kinds of bindings
+
+__version__ = backend.__version__
+
+__all__ = [
+    "GptManager",
+    "InferenceRequest",
+    "KvCacheConfig",
+    "MemoryCounters",
+    "NamedTensor",
+    "PeftCacheManagerConfig",
+    "TrtGptModelOptionalParams",
+    "TrtGptModelType",
+    "__version__",
+    "binding_type",
+    "executor",
+    "tensor_names",
+]
