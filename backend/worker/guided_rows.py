@@ -139,10 +139,10 @@ class GuidedRows:
             output = row.token_ids[row.num_prompt_tokens :]
             self._slots[row.slot] = GuidedRow(partial(self._source.matcher, row.guide), row.end_ids, output)
 
-    def of_step(self, rows: Sequence[Row]) -> GuidedStep | None:
-        """The guided rows among those that sample; None when there are none."""
+    def of_step(self, rows: Sequence[Row]) -> GuidedStep:
+        """The guided rows among those that sample."""
         if not self._slots:
-            return None
+            return NOT_GUIDED
         found: list[GuidedPlace] = []
         num_logits = num_sampling = num_masks = 0
         for index, row in enumerate(rows):
@@ -153,7 +153,7 @@ class GuidedRows:
             num_sampling += row.samples
         if num_masks > len(self._masks):
             self._masks = np.zeros((num_masks, self._masks.shape[1]), dtype=np.int32)
-        return GuidedStep(found, self._masks[:num_masks], self._vocab_size) if found else None
+        return GuidedStep(found, self._masks[:num_masks], self._vocab_size) if found else NOT_GUIDED
 
 
 class GuidedPlace(NamedTuple):
@@ -167,16 +167,24 @@ class GuidedPlace(NamedTuple):
 
 
 class GuidedStep:
-    """The guided rows of one step. It outlives changes of slots, for the tokens of a step in flight come later."""
+    """The guided rows of one step; false if there are none. It outlives changes of slots, because the tokens of a step in
+    flight come later.
+    """
 
     def __init__(self, places: list[GuidedPlace], masks: NDArray[np.int32], vocab_size: int) -> None:
         """masks: room for one mask a row and draft."""
         self._places, self._masks, self._vocab_size = places, masks, vocab_size
         self._failed: list[Failure] | None = None
 
-    @torch.inference_mode()
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
     def mask(self, logits: Tensor) -> Tensor:
-        """logits [samples of the step, vocab] with -inf for what is forbidden: float32 ones on a CPU are changed in place."""
+        """logits [samples of the step, vocab] with -inf for forbidden tokens: float32 ones on a CPU are changed in place."""
+        return self._masked(logits) if self._places else logits
+
+    @torch.inference_mode()
+    def _masked(self, logits: Tensor) -> Tensor:
         masks, places = self._masks, list[int]()
         for each in self._places:
             if each.drafts:
@@ -209,18 +217,19 @@ class GuidedStep:
                     self._failed.append((each.number, each.row.error))
         return self._failed
 
-    def told(self, samples: list[SampledToken], further: Further | None = None) -> list[SampledToken]:
-        """The samples as clients are told of them: log-probabilities that are not finite become NOT_ALLOWED, those of `further`
-        where they stand.
-        """
+    def published(self, samples: list[SampledToken], further: Further | None = None) -> list[SampledToken]:
+        """The samples as clients see them: infinite log-probabilities become NOT_ALLOWED, also in `further` itself."""
         for each in self._places:
             run = (further or {}).get(samples[each.sample].slot, [])
-            run[:] = map(_told, run)
-            samples[each.sample] = _told(samples[each.sample])
+            run[:] = map(_published, run)
+            samples[each.sample] = _published(samples[each.sample])
         return samples
 
 
-def _told(sample: SampledToken) -> SampledToken:
+NOT_GUIDED = GuidedStep([], np.empty((0, 0), dtype=np.int32), 0)
+
+
+def _published(sample: SampledToken) -> SampledToken:
     if sample.log_prob is None and not sample.top_log_probs:
         return sample
     own = None if sample.log_prob is None else max(sample.log_prob, NOT_ALLOWED)

@@ -58,7 +58,7 @@ MUTANTS = {
     "the_prompt_is_output": (change(GuidedRows, "set_row", ("[row.num_prompt_tokens :]", "[:]")), OUTPUTS),
     "a_slot_keeps_its_guide": (change(GuidedRows, "set_row", ("self._slots.pop(row.slot, None)", "pass")), OUTPUTS),
     "masks_go_to_the_first_rows": (
-        change(GuidedStep, "mask", ("range(each.logits, each.logits + 1", "range(len(places), len(places) + 1")),
+        change(GuidedStep, "_masked", ("range(each.logits, each.logits + 1", "range(len(places), len(places) + 1")),
         OUTPUTS,
     ),
     "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if each.row.error:", "if False:")), OUTPUTS),
@@ -66,8 +66,8 @@ MUTANTS = {
         change(beam_step, "take_further", (" if search.ended else InvalidRequest(_STUCK)", "")),
         OUTPUTS,
     ),
-    "infinite_log_probabilities_are_told": (
-        change_everywhere(guided_rows._told, ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
+    "infinite_log_probabilities_are_published": (
+        change_everywhere(guided_rows._published, ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
         OUTPUTS,
     ),
     "a_guide_is_compiled_for_each": (change(GuideCompiler, "begin", ("if entry is None:", "if True:")), COMPILER),

@@ -12,11 +12,10 @@ from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.model_drafting import ModelDrafter
 from backend.scheduler.step_cost import StepCost
-from backend.worker import group, model_runner
+from backend.worker import group, pipeline
 from backend.worker.draft_model import DraftModel
 from backend.worker.group import InProcessWorkerGroup
-from backend.worker.model_runner import ModelRunner
-from tests.mutants.changes import change
+from tests.mutants.changes import change, change_everywhere
 
 ENGINE = ["tests/engine/test_drafts.py"]
 DRAFTING = [f"tests/scheduler/test_{name}.py" for name in ("drafting", "lookup", "step_cost", "acceptance")]
@@ -54,13 +53,13 @@ MUTANTS = {
         change(Lookup, "_near", ("len(left.output) - 1)", "len(left.output))")),
         DRAFTING,
     ),
-    "a_wrong_draft_is_kept": (change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:]")), MODEL),
+    "a_wrong_draft_is_kept": (change(pipeline, "accept_drafts", ("mine[1 : 1 + num_accepted]", "mine[1:]")), MODEL),
     "what_follows_right_drafts_is_dropped": (
-        change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:num_right]")),
+        change(pipeline, "accept_drafts", ("mine[1 : 1 + num_accepted]", "mine[1:num_accepted]")),
         MODEL,
     ),
     "drafts_are_sampled_as_one_position": (
-        change(ModelRunner, "execute", ("[row.slot] + index for", "[row.slot] for")),
+        change_everywhere(pipeline.samples_of, ("[row.slot] + index)", "[row.slot])")),
         MODEL,
     ),
     "a_run_goes_on_behind_the_end": (change(update, "append_run", ("            break", "            pass")), ENGINE),
