@@ -7,10 +7,9 @@ nothing is guessed, towards what is assumed of any sequence: so guesses that did
 from __future__ import annotations
 
 from backend.core.sequence import Sequence
+from backend.scheduler.step_cost import ASSUMED, LEARNING, SHARE
 
-ASSUMED = 0.7  # share of right guesses, of a sequence that nothing is known of
-_LEARNING = 0.1  # what the newest guess counts
-_FADING = 0.005  # what a token without guesses counts
+_FADING = SHARE * LEARNING  # weight of a token without guesses
 
 
 class Acceptance:
@@ -26,9 +25,9 @@ class Acceptance:
         num_tokens, num_guessed, num_right = (new - old for new, old in zip(now, self._seen))
         self._seen = now
         for _ in range(num_right):
-            self.share += _LEARNING * (1 - self.share)
+            self.share += LEARNING * (1 - self.share)
         if num_guessed > num_right:
-            self.share -= _LEARNING * self.share
+            self.share -= LEARNING * self.share
         if not num_guessed:
             self.share += (1 - (1 - _FADING) ** num_tokens) * (self._assumed - self.share)
         return num_right, int(num_guessed > num_right)

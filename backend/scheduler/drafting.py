@@ -30,17 +30,9 @@ from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.scheduler.lookup import Lookup, OtherOutputs
-from backend.scheduler.step_cost import StepCost
+from backend.scheduler.step_cost import MARGIN, MAX_DRAFTS, RESTS, SHARE, StepCost
 
-MARGIN = 1.25  # a draft must be worth so much more than it costs
-# Tokens that a step with guesses must bring where a plain one brings one, for times are known no better than that.
-CLEARLY = 1.05
-_LIKELY = 0.5  # probability of a row's first draft for which the engine does without planning ahead
-_LEAST = 0.01  # drafts with a smaller probability are not thought about
-_RESTS = 100  # steps
-_KEPT = 0.95  # share of what was won or lost so far that counts beside the newest step
-_BEARABLE = 0.2  # of a step that may be lost in that sum, hence 1 % for each
-MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the vocabulary
+CLEARLY = 1 + SHARE  # tokens that a step with drafts must bring where a plain one brings one
 
 
 class Draft(NamedTuple):
@@ -88,9 +80,9 @@ class Drafter:
         """True if drafts that no request brings are likely to pay."""
         if not self._looks_up or self._num_resting or self.cost.is_trial(self._speed):
             return False
-        if self._speed < CLEARLY and not self.cost.looks_anew:
+        if self._speed < CLEARLY and not self.cost.is_refreshed:
             return False
-        return any(known.confidence(0) > _LIKELY for known in map(self._known_of, rows) if known is not None)
+        return any(known.confidence(0) > 0.5 for known in map(self._known_of, rows) if known is not None)
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
@@ -122,7 +114,7 @@ class Drafter:
             known = self._known_of(seq) if most > 0 else None
             if known is None or known.confidence(0) < least:
                 continue
-            tells |= known.confidence(0) > _LIKELY
+            tells |= known.confidence(0) > 0.5
             count, gain = self._worth(known, most, num_tokens, expected)
             if not count:
                 continue
@@ -152,10 +144,13 @@ class Drafter:
         return min(most, _left(seq))
 
     def _settle(self, won_s: float, plain_s: float) -> None:
-        """Take note of what guesses at one step have won, which would take `plain_s` without, and rest if it is too little."""
-        self._won_s = _KEPT * self._won_s + won_s
-        if self._won_s < -_BEARABLE * plain_s:
-            self._won_s, self._num_resting = 0.0, _RESTS
+        """Add what the drafts of one step have won, which takes `plain_s` without, to a sum in which older steps count less.
+
+        Where the sum falls below -4 SHARE of a step, which is 1 % for each, guessing rests.
+        """
+        self._won_s = (1 - SHARE) * self._won_s + won_s
+        if self._won_s < -4 * SHARE * plain_s:
+            self._won_s, self._num_resting = 0.0, RESTS
 
     def _least(self, num_tokens: int, expected: float) -> float:
         """The probability of a row's first draft below which no number of them pays, for further ones are no more probable."""
@@ -193,7 +188,7 @@ class Drafter:
         right, gain = known.confidence(0), 0.0
         best, best_gain, best_rate = 0, 0.0, 0.0
         for count in range(1, most + 1):
-            if right < _LEAST:
+            if right < 1 / MAX_DRAFTS:
                 break
             if count == 1:
                 best_rate = expected / self.cost.seconds(num_tokens)

@@ -26,16 +26,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from backend.scheduler.step_cost import LEARNING
+
 NGRAMS = (6, 3)  # tokens that must match, the longer ones tried first
-OTHERS_NGRAM = NGRAMS[0]  # in outputs of others
 NEAR = 16  # tokens behind the end of a match, of the place and of the sequence
 MAX_LENGTH = 32  # of a match that is counted; a longer one is no surer
 # Of matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens: how probable their next token is, until it is known better.
 _GUESSES = (0.0, 0.3, 0.3, 0.5, 0.7, 0.85, 0.9)
-_FORGETTING = 0.1  # share of the newest outcome in that probability
-_IDLE_AFTER = 32  # tokens without any match, after which a sequence is looked at
-_IDLE_TOKENS = 8  # every so many tokens only
-_BACKLOG = 64  # tokens that came unseen; where there are more, they are not looked at one by one
 
 
 class Place(NamedTuple):
@@ -58,10 +55,10 @@ class OtherOutputs:
     def add(self, namespace: str, token_ids: Sequence[int]) -> None:
         """Remember an output; the oldest ones are forgotten for it."""
         ids = array("i", token_ids[-self._max_tokens :] if self._max_tokens else ())
-        if len(ids) <= OTHERS_NGRAM:
+        if len(ids) <= NGRAMS[0]:
             return
         places = self._places.setdefault(namespace, {})
-        places.update((key, (ids, index)) for index, key in enumerate(_hashes(ids[:-1], OTHERS_NGRAM), OTHERS_NGRAM))
+        places.update((key, (ids, index)) for index, key in enumerate(_hashes(ids[:-1], NGRAMS[0]), NGRAMS[0]))
         self._oldest_first.append((namespace, ids))
         self._num_tokens += len(ids)
         while self._num_tokens > self._max_tokens:
@@ -74,7 +71,7 @@ class OtherOutputs:
     def _forget(self, namespace: str, ids: array[int]) -> None:
         self._num_tokens -= len(ids)
         places = self._places[namespace]
-        for key in _hashes(ids[:-1], OTHERS_NGRAM):
+        for key in _hashes(ids[:-1], NGRAMS[0]):
             if key in places and places[key][0] is ids:
                 del places[key]
         if not places:
@@ -99,14 +96,14 @@ class Lookup:
     def see(self, ids: list[int]) -> None:
         """Take note of all tokens so far. `ids` only grows from call to call."""
         self._ids = ids
-        if len(ids) - self._num_seen > (_BACKLOG if self._num_seen else 1):
+        if len(ids) - self._num_seen > (2 * MAX_LENGTH if self._num_seen else 1):
             self._skip_to(len(ids) - 1)
             self._place = self._left = None
         while self._num_seen < len(ids):
-            if self._num_unmatched >= _IDLE_AFTER:
-                if len(ids) - self._num_seen < _IDLE_TOKENS:
+            if self._num_unmatched >= MAX_LENGTH:  # so many tokens without a match: look at some of them only
+                if len(ids) - self._num_seen < NEAR // 2:
                     return
-                self._skip_to(self._num_seen + _IDLE_TOKENS - 1)
+                self._skip_to(self._num_seen + NEAR // 2 - 1)
             self._see_next(ids[self._num_seen])
 
     def confidence(self, num_drafts: int) -> float:
@@ -140,7 +137,7 @@ class Lookup:
             ids = self._ids if place.output is None else place.output
             is_right = ids[place.next_at] == token_id
             rank = _rank(place.length)
-            self._right[rank] += _FORGETTING * (is_right - self._right[rank])
+            self._right[rank] += LEARNING * (is_right - self._right[rank])
             if is_right and place.next_at + 1 < len(ids):
                 self._place = Place(place.output, place.next_at + 1, place.length + 1)
             elif place.length >= NGRAMS[-1]:
@@ -153,7 +150,7 @@ class Lookup:
             known[key] = end
             if self._place is None:
                 self._place = self._compared(None, index, size)
-                if self._place is None and size == OTHERS_NGRAM and self._others is not None:
+                if self._place is None and size == NGRAMS[0] and self._others is not None:
                     found = self._others.find(self._namespace, key)
                     self._place = None if found is None else self._compared(*found, size)
         if self._place is None and self._left is not None:

@@ -6,7 +6,7 @@ from backend.api import draft_limits
 from backend.llm import speculative
 from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.model_drafting import ModelDrafter
-from backend.scheduler.pass_cost import PassCost
+from backend.scheduler.step_cost import StepCost
 from backend.serving import upstream_parameters
 from backend.serving.fronts import trtllm_inputs
 from backend.trtllm import engine_config, request_configs, to_core
@@ -39,16 +39,16 @@ def _fields(old: str, new: str) -> Plant:
 
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "the_first_step_with_passes_counts": (change(PassCost, "note", ("if is_first:", "if False:")), PASSES),
+    "the_first_step_with_passes_counts": (change(StepCost, "note", ("if is_first:", "if False:")), PASSES),
     "rows_and_passes_are_one_number": (
-        change(PassCost, "note", ("group_of(num_rows), {})", "group_of(num_rows + num_rows * num_passes), {})")),
+        change(StepCost, "note", ("group_of(num_tokens), {})", "group_of(num_tokens + num_tokens * num_passes), {})")),
         PASSES,
     ),
     "an_outlier_of_passes_counts_in_full": (
-        change(PassCost, "note", ("min(seconds, _OUTLIER * mean)", "seconds")),
+        change(StepCost, "note", ("min(seconds, 2 * known.seconds)", "seconds")),
         PASSES,
     ),
-    "plain_steps_are_forgotten_too": (change(PassCost, "forget", ("if each]", "]")), PASSES),
+    "plain_steps_are_forgotten_too": (change(StepCost, "forget_passes", ("if each]", "]")), PASSES),
     "the_draft_model_guesses_at_rows_in_flight": (
         change(ModelDrafter, "guess", ("if not seq.num_inflight_samples]", "if True]")),
         PASSES,
