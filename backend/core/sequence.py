@@ -344,7 +344,7 @@ class BeamSequence(Sequence):
             self.candidates = None
 
     def become(self, parent: BeamSequence) -> None:
-        """Fork the hypothesis of another row into this one. KVCacheManager.adopt does the same for its KV."""
+        """Fork the hypothesis of another row into this one. KVCacheManager.fork does the same for its KV."""
         self.token_ids = list(parent.token_ids)
         self.max_computed_tokens = parent.max_computed_tokens
         self.cum_log_prob = parent.cum_log_prob
@@ -353,7 +353,7 @@ class BeamSequence(Sequence):
         self.first_iteration = parent.first_iteration
         self.is_dormant = False
 
-    def lie_dormant(self) -> None:
+    def clear(self) -> None:
         """Drop the hypothesis."""
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
         self.cum_log_prob, self.log_probs = 0.0, []

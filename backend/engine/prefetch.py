@@ -14,7 +14,7 @@ from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.lora import UINT64, LoraConfig
 from backend.core.step import ModelInfo, WorkerGroup
-from backend.scheduler.adapters import AdapterCache
+from backend.kvcache.adapters import AdapterCache
 
 log = logging.getLogger("everbatch.engine")
 

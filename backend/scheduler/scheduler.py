@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from backend.api.config import SchedulerConfig
 from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import SequenceId, StepInput
+from backend.kvcache.adapters import AdapterCache
 from backend.kvcache.manager import KVCacheManager, TableChange
 from backend.kvcache.plan import Admission, KVPlan
-from backend.scheduler.adapters import AdapterCache
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,

@@ -106,7 +106,7 @@ class DeviceAdapters(Generic[T]):
 
     def _one_copy(self, streams: CopyStreams, number: int, each: tuple[T, PreparedAdapter]) -> None:
         assert self._copy is not None
-        with streams.turn(number):
+        with streams.stream(number):
             self._copy(*each)
 
     def of_rows(self, batch: InputBatch, rows: Sequence[Row]) -> list[T | None] | None:

@@ -21,8 +21,8 @@ class CopyStreams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
     @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Copies of this thread go to one of the streams, in turns by `number`."""
+    def stream(self, number: int) -> Iterator[None]:
+        """Copies of this thread go to the stream that `number` chooses."""
         if not self.streams:
             yield
             return

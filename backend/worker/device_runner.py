@@ -314,7 +314,7 @@ class DeviceRunner(Runner):
 class _Inputs:
     """The changing inputs of a generation step: numbers [Number, rows] int64 and block tables [rows, width] int32.
 
-    The device buffer keeps its address. On the host there are NUM_BUFFERS pinned buffers, used in turn, so that one can be
+    The device buffer keeps its address. On the host there are NUM_BUFFERS pinned buffers, used alternately, so that one can be
     filled while the copy from another is in flight.
     """
 
@@ -326,7 +326,7 @@ class _Inputs:
         self._hosts = [
             torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(NUM_BUFFERS)
         ]
-        self._turn = 0
+        self._next = 0
         self.device_numbers, self.device_tables = self._views(self._device)
         views = map(self._views, self._hosts)
         self._arrays = [(numbers.numpy(), tables.numpy()) for numbers, tables in views]
@@ -334,16 +334,16 @@ class _Inputs:
     @property
     def numbers(self) -> NDArray[np.int64]:
         """The host buffer's numbers; fill them before `send`."""
-        return self._arrays[self._turn][0]
+        return self._arrays[self._next][0]
 
     @property
     def tables(self) -> NDArray[np.int32]:
         """The host buffer's block tables; fill them before `send`."""
-        return self._arrays[self._turn][1]
+        return self._arrays[self._next][1]
 
     def send(self) -> None:
-        self._device.copy_(self._hosts[self._turn], non_blocking=True)
-        self._turn = (self._turn + 1) % NUM_BUFFERS
+        self._device.copy_(self._hosts[self._next], non_blocking=True)
+        self._next = (self._next + 1) % NUM_BUFFERS
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         size = len(Number) * self._columns * 8

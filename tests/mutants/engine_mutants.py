@@ -60,7 +60,7 @@ MUTANTS = {
         EVICTED,
     ),
     "strangers_are_told_of_evictions": (
-        change(CacheState, "num_lost_tokens", ("lost if self.trusts(seq) else 0", "lost")),
+        change(CacheState, "num_lost_tokens", ("lost if self.may_report_hits(seq) else 0", "lost")),
         EVICTED,
     ),
     "a_request_waits_from_the_step_that_takes_it": (

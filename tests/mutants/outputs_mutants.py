@@ -110,7 +110,7 @@ MUTANTS = {
         change(PostProcessors, "_run_one", ("return [_failure(row, error)]", "return []")),
         RAISES,
     ),
-    "a_failed_row_goes_on": (change(gathered, "book", ("flight.dropped.add(seq.seq_id)", "pass")), RAISES),
+    "a_failed_row_goes_on": (change(gathered, "apply", ("flight.dropped.add(seq.seq_id)", "pass")), RAISES),
     "static_batches_take_processors": (
         change(output_limits, "check_post_processor", ("if is_static:", "if False:")),
         [PROCESSORS + "test_static_batches_refuse_it_and_the_others_of_the_batch_finish"],

@@ -68,7 +68,7 @@ class Compiled:
 def take_guides(core: EngineCore) -> EngineCore:
     """The same engine, whose requests may have GUIDE."""
     core.workers.runner.guided = GuidedRows(Compiled(), 5, core.model.vocab_size)
-    core.antechamber._guides = Compiled()
+    core.preparation._guides = Compiled()
     core.intake._limits = msgspec.structs.replace(core.intake._limits, guide_refusal="")
     return core
 

@@ -22,7 +22,7 @@ Name = tuple[str, int]  # namespace, task id
 _OFF = LoraSection()
 
 
-class Level:
+class AdapterLru:
     """One kind of memory: contents with their sizes, the least recently used first. Those in use stay."""
 
     def __init__(self, capacity: int) -> None:
@@ -87,7 +87,7 @@ class AdapterCache:
         device = _in_pages(config.device_module_layers, model) or int(config.device_fraction * free_bytes)
         if not config.device_module_layers and model is not None and model.device == "cpu":
             device = host  # both are the same memory
-        self.host, self.device = Level(host), Level(device)
+        self.host, self.device = AdapterLru(host), AdapterLru(device)
         self._adapters: dict[str, PreparedAdapter] = {}  # those of the host level
         self._names: dict[Name, str] = {}
         self._names_for_all: dict[int, str] = {}  # by task id, where a client has given the id to no other
