@@ -138,7 +138,7 @@ class Sequence:
     num_copied_blocks: int
     num_reused_blocks: int
     num_guessed_tokens: int  # draft tokens that the engine itself proposed for the output
-    num_right_guesses: int  # of these, tokens that verification accepted
+    num_right_guesses: int  # guessed tokens that verification accepted
     num_extra_tokens: int  # output tokens beyond the first of a step, which accepted drafts brought
     gathered: Gathered | None  # tensors that the client asked for
     _random_state_before: tuple[int, int]  # (seed, num_sampled_before) of the turn before, for undo_turn

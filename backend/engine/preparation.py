@@ -32,7 +32,7 @@ class Waiting:
     arrived_ns: int
     deadline_ns: int
     lacks_guide: bool = False
-    adapter: Coming | None = None  # what it brings
+    adapter: Coming | None = None  # the adapter that it brings
     error: EverbatchError | None = None  # why it cannot be queued
     has_left: bool = False  # it has ended, and stays in its line because later requests refer to its adapter
 

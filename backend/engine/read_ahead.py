@@ -51,7 +51,7 @@ class ReadAhead:
         self._num_readers, self._num_bytes = num_readers, num_bytes
         self._unread: RoundRobin[Coming] = RoundRobin(num_readers)
         self._num_reading = 0
-        self._held: dict[Coming, int] = {}  # those that have been read and wait, with their bytes
+        self._held: dict[Coming, int] = {}  # adapters that have been read and wait, with their bytes
         self._threads: ThreadPoolExecutor | None = None
 
     def add(self, coming: Coming) -> None:

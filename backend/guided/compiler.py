@@ -44,9 +44,8 @@ class _Entry:
     users: dict[RequestId, str] = field(
         default_factory=dict
     )  # live requests, for whose sake it is kept; their namespaces
-    waiting: dict[RequestId, float] = field(
-        default_factory=dict
-    )  # those that have not been told, and their time limits
+    # Requests that wait for the outcome, with their time limits.
+    waiting: dict[RequestId, float] = field(default_factory=dict)
 
 
 class GuideCompiler:

@@ -1,7 +1,8 @@
-"""Acceptance: how often a draft model's guesses at one sequence are right, learnt from those that steps have verified.
+"""Acceptance: how often a draft model's guesses at one sequence are right, learnt from the guesses that steps have verified.
 
-A guess counts when all before it in its step were right, for what lies behind a wrong one says nothing. What is known fades while
-nothing is guessed, towards what is assumed of any sequence: so guesses that did not pay are tried again now and then.
+A guess counts only if all guesses before it in its step were right, because tokens behind a wrong one prove nothing. While a
+sequence gets no guesses, its share drifts back to what is assumed of any sequence, so that guesses which did not pay are tried
+again now and then.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ _FADING = SHARE * LEARNING  # weight of a token without guesses
 
 class Acceptance:
     def __init__(self, seq: Sequence, assumed: float = ASSUMED) -> None:
-        self.share = self._assumed = assumed  # of right guesses
+        self.share = self._assumed = assumed  # share of right guesses
         self._seen = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
 
     def see(self, seq: Sequence) -> tuple[int, int]:
-        """Take note of all that steps have verified so far. Returns how many guesses were right, and that came to be wrong."""
+        """Learn from all that steps have verified so far. Returns the numbers of right guesses and of wrong ones that count."""
         if seq.num_tokens == self._seen[0]:
             return 0, 0
         now = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses

@@ -1,12 +1,12 @@
-"""ModelDrafter: how many guesses the workers' draft model makes in a step: as many at each row, for a pass of it serves all rows.
+"""ModelDrafter: chooses how many guesses the workers' draft model makes in a step.
 
-With r rows, of which row i has a share a_i of right guesses (acceptance.py), that is the number k with the greatest
+Every row gets the same number, because one pass of the draft model serves all rows. With r rows, where a_i is the share of right
+guesses at row i (acceptance.py), the best number k maximises
 
     (r + sum over rows of (a_i + a_i^2 + ... + a_i^k) / MARGIN) / (seconds of a step of r rows with k passes)
 
-Steps without guesses are measured first, and now and then. Where guesses do not pay, a few steps try one guess after a while, for
-what is known of them grows old. A try is dear, for the draft model computes first what it has missed: so they become rarer and
-rarer.
+Steps without guesses are measured first, and again every PERIOD steps. Where guesses do not pay, some steps try one guess
+after a while. A try is expensive, because the draft model first computes the tokens that it has missed, so tries become rare.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModelDrafter(Drafter):
     def __init__(self, config: SpeculationConfig) -> None:
         super().__init__(config)
         self._assumed = ASSUMED
-        self._accepted: dict[SequenceId, Acceptance | None] = {}  # None: it must not have guesses
+        self._accepted: dict[SequenceId, Acceptance | None] = {}  # None: the sequence must not have guesses
         self._num_alike = 0  # latest steps that all had guesses, or none
         self._latest = 0  # guesses at each row of the latest step
         self._num_tries = 0  # that are left
@@ -66,7 +66,7 @@ class ModelDrafter(Drafter):
         self._accepted.pop(seq.seq_id, None)
 
     def _acceptance(self, seq: Sequence) -> Acceptance | None:
-        """What is known of the guesses at a sequence; None if it must not have any."""
+        """The acceptance of a sequence, up to date; None if it must not have guesses."""
         if seq.seq_id not in self._accepted:
             self._accepted[seq.seq_id] = Acceptance(seq, self._assumed) if may_guess(seq) else None
         known = self._accepted[seq.seq_id]
@@ -79,7 +79,7 @@ class ModelDrafter(Drafter):
         return known
 
     def _count(self, shares: list[float], num_rows: int, room: int) -> int:
-        """Guesses at each of the rows that may have some; `shares`: of right ones, of each."""
+        """The number of guesses at each row that may have some. `shares`: the share of right guesses of each."""
         most = min(self._config.max_draft_tokens, room // len(shares)) if shares else 0
         is_plain = self._latest > 0 and self._num_alike % PERIOD == 0
         if not most or is_plain or not self.cost.is_known(num_rows):
@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
 
 
 def make_drafter(config: EngineConfig, takes_drafts: bool, clock: Clock) -> Drafter | None:
-    """Who decides on drafts in the configured mode of speculation; None for workers that take none."""
+    """The drafter of the configured mode of speculation; None for workers that verify no drafts."""
     if not takes_drafts:
         return None
     if config.speculation.mode == "draft_model":

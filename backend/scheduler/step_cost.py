@@ -19,20 +19,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SHARE = 0.05  # of a step: the assumed cost of a token, and the least gain that counts, because times vary about as much
-PASS_SHARE = 0.3  # of a step that a pass of a draft model takes, before any was measured
+SHARE = (
+    0.05  # the assumed cost of a token, and the least gain that counts, as shares of a step: times vary about as much
+)
+PASS_SHARE = 0.3  # assumed cost of a pass of a draft model, as a share of a step
 MARGIN = 1.25  # a draft must be worth so much more than it costs
 ASSUMED = 0.7  # share of a draft model's guesses that are right, for a sequence that nothing is known about
 LEARNING = 0.1  # weight of the newest outcome in the probability that a guess is right
 LATEST = 8  # steps in a mean; estimates are computed again after so many
 PERIOD = 64  # steps from one trial to the next
 RESTS = 100  # steps without drafts where guessing costs more than it wins
-MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the vocabulary
-TILE = 8  # larger sizes are told apart in groups of so many
+MAX_DRAFTS = 256  # drafts of one step: each may need a row of logits, as long as the vocabulary
+TILE = 8  # sizes above it form groups of so many
 
 
 class _Mean(NamedTuple):
-    """Steps of sizes that are not told apart, with the same number of passes."""
+    """Steps of one group of sizes, with the same number of passes."""
 
     num_steps: int
     tokens: float
@@ -42,11 +44,11 @@ class _Mean(NamedTuple):
 
 class StepCost:
     def __init__(self) -> None:
-        self._weight = 0.0  # of all steps without passes
+        self._weight = 0.0  # sum of the weights of all steps without passes
         self._tokens = 0.0  # mean
         self._seconds = 0.0  # mean
-        self._variance = 0.0  # of tokens, times the weight
-        self._covariance = 0.0  # of tokens and seconds, times the weight
+        self._variance = 0.0  # variance of tokens, times the weight
+        self._covariance = 0.0  # covariance of tokens and seconds, times the weight
         self._means: dict[int, dict[int, _Mean]] = {}  # group of sizes -> passes -> its steps
         self._pass_share = PASS_SHARE
         self._num_steps = 0
@@ -109,7 +111,7 @@ class StepCost:
         return max(0.0, (self._covariance + 2 * assumed) / (self._variance + 2))
 
     def seconds(self, num_tokens: int, num_passes: int = 0) -> float:
-        """Of a step of this size. Where no step took any time yet, only ratios have a meaning."""
+        """Seconds of a step of this size. Before any step was measured, only ratios have a meaning."""
         key = num_tokens, num_passes
         if key not in self._estimates:
             self._estimates[key] = self._expected(num_tokens, num_passes)
@@ -158,5 +160,5 @@ class StepCost:
 
 
 def group_of(num_tokens: int) -> int:
-    """The group of a size: steps of sizes in one group are not told apart."""
+    """The group of a size: its steps share a mean."""
     return num_tokens if num_tokens <= TILE else TILE + (num_tokens - 1) // TILE

@@ -30,6 +30,6 @@ class CopyStreams:
             yield
 
     def end(self) -> None:
-        """What the computing stream is given from now on waits for all copies."""
+        """Make all later work of the computing stream wait for the copies."""
         for stream in self.streams:
             torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -72,7 +72,7 @@ class QueuedStep(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What the forward pass of a step gives."""
+    """The result of a step's forward pass."""
 
     logits: Tensor  # [samples, vocab]; not used where a graph has chosen
     numbers: Tensor | None = None  # the samples' parameters [Number, samples], if they are on the device already

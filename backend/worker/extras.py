@@ -1,7 +1,6 @@
-"""What rows of a step want besides tokens: rows of tensors for their clients, and a post-processor for their logits.
+"""The passes of a step, and what its rows want besides tokens: rows of tensors for clients, and logits post-processors.
 
-Rows that want nothing of it are not touched, and a step without such rows pays for a look into an empty dictionary.
-Tensors are taken before post-processors change the logits.
+A step whose rows want nothing else is one plain pass. Tensors are gathered before post-processors change the logits.
 
 A step runs in several passes when its prompts want more rows than MAX_ROWS, so that logits [rows, vocab] stay small:
 
@@ -31,7 +30,7 @@ from backend.worker.post_processors import Failure, Opted, PostProcessors
 from kernels.common.transfer import Fetched
 
 Values = TypeVar("Values", NDArray[np.int64] | None, Tensor | None, Tensor)
-MAX_ROWS = 256  # of logits for prompts, in one pass
+MAX_ROWS = 256  # rows of logits for prompts in one pass
 
 
 def check_outputs(names: Sequence[str], model: Llama) -> None:
@@ -45,7 +44,7 @@ def check_outputs(names: Sequence[str], model: Llama) -> None:
 
 
 class SlotWants(NamedTuple):
-    """What the sequence in a slot wants."""
+    """The wishes of the sequence in a slot."""
 
     gather: list[Gather]
     num_prompt_tokens: int
@@ -54,11 +53,11 @@ class SlotWants(NamedTuple):
     client_id: int | None
 
     def context_rows(self, row: Row, asked: Gather) -> range:
-        """The positions of a step's row whose context rows are wanted."""
+        """The positions of a row whose context rows are wanted."""
         if asked.context_from is None:
             return range(0)
         start = max(asked.context_from, row.num_computed)
-        end = self.num_prompt_tokens - (asked.name == PROMPT_LOG_PROBS)  # nothing follows the last one yet
+        end = self.num_prompt_tokens - (asked.name == PROMPT_LOG_PROBS)  # no token follows the last one yet
         return range(start, max(start, min(end, row.num_computed + row.num_tokens)))
 
     def num_logits(self, row: Row) -> int:
@@ -77,7 +76,7 @@ class SlotWants(NamedTuple):
 class Part(NamedTuple):
     """A row of a step, or a piece of it."""
 
-    number: int  # of the row in the step
+    number: int  # index of the row in the step
     row: Row
     want: SlotWants | None
 
@@ -143,7 +142,7 @@ class StepDebug(NamedTuple):
     """The tensors to keep of a step."""
 
     fetch: DebugFetch
-    rows: list[Row]  # of the whole step
+    rows: list[Row]  # all rows of the step
 
 
 class Pass:

@@ -1,15 +1,15 @@
 """Guided rows: where the outputs of a step's rows stand within their guides, and the masks of what may follow.
 
-    after the forward pass, before tokens are chosen     GuidedStep.mask: all logits but those of allowed tokens become -inf
-    when the chosen tokens are known                     GuidedStep.accept: the matchers go on by them
+    after the forward pass, before tokens are chosen     GuidedStep.mask: the logits of all forbidden tokens become -inf
+    when the chosen tokens are known                     GuidedStep.accept: the matchers advance by them
 
-A row with drafts has a mask for each position: a matcher goes on by the drafts as far as the guide allows them, and back again.
-Behind a draft that it forbids anything is allowed, for nothing that is chosen there is kept.
+A row with drafts has a mask for each position: its matcher advances by the drafts as far as the guide allows them, and is rolled
+back. Behind a forbidden draft every token is allowed, because no token that is chosen there is kept.
 
-A matcher is never stored: a row that is new to its slot brings the ids of its output so far, and they are replayed. So it is for
-sequences that were paused or evicted, for beams that change their rows, and after a failed step.
+A matcher is never stored: a row that is new to its slot brings the ids of its output so far, which are replayed. This covers
+sequences that were paused or evicted, beams that change their rows, and failed steps.
 
-The request's end ids are allowed where the guide is complete and nowhere else, so an output that ends by itself has the form.
+The request's end ids are allowed only where the guide is complete, so an output that ends by itself has the form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher, bits_of
 from kernels.common.transfer import place
 
-NOT_ALLOWED = -9999.0  # the log-probability that is told of a token that the guide forbids, for JSON has no infinity
+NOT_ALLOWED = -9999.0  # published log-probability of forbidden tokens: JSON has no infinity
 Further = dict[SlotId, list[SampledToken]]  # StepOutput.further
 Failure = tuple[int, str]  # index of the step's row, a sentence for its client
 _STUCK = "bad_words (or no_repeat_ngram_size) and the guide leave no token together; forbid less"
@@ -56,7 +56,7 @@ class GuidedRow:
             self.accept(token_id)
 
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
-        """Write the mask of what may follow to a row of masks [rows, words]."""
+        """Write the mask of the tokens that may follow to a row of masks [rows, words]."""
         if self.is_over or self.error:
             masks[row] = 0
         else:
@@ -69,7 +69,7 @@ class GuidedRow:
                 masks[row, word] &= ~bit
 
     def fill_ahead(self, masks: NDArray[np.int32], row: int, drafts: Sequence[int]) -> None:
-        """Write the mask of what may follow the output to `row`, and behind each draft, if it is right, to the rows after it."""
+        """Write the mask of the token behind the output to `row`, and those of the tokens behind each draft to the next rows."""
         self.fill(masks, row)
         num_taken = 0
         for token_id in drafts:
@@ -79,7 +79,7 @@ class GuidedRow:
             num_taken += 1
             self.fill(masks, row + num_taken)
         masks[row + num_taken + 1 : row + len(drafts) + 1] = -1
-        if self._matcher.error:  # by a limit that these drafts have met, and perhaps the output never will
+        if self._matcher.error:  # a limit that these drafts have reached, and that the output may never reach
             self._matcher = self._begin()
             for token_id in self._output:
                 self._matcher.accept(token_id)
@@ -87,7 +87,7 @@ class GuidedRow:
             self._matcher.rollback(num_taken)
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token; `error` says why that cannot be."""
+        """Advance by a token; `error` says why that is impossible."""
         if self.error or self.is_over:
             return
         if token_id in self._end_ids and self._matcher.is_complete:
@@ -101,7 +101,7 @@ class GuidedRow:
 
     @staticmethod
     def is_limit(error: str) -> bool:
-        """True if a matcher's error is that its work has a limit, not that a token is forbidden."""
+        """True if a matcher's error is a limit of its work, not a forbidden token."""
         return any(word in error.lower() for word in ("max is", "too complex", "fuel", "limit", "too large"))
 
 
@@ -111,7 +111,7 @@ _ADDED = _OF_BYTE.astype(np.float32)
 
 
 def _add(logits: NDArray[np.float32], places: list[int], masks: NDArray[np.int32]) -> None:
-    """Set what the masks forbid to -inf, in the rows `places` of logits [rows, vocab].
+    """Set the logits that the masks forbid to -inf, in the rows `places` of logits [rows, vocab].
 
     A table look-up and an addition for each row, in a buffer that stays in the cache, on this thread: several threads would take
     longer to wake than this takes, and a buffer for all rows would be new memory in every step.
@@ -203,8 +203,8 @@ class GuidedStep:
         return logits.float().index_copy(0, where, logits[where].float().masked_fill(hit, -torch.inf))
 
     def accept(self, samples: Sequence[SampledToken], further: Further | None = None) -> list[Failure]:
-        """Go on by the tokens of the rows that sample, and those behind right drafts. Returns the rows that cannot; a second call
-        changes nothing.
+        """Advance by the tokens of the rows that sample, and by those behind accepted drafts. Returns the rows whose guide
+        refuses them. A second call changes nothing.
         """
         if self._failed is None:
             self._failed = []

@@ -104,7 +104,7 @@ def output_of(
 
 
 class Runner:
-    """What every runner has: KV storage, slots, and what their sequences want."""
+    """The state that both runners have: KV storage, slots, and the wishes of their sequences."""
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ MUTANTS = {
         GRAMMARS,
     ),
     "the_line_of_a_grammar_is_not_told": (
-        change_everywhere(sentences.sentence, ("{line}{told(found, find)}", "{told(found, find)}")),
+        change_everywhere(sentences.sentence, ("{line}{sentence_of(found, find)}", "{sentence_of(found, find)}")),
         GRAMMARS,
     ),
     "any_whitespace_in_structures": (

@@ -11,12 +11,12 @@ from backend.engine.loop import EngineLoop
 from backend.engine.names import AdapterNames
 from backend.engine.preparation import Preparation
 from backend.engine.read_ahead import ReadAhead
+from backend.kvcache import adapters as cached_adapters
 from backend.kvcache.adapters import AdapterCache, AdapterLru
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.layers import lora as layers
 from backend.layers.lora import Stacks
 from backend.models import lora, npy
-from backend.scheduler import adapters as scheduler_adapters
 from backend.scheduler.scheduler import Scheduler
 from backend.serving import named_adapters
 from backend.serving.fronts import llmapi, trtllm_tokens
@@ -216,7 +216,7 @@ MUTANTS = {
         PAGES,
     ),
     "caches_are_not_whole_pages": (
-        change_everywhere(scheduler_adapters._in_pages, ("-(-module_layers", "(module_layers")),
+        change_everywhere(cached_adapters._in_pages, ("-(-module_layers", "(module_layers")),
         PAGES,
     ),
     "a_step_begins_before_its_adapters_are_there": (
