@@ -92,7 +92,7 @@ MUTANTS = {
         change(Interval, "is_over", ("= now_ns + self", "+= self")),
         INTERVAL,
     ),
-    "the_first_token_waits": (change(EngineCore, "_publish", (" or publish.is_told_at_once(seq)", "")), INTERVAL),
+    "the_first_token_waits": (change(EngineCore, "_publish", (" or publish.is_published_at_once(seq)", "")), INTERVAL),
     "many_prompts_hold_streams_up": (
         change(MicroBatchScheduler, "context_budget", ("self.max_mixed_context_tokens, ", "")),
         ["tests/scheduler/test_context_limits.py"],
