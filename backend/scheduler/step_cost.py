@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SHARE = (
-    0.05  # the assumed cost of a token, and the least gain that counts, as shares of a step: times vary about as much
-)
+# Assumed cost of a token, and the least gain that counts, as shares of a step: times vary about as much.
+SHARE = 0.05
 PASS_SHARE = 0.3  # assumed cost of a pass of a draft model, as a share of a step
 MARGIN = 1.25  # a draft must be worth so much more than it costs
 ASSUMED = 0.7  # share of a draft model's guesses that are right, for a sequence that nothing is known about
