@@ -51,7 +51,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "logits_of_prompts_are_sampled": (
         change(GatheringPass, "sampled", ("values[self.sampling_rows]", "values[: len(self.sampling_rows)]")),
-        LOGITS,
+        ["tests/model/test_gathered_logits.py"],
     ),
     "what_neighbours_gather_is_dropped": (
         change(DeviceRunner, "_run", ("gathered += each.gather(logits, outputs, self.batch)", "pass")),
