@@ -138,7 +138,7 @@ class Sequence:
     num_copied_blocks: int
     num_reused_blocks: int
     num_guessed_tokens: int  # draft tokens that the engine itself proposed for the output
-    num_right_guesses: int  # of these, tokens that verification accepted
+    num_right_guesses: int  # guessed tokens that verification accepted
     num_extra_tokens: int  # output tokens beyond the first of a step, which accepted drafts brought
     gathered: Gathered | None  # tensors that the client asked for
     _random_state_before: tuple[int, int]  # (seed, num_sampled_before) of the turn before, for undo_turn
@@ -344,7 +344,7 @@ class BeamSequence(Sequence):
             self.candidates = None
 
     def become(self, parent: BeamSequence) -> None:
-        """Fork the hypothesis of another row into this one. KVCacheManager.adopt does the same for its KV."""
+        """Fork the hypothesis of another row into this one. KVCacheManager.fork does the same for its KV."""
         self.token_ids = list(parent.token_ids)
         self.max_computed_tokens = parent.max_computed_tokens
         self.cum_log_prob = parent.cum_log_prob
@@ -353,7 +353,7 @@ class BeamSequence(Sequence):
         self.first_iteration = parent.first_iteration
         self.is_dormant = False
 
-    def lie_dormant(self) -> None:
+    def clear(self) -> None:
         """Drop the hypothesis."""
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
         self.cum_log_prob, self.log_probs = 0.0, []

@@ -66,7 +66,7 @@ class NewRow(Struct, frozen=True):
     extra_inputs: dict[str, bytes] = {}  # inputs other than tokens, for models that take them
     gather: list[Gather] = []
     prompt_embeddings: TensorData | None = None  # row i is the embedding of token id vocab_size + i
-    position_ids: list[int] | None = None  # of the prompt's tokens
+    position_ids: list[int] | None = None  # one for each token of the prompt
     guide: Guide | None = None  # the form of the output, token_ids[num_prompt_tokens:]
     post_processor: str = ""  # name of a callable that changes the logits; it is called with the next two fields
     request_id: int = 0
@@ -143,7 +143,7 @@ class StepOutput(Struct, frozen=True):
 
 
 class ModelInfo(Struct, frozen=True):
-    """What the engine needs to know about the loaded model."""
+    """The facts about the loaded model that the engine needs."""
 
     name: str
     vocab_size: int

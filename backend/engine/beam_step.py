@@ -16,7 +16,7 @@ from backend.scheduler.scheduler import Scheduler
 _STUCK = "bad_words (or min_tokens) and the guide leave no token together; forbid less"
 
 
-def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
+def apply(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
     """Apply a step to its sequences: counters, KV, candidates. Returns the searches that had rows in it, in row order."""
     samples = iter(output.sampled)
     searches: dict[int, BeamSearch] = {}

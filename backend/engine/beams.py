@@ -57,7 +57,7 @@ class BeamSearch(BeamGroup):
         self.rows: list[BeamSequence] = []  # all rows of the search, dormant ones included
         self.ended: list[Hypothesis] = []  # best first, at most beam_width
 
-    def told(self, reason: FinishReason) -> list[Hypothesis]:
+    def result(self, reason: FinishReason) -> list[Hypothesis]:
         """The hypotheses to return, best first. Those that have not ended count as ended with `reason`."""
         config = self.rows[0].request.sampling_config
         open_ones = [_as_ended(beam, reason) for beam in self.beams if beam.num_output_tokens]
@@ -194,7 +194,7 @@ def _go_on(
         row = candidate.parent
         if stay[row.seq_id] is not candidate:
             child = free.pop(0)
-            kv.adopt(child, row)
+            kv.fork(child, row)
             child.become(row)
             scheduler.renew(child)
             row = child
@@ -202,7 +202,7 @@ def _go_on(
     for row in free:  # fewer hypotheses go on than before
         if not row.is_dormant:
             kv.vacate(row)
-            row.lie_dormant()
+            row.clear()
     for row, candidate in zip(beams, going_on, strict=True):
         _append(row, candidate, scheduler, now_ns)
     search.beams = beams

@@ -22,7 +22,6 @@ from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import beam_step, gathered, groups, publish, row_step, update
-from backend.engine.antechamber import Antechamber
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, StepsInFlight, WorkerFailure
@@ -30,6 +29,7 @@ from backend.engine.intake import Intake, never_fits
 from backend.engine.names import AdapterNames
 from backend.engine.outbox import Outbox
 from backend.engine.prefetch import make_adapters
+from backend.engine.preparation import Preparation
 from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics, gauges
@@ -61,7 +61,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter)
         self.sessions = SessionTable(config.sessions, self.kv.block_size, lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions, config.guided.max_bytes)
-        self.antechamber = Antechamber(workers, self.adapters, config.lora.put_workers, config.limits.max_queue_size)
+        self.preparation = Preparation(workers, self.adapters, config.lora.put_workers, config.limits.max_queue_size)
         self.statistics = Statistics(self.clock)
         self._recorder = Recorder(config.records)
         self._in_flight = StepsInFlight(workers, self.model.looks_ahead)
@@ -93,11 +93,11 @@ class EngineCore:
     @property
     def num_live(self) -> int:
         """Requests that have arrived and not ended."""
-        return len(self._live) + len(self.antechamber)
+        return len(self._live) + len(self.preparation)
 
     def live_ids(self) -> list[RequestId]:
-        """Ids of the live requests in the order of acceptance; those in the antechamber come last."""
-        return [*self._live, *self.antechamber]
+        """Ids of the live requests in the order of acceptance; those that wait in Preparation come last."""
+        return [*self._live, *self.preparation]
 
     def begin_poll(self) -> None:
         """Commands between two calls count as having arrived at the same time (conflicts of session turns)."""
@@ -106,18 +106,18 @@ class EngineCore:
     def enqueue(self, request_id: RequestId, request: Request, arrived_ns: int | None = None) -> None:
         """Accept a request, or answer it with an error. `arrived_ns`: its arrival by the engine's clock; None: now."""
         now_ns = self.clock.monotonic_ns() if arrived_ns is None else arrived_ns
-        if request_id in self._live or request_id in self.antechamber or self._outbox.holds(request_id):
+        if request_id in self._live or request_id in self.preparation or self._outbox.holds(request_id):
             error = InvalidRequest(f"request id {request_id} is in use by a request still processed; choose another")
             self.refuse(request_id, request.client_id, error)
             return
         with self._contained(request_id, request):
             request = self.intake.check(request)
-            if not self.antechamber.enter(request_id, request, now_ns, self.intake.deadline_ns(request, now_ns)):
+            if not self.preparation.enter(request_id, request, now_ns, self.intake.deadline_ns(request, now_ns)):
                 self._accept(request_id, request, now_ns)
 
     def admit(self) -> None:
         """Accept or refuse requests whose guide or adapter has become ready. Every step begins with this."""
-        for waiting in self.antechamber.take_ready():
+        for waiting in self.preparation.take_ready():
             if waiting.error is None:
                 with self._contained(waiting.request_id, waiting.request):
                     self._accept(waiting.request_id, waiting.request, waiting.arrived_ns)
@@ -160,7 +160,7 @@ class EngineCore:
             self._stop_session(request_id, SessionKey(namespace, session_id), end)
 
     def _stop_session(self, request_id: RequestId, key: SessionKey, end: bool) -> None:
-        turn = self.antechamber.turn_of(key)
+        turn = self.preparation.waiting_turn(key)
         waited = turn is not None and self._end_waiting(turn, FinishReason.CANCELLED)
         try:
             seq = self.sessions.check_stop(key, end)
@@ -176,8 +176,8 @@ class EngineCore:
         self._outbox.put(publish.empty_response(request_id))
 
     def _end_waiting(self, request_id: RequestId, reason: FinishReason) -> bool:
-        """End a request that waits in the antechamber. Returns False if there is none with this id."""
-        waiting = self.antechamber.leave(request_id)
+        """End a request that waits in Preparation. Returns False if there is none with this id."""
+        waiting = self.preparation.leave(request_id)
         if waiting is not None:
             self.statistics.count_unqueued(reason.name)
             self._outbox.put(publish.unqueued_response(request_id, waiting.request, reason))
@@ -213,7 +213,7 @@ class EngineCore:
 
     def fail_all(self, error: EverbatchError) -> None:
         """End every live request with `error`: at shutdown, and when the whole engine fails."""
-        for waiting in self.antechamber.close():
+        for waiting in self.preparation.close():
             self.refuse(waiting.request_id, waiting.request.client_id, error)
         for seq in list(self._live.values()):
             self._fail(seq, error)
@@ -221,7 +221,7 @@ class EngineCore:
     def expire(self) -> None:
         """End requests past their deadline, and sessions that have been idle for `idle_ttl_s`. Called in every step."""
         now_ns = self.clock.monotonic_ns()
-        for request_id in self.antechamber.late(now_ns):
+        for request_id in self.preparation.late(now_ns):
             self._end_waiting(request_id, FinishReason.TIMED_OUT)
         for live in self._deadlines.pop_due(now_ns, self._live):
             with self._contained(live.request_id, live.request):
@@ -265,12 +265,12 @@ class EngineCore:
         """Apply a landed step to its sequences, and publish the responses."""
         now_ns, self.statistics.iteration = self.clock.monotonic_ns(), flight.step.step_id
         if output.gathered or output.failed:
-            for seq, error in gathered.book(flight, output):
+            for seq, error in gathered.apply(flight, output):
                 self._fail(seq, error)
         if flight.plan.beam_width > 1:
-            self._advance_beams(beam_step.book(flight, output, self.kv, self.counters), now_ns)
+            self._advance_beams(beam_step.apply(flight, output, self.kv, self.counters), now_ns)
         else:
-            self._publish(row_step.book(flight, output, self.kv, self.counters, now_ns), now_ns)
+            self._publish(row_step.apply(flight, output, self.kv, self.counters, now_ns), now_ns)
 
     def _advance_beams(self, searches: list[BeamSearch], now_ns: int) -> None:
         """Advance beam searches by one token, and publish what has changed."""
@@ -282,7 +282,9 @@ class EngineCore:
                 if isinstance(reason, EverbatchError):
                     self._fail(first, reason)
                 elif reason is FinishReason.NOT_FINISHED and first.request.streaming:
-                    self._outbox.put(publish.beams_response(first, search.told(reason), self.iteration, is_final=False))
+                    self._outbox.put(
+                        publish.beams_response(first, search.result(reason), self.iteration, is_final=False)
+                    )
                 elif reason not in (None, FinishReason.NOT_FINISHED):
                     self._finish(first, reason)
 
@@ -293,7 +295,7 @@ class EngineCore:
             try:
                 if reason is not FinishReason.NOT_FINISHED:
                     self._finish(seq, reason)
-                elif seq.request.streaming and (tells_all or publish.is_told_at_once(seq)):
+                elif seq.request.streaming and (tells_all or publish.is_published_at_once(seq)):
                     self._outbox.put(publish.result_response(seq, iteration))
             except Exception as error:  # not `_contained`, which would cost time for each row of each step
                 self._give_up(seq.request_id, seq.request, error)
@@ -315,7 +317,7 @@ class EngineCore:
         """`_finish` for all rows of a beam search. Does nothing if it has ended already."""
         if not search.members:
             return
-        rows, hypotheses = list(search.members), search.told(reason)
+        rows, hypotheses = list(search.members), search.result(reason)
         for row in rows:
             row.finish_reason = reason
             self._leave(row)
@@ -353,9 +355,9 @@ class EngineCore:
         if request_id in self._live:
             self._fail(self._live[request_id], error)
             return
-        self.antechamber.leave(request_id)
+        self.preparation.leave(request_id)
         if request is not None:
-            self.antechamber.end(request_id, request)
+            self.preparation.end(request_id, request)
         self.refuse(request_id, None if request is None else request.client_id, error)
 
     def _leave(self, seq: Sequence) -> None:
@@ -365,13 +367,13 @@ class EngineCore:
         if another is None:
             self._recorder.note_end(seq)
             del self._live[seq.request_id]
-            self.antechamber.end(seq.request_id, seq.request)
+            self.preparation.end(seq.request_id, seq.request)
         else:
             self._live[seq.request_id] = another
         seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0
         self._in_flight.drop(seq.seq_id)
         seq.apply(Event.REST if stays(seq) else Event.RETIRE)
-        self.kv.release(seq, seq.status is Status.IDLE, groups.has_heirs(seq))
+        self.kv.release(seq, seq.status is Status.IDLE, groups.has_waiting_siblings(seq))
 
     def _lose_steps(self, error: Exception) -> None:
         """A step has failed, and the pool is undefined: end its requests with an error, evict all others to their token ids."""

@@ -17,7 +17,7 @@ class RowFailure(EverbatchError):
     """The logits post-processor of a request failed; only that request ends."""
 
 
-def book(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, EverbatchError]]:
+def apply(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, EverbatchError]]:
     """Add the tensors of a step to their sequences. Yields the sequences whose rows failed in their post-processor or guide;
     they count as dropped from then on.
     """

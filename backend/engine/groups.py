@@ -46,11 +46,11 @@ def share_prompt(seq: Sequence, kv: KVCacheManager) -> None:
     if group is None or group.has_prompt or seq.num_computed_tokens < seq.num_prompt_tokens:
         return
     group.has_prompt = True
-    heirs = [member for member in group.members if member is not seq]
-    kv.share(seq, heirs)
-    for heir in heirs:
-        if heir.gathered is not None and seq.gathered is not None:
-            heir.gathered.inherit(seq.gathered)
+    waiting_siblings = [member for member in group.members if member is not seq]
+    kv.share(seq, waiting_siblings)
+    for sibling in waiting_siblings:
+        if sibling.gathered is not None and seq.gathered is not None:
+            sibling.gathered.inherit(seq.gathered)
 
 
 def leave(seq: Sequence) -> Sequence | None:
@@ -62,7 +62,7 @@ def leave(seq: Sequence) -> Sequence | None:
     return group.members[0] if group.members else None
 
 
-def has_heirs(seq: Sequence) -> bool:
+def has_waiting_siblings(seq: Sequence) -> bool:
     """True if waiting sequences of its request refer to its blocks."""
     group = seq.group
     return (

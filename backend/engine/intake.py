@@ -85,7 +85,7 @@ class Intake:
         """Queue the sequences of a request and return the first. Raises EverbatchError and then changes nothing.
 
         `now_ns`: arrival of the request, which must have passed `check`. Its guide must be compiled, its adapter in the cache
-        (engine/antechamber.py).
+        (engine/preparation.py).
         """
         request = self._with_content(request)
         beam_width = request.sampling_config.beam_width

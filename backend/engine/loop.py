@@ -31,14 +31,13 @@ class EngineLoop:
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0
         self._inbox: queue.SimpleQueue[tuple[InboxItem, int]] = queue.SimpleQueue()
-        core.antechamber.on_ready(self._wake)
+        core.preparation.on_ready(self._wake)
         core.names.on_outcome(self._wake)
         self._stopping = False
         self._drain = False
-        self._num_turns = 0
-        self.present_turn: int | None = (
-            None  # number of the present iteration, None while the loop sleeps; any thread may read it
-        )
+        self._num_iterations = 0
+        # Number of the present iteration, None while the loop sleeps; any thread may read it.
+        self.present_iteration: int | None = None
 
     def post(self, command: Command | ClientGone) -> None:
         """Post a command; it is applied before the next step. The queue time and the deadline of a request count from now."""
@@ -71,7 +70,7 @@ class EngineLoop:
         farewell = "the engine has failed; its log says why"
         try:
             while True:
-                self._begin_turn()
+                self._begin_iteration()
                 self._poll()
                 if self._is_over:
                     farewell = "the engine is shutting down; send the request again later"
@@ -90,16 +89,16 @@ class EngineLoop:
             self._core.names.close(EngineUnavailable(farewell))
             self._core.fail_all(EngineUnavailable(farewell))
             deliver(self._core.take_responses())
-            self.present_turn = None
+            self.present_iteration = None
 
     @property
     def _is_over(self) -> bool:
         """True once the loop is stopped and, if it drains, no request is live."""
-        return self._stopping and not (self._drain and (self._core.has_work or self._core.antechamber))
+        return self._stopping and not (self._drain and (self._core.has_work or self._core.preparation))
 
-    def _begin_turn(self) -> None:
-        self._num_turns += 1
-        self.present_turn = self._num_turns
+    def _begin_iteration(self) -> None:
+        self._num_iterations += 1
+        self.present_iteration = self._num_iterations
 
     def _poll(self) -> None:
         self._core.begin_poll()
@@ -119,14 +118,14 @@ class EngineLoop:
 
     def _sleep(self) -> tuple[InboxItem, int]:
         """Wait for a command. Raises queue.Empty after MAX_IDLE_S, or when a request's deadline is due."""
-        earliest_ns, idle_s = self._core.antechamber.earliest_deadline_ns, MAX_IDLE_S
+        earliest_ns, idle_s = self._core.preparation.earliest_deadline_ns, MAX_IDLE_S
         if earliest_ns is not None:
             idle_s = min(idle_s, max(0.0, (earliest_ns - self._core.clock.monotonic_ns()) / 1e9))
-        self.present_turn = None
+        self.present_iteration = None
         try:
             return self._inbox.get(timeout=idle_s)
         finally:
-            self._begin_turn()
+            self._begin_iteration()
 
     def _apply(self, command: InboxItem, posted_ns: int) -> None:
         match command:

@@ -119,7 +119,7 @@ class AdapterNames:
         self._thread.submit(self._load, request_id, name, directory)
 
     def _remove(self, name: str) -> None:
-        """Those that run with it go on."""
+        """Forget a name. Sequences that run with its adapter continue."""
         if name not in self.directories:
             raise NotFound(f"there is no LoRA adapter {shown(name)} to unload; name one that is served")
         self._replace({known: directory for known, directory in self.directories.items() if known != name})

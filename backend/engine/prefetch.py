@@ -14,14 +14,14 @@ from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.lora import UINT64, LoraConfig
 from backend.core.step import ModelInfo, WorkerGroup
-from backend.scheduler.adapters import AdapterCache
+from backend.kvcache.adapters import AdapterCache
 
 log = logging.getLogger("everbatch.engine")
 
 
 def make_adapters(config: EngineConfig, model: ModelInfo, workers: WorkerGroup, free_bytes: int) -> AdapterCache:
-    """The cache, with the adapters of `lora.prefetch_dir`. Raises ConfigError when one cannot be read, or not all are held, and
-    for a named adapter (`lora.adapters`) that cannot be served: each is read once, to be told now and not at every request.
+    """The cache, with the adapters of `lora.prefetch_dir`. Raises ConfigError when one cannot be read or does not fit, and for a
+    named adapter (`lora.adapters`) that cannot be served: each is read once, so that the start fails and not every request.
     """
     adapters = AdapterCache(config.lora, model, free_bytes)
     if config.lora.allowed_dir and not Path(config.lora.allowed_dir).is_dir():

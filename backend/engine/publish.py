@@ -36,7 +36,7 @@ def holds_back(seq: Sequence) -> bool:
     return seq.request.streaming and seq.beam_width == 1 and seq.num_published_tokens < len(seq.token_ids)
 
 
-def is_told_at_once(seq: Sequence) -> bool:
+def is_published_at_once(seq: Sequence) -> bool:
     """True if a stream has the first token of its turn."""
     return seq.num_published_tokens == seq.num_prompt_tokens
 

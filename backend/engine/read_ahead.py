@@ -1,7 +1,7 @@
-"""ReadAhead: adapters are read on threads of their own, ahead of the turns of their requests.
+"""ReadAhead: reads LoRA adapters on threads of its own, while their requests wait in Preparation.
 
-A reader is free again as soon as an adapter has been read, whatever its request still waits for. What has been read and waits is
-bounded in bytes instead: a namespace may have as much of that room as it leaves to others. Namespaces take turns at the readers.
+A reader is free again as soon as an adapter has been read, whatever its request still waits for. The adapters that have been read
+and wait are bounded in bytes: a namespace may have as much of that room as it leaves to others. Readers serve namespaces fairly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from backend.api.errors import EverbatchError, InvalidRequest
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
-from backend.core.turns import Turns
+from backend.core.round_robin import RoundRobin
 
 Outcome = PreparedAdapter | EverbatchError
 
@@ -34,24 +34,24 @@ class Coming:
 
 
 class ReadAhead:
-    """All but `_read` runs on the engine's thread."""
+    """Only `_read` runs on the reader threads."""
 
     def __init__(
         self,
         prepare: Callable[[LoraConfig], PreparedAdapter],
         num_readers: int,
         num_bytes: int,
-        tell: Callable[[Coming, Outcome], None],
+        report: Callable[[Coming, Outcome], None],
     ) -> None:
         """prepare: reads an adapter, on a reader's thread
         num_bytes: room for adapters that have been read and wait. One for each reader comes on top, for its size is not known.
-        tell: is called on a reader's thread, and has `note` called on the engine's
+        report: called on a reader's thread; it must have `note` called on the engine's thread
         """
-        self._prepare, self._tell = prepare, tell
+        self._prepare, self._report = prepare, report
         self._num_readers, self._num_bytes = num_readers, num_bytes
-        self._unread: Turns[Coming] = Turns(num_readers)
+        self._unread: RoundRobin[Coming] = RoundRobin(num_readers)
         self._num_reading = 0
-        self._held: dict[Coming, int] = {}  # those that have been read and wait, with their bytes
+        self._held: dict[Coming, int] = {}  # adapters that have been read and wait, with their bytes
         self._threads: ThreadPoolExecutor | None = None
 
     def add(self, coming: Coming) -> None:
@@ -82,12 +82,12 @@ class ReadAhead:
             self._threads = None
 
     def _begin(self) -> None:
-        while self._num_reading < self._num_readers and (turn := self._unread.take(self._has_room)) is not None:
+        while self._num_reading < self._num_readers and (taken := self._unread.take(self._has_room)) is not None:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._num_readers, thread_name_prefix="everbatch-adapters")
-            turn.key.is_being_read = True
+            taken.key.is_being_read = True
             self._num_reading += 1
-            self._threads.submit(self._read, turn.key)
+            self._threads.submit(self._read, taken.key)
 
     def _has_room(self, namespace: str) -> bool:
         """True if one more adapter of the namespace may be read: its first only needs any room at all."""
@@ -105,4 +105,4 @@ class ReadAhead:
             outcome = InvalidRequest(
                 f"LoRA adapter {coming.lora.shown} cannot be read ({type(error).__name__}: {error})"
             )
-        self._tell(coming, outcome)
+        self._report(coming, outcome)

@@ -11,7 +11,7 @@ from backend.engine.flight import Flight
 from backend.kvcache.manager import KVCacheManager
 
 
-def book(
+def apply(
     flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters, now_ns: int
 ) -> list[tuple[Sequence, FinishReason]]:
     """Apply a step. Returns (sequence, finish reason) for those with new tokens, in row order."""

@@ -72,7 +72,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
         lambda index: Hello(
             index, core.model, str(workers.model_path), core.config, core.max_kv_tokens, core.names.directories
         ),
-        present_turn=lambda: loop.present_turn,
+        present_iteration=lambda: loop.present_iteration,
     )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     kv = core.kv.stats()

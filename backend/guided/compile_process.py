@@ -77,7 +77,7 @@ class _Child:
     pid: int
     pipe: int
     frames: Frames = field(default_factory=Frames)
-    has_told: bool = False  # True once it has sent its outcome
+    has_sent: bool = False  # True once it has sent its outcome
 
 
 class CompileServer:
@@ -136,11 +136,11 @@ class CompileServer:
         data = os.read(child.pipe, _CHUNK)
         child.frames.add(data)
         for body in child.frames:
-            child.has_told = True  # only the end of the pipe follows
+            child.has_sent = True  # only the end of the pipe follows
             self.tell(decode_outcome(body))
         if not data:
             status = self._part_from(child)
-            if not child.has_told:
+            if not child.has_sent:
                 self.tell(_of_death(child.job, status))
 
     def tell(self, outcome: Outcome) -> None:
@@ -176,9 +176,9 @@ def _compile_and_exit(backend: GuideBackend, begin: Begin, pipe: int, setup: Set
     try:
         _silence()
         _limit(setup.cpu_s, setup.num_bytes)
-        told = frame(_within(setup.num_bytes, outcome_of(backend, begin)))
-        while told:
-            told = told[os.write(pipe, told) :]
+        framed = frame(_within(setup.num_bytes, outcome_of(backend, begin)))
+        while framed:
+            framed = framed[os.write(pipe, framed) :]
         os._exit(0)
     finally:
         os._exit(1)

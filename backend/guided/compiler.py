@@ -22,7 +22,7 @@ from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
 from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.request import RequestId
 from backend.core.guides import OnCompiled
-from backend.core.turns import Turn, Turns
+from backend.core.round_robin import RoundRobin, Taken
 from backend.guided.compile_errors import error_of, failure, lateness, no_process
 from backend.guided.compile_jobs import Job, Jobs
 from backend.guided.compile_messages import Ending, Outcome
@@ -44,9 +44,8 @@ class _Entry:
     users: dict[RequestId, str] = field(
         default_factory=dict
     )  # live requests, for whose sake it is kept; their namespaces
-    waiting: dict[RequestId, float] = field(
-        default_factory=dict
-    )  # those that have not been told, and their time limits
+    # Requests that wait for the outcome, with their time limits.
+    waiting: dict[RequestId, float] = field(default_factory=dict)
 
 
 class GuideCompiler:
@@ -63,7 +62,7 @@ class GuideCompiler:
         self._jobs = jobs
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._keys: dict[RequestId, bytes] = {}  # live request -> key of its guide
-        self._turns: Turns[bytes] = Turns(
+        self._queue: RoundRobin[bytes] = RoundRobin(
             max(1, config.compile_processes - 1)
         )  # the last place is for other namespaces
         self._lock = threading.Lock()
@@ -95,7 +94,7 @@ class GuideCompiler:
                 return True
             entry.waiting[request_id] = time.monotonic() + self._config.compile_timeout_s
             if not entry.is_begun:
-                self._turns.put(namespace, key)
+                self._queue.put(namespace, key)
             self._work.notify()
             self._someone_waits.notify()
         self._start_threads()
@@ -137,7 +136,7 @@ class GuideCompiler:
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def _check_queue(self, namespace: str) -> None:
-        waiting = self._turns.num_waiting(namespace)
+        waiting = self._queue.num_waiting(namespace)
         if waiting >= self._config.max_compiling:
             raise Overloaded(
                 f"{waiting} guides wait to be compiled, the limit is {self._config.max_compiling} "
@@ -156,29 +155,29 @@ class GuideCompiler:
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
-            turn, entry = taken
+            work, entry = taken
             compiled, error = self._compile(entry)
             with self._lock:
-                self._turns.done(turn.namespace)
+                self._queue.done(work.namespace)
                 self._work.notify()
-                told = [] if self._is_closed else list(entry.waiting)
+                ended = [] if self._is_closed else list(entry.waiting)
                 entry.waiting.clear()
                 entry.compiled = compiled
-                if compiled is None and self._entries.get(turn.key) is entry:
-                    del self._entries[turn.key]
+                if compiled is None and self._entries.get(work.key) is entry:
+                    del self._entries[work.key]
                 self._shrink()
-            for request_id in told:
+            for request_id in ended:
                 self._tell(request_id, error)
 
-    def _take(self) -> tuple[Turn[bytes], _Entry] | None:
+    def _take(self) -> tuple[Taken[bytes], _Entry] | None:
         """Wait for the next guide to compile. None after `close`."""
         with self._lock:
             while not self._is_closed:
-                turn = self._turns.take()
-                if turn is not None:
-                    entry = self._entries[turn.key]
+                taken = self._queue.take()
+                if taken is not None:
+                    entry = self._entries[taken.key]
                     entry.is_begun = True
-                    return turn, entry
+                    return taken, entry
                 self._work.wait()
             return None
 
@@ -285,7 +284,7 @@ class GuideCompiler:
         """Cancel the job of a guide for which no request waits any more."""
         if entry.compiled is None and not entry.waiting:
             del self._entries[key]
-            self._turns.discard(key)
+            self._queue.discard(key)
             entry.job.drop()
 
     def _shrink(self) -> None:

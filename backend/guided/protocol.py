@@ -33,7 +33,7 @@ class GuideError(Exception):
 class Matcher(Protocol):
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
         """Write the mask of the tokens that may follow to a row of masks [rows, words]. The vocabulary's stop ids are not among
-        them: whether the output may end is told by `is_complete`.
+        them: `is_complete` says if the output may end.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a client is told of an error of llguidance: one sentence with what is meant, where it stands, and what to do."""
+"""Turns an error of llguidance into one sentence for the client: the mistake, its place, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backend.guided.schema_parts import parts
 LINE = re.compile(r"at (\d+)\(\d+\): ")  # where it stands in a grammar
 _LONGEST = 300
 _SHOWN = 80
-_OBVIOUS = "failed to compile JSON schema: "  # what "it cannot be compiled" has said before
+_OBVIOUS = "failed to compile JSON schema: "  # repeats "it cannot be compiled"
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _NO_TEXT = {
     GuideType.EBNF_GRAMMAR: "the grammar derives no text; give its rules an alternative that ends",
@@ -42,9 +42,9 @@ def sentence(error: str, guide: Guide | None = None, schema: Any = None) -> str:
 
     if error.startswith("NoExtensionBias"):
         return _NO_TEXT.get(guide.type, _NOTHING) if guide is not None else _NOTHING
-    for pattern, told in _SENTENCES.items():
+    for pattern, sentence_of in _SENTENCES.items():
         if found := re.match(pattern, error, re.DOTALL):
-            return f"{line}{told(found, find)}"[:_LONGEST]
+            return f"{line}{sentence_of(found, find)}"[:_LONGEST]
     lines = error.split("\n")
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
     text = " ".join(f"{line}{lines[0]} {reason}".split())[:_LONGEST] or "it is too complex; simplify it"
@@ -54,7 +54,7 @@ def sentence(error: str, guide: Guide | None = None, schema: Any = None) -> str:
 
 
 def _regex(found: re.Match[str], find: _Find) -> str:
-    """Of a guide that is a regex."""
+    """The sentence for a guide that is a regex."""
     try:
         regex = json.loads(f'"{found[1]}"', strict=False)
     except ValueError:
@@ -63,7 +63,7 @@ def _regex(found: re.Match[str], find: _Find) -> str:
 
 
 def _pattern(found: re.Match[str], find: _Find) -> str:
-    """Of a keyword pattern or patternProperties."""
+    """The sentence for a keyword pattern or patternProperties."""
     shown = found[1]
 
     def is_meant(schema: _Schema) -> bool:
@@ -142,7 +142,7 @@ def _resource(found: re.Match[str], find: _Find) -> str:
     return f'$ref "{shown[:_SHOWN]}"{place}: $ref leads within a schema only; put what it names there'
 
 
-# What is found in errors -> the sentence that is told instead.
+# Pattern of an error -> the function that makes the sentence for the client.
 _SENTENCES: dict[str, Callable[[re.Match[str], _Find], str]] = {
     r'invalid regex "(.*?)" \(in regex\): regex parse error:.*?\nerror: ([^\n]*)': _regex,
     r"regex parse error:\n    ([^\n]*)(?=\n).*?\nerror: ([^\n]*)": _pattern,

@@ -59,7 +59,7 @@ class Vocabulary(NamedTuple):
     special_ids: frozenset[int]  # no grammar's text ever means them
     stop_ids: tuple[int, ...]
     tokenizer_str: str | None
-    size: int  # of the model's logits, which may be more than there are tokens
+    size: int  # number of logits of the model, which may exceed the number of tokens
 
     @classmethod
     def of(cls, info: TokenizerInfo, size: int) -> Vocabulary:

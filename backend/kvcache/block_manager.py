@@ -31,7 +31,7 @@ class BlockManager:
         """`chunk_blocks`: how many blocks get memory at a time; -1 all at once, 0 the square root of `num_blocks`."""
         self.num_blocks = num_blocks
         self.chunk_blocks = {-1: num_blocks, 0: max(1, math.isqrt(num_blocks))}.get(chunk_blocks, chunk_blocks)
-        self.blocks: list[Block] = []  # those backed by memory
+        self.blocks: list[Block] = []  # blocks that are backed by memory
         self._free: list[BlockId] = []
         self._cached = EvictionOrder()
         self.has_priorities = False  # True once any block has got a priority of its own

@@ -134,7 +134,7 @@ class KVCacheManager:
                 self._lock_found(grant)
         for grant in grants:
             if grant.admitted:
-                self._adopt_table(grant)
+                self._take_found_blocks(grant)
         copies: list[tuple[BlockId, BlockId]] = []
         changes = {grant.seq.seq_id: self._allocate(grant, copies) for grant in grants}
         for grant in grants:
@@ -162,7 +162,7 @@ class KVCacheManager:
             self._drop_outside_window(seq, table)
         seq.kv_due_at = self._next_due(full, table)
 
-    def share(self, seq: Sequence, heirs: Iterable[Sequence]) -> None:
+    def share(self, seq: Sequence, waiting_siblings: Iterable[Sequence]) -> None:
         """Give waiting sequences of the same prompt the prompt's blocks of a running one.
 
         Nothing is allocated or locked for them: each reuses the blocks that are still cached when it is admitted.
@@ -171,14 +171,14 @@ class KVCacheManager:
         num_tokens = min(seq.num_prompt_tokens, seq.num_computed_tokens)
         handles = table.handles[: self.geometry.blocks_for(num_tokens)]
         self._blocks.mark_shareable(handles)
-        for heir in heirs:
-            self._tables[heir.seq_id] = BlockTable(list(handles), num_dropped=count_dropped(handles))
-            heir.num_computed_tokens = num_tokens
+        for sibling in waiting_siblings:
+            self._tables[sibling.seq_id] = BlockTable(list(handles), num_dropped=count_dropped(handles))
+            sibling.num_computed_tokens = num_tokens
 
-    def release(self, seq: Sequence, keep: bool, has_heirs: bool = False) -> None:
+    def release(self, seq: Sequence, keep: bool, has_waiting_siblings: bool = False) -> None:
         """The sequence leaves the batch. `keep`: keep its block table, for it may return; otherwise forget the sequence.
 
-        `has_heirs`: waiting sequences refer to its blocks (`share`), so they stay cached.
+        `has_waiting_siblings`: waiting sequences refer to its blocks (`share`), so they stay cached.
         """
         table = self._tables.get(seq.seq_id)
         if table is not None:
@@ -190,8 +190,8 @@ class KVCacheManager:
                         *(seq.num_computed_tokens, seq.request.lora_id),
                     )
                 self._retain(seq)
-                self._unlock(table, keep or has_heirs)
-            elif not (keep or has_heirs):
+                self._unlock(table, keep or has_waiting_siblings)
+            elif not (keep or has_waiting_siblings):
                 self._discard(table.handles)
             if not keep:
                 del self._tables[seq.seq_id]
@@ -213,7 +213,7 @@ class KVCacheManager:
         assert not table.is_locked, f"{seq!r} is running and cannot be cut"
         self._discard(table.cut(self.geometry.blocks_for(num_tokens)))
 
-    def adopt(self, child: Sequence, parent: Sequence) -> None:
+    def fork(self, child: Sequence, parent: Sequence) -> None:
         """Fork: `child` releases its blocks and shares all of `parent`. A shared block is copied before it is written."""
         self.vacate(child)
         table = self._tables[parent.seq_id]
@@ -288,7 +288,7 @@ class KVCacheManager:
             if handle is not DROPPED:
                 self._blocks.lock(handle.block_id)
 
-    def _adopt_table(self, grant: Grant) -> None:
+    def _take_found_blocks(self, grant: Grant) -> None:
         """Make the blocks found in the cache the sequence's block table, and discard its own blocks that are not among them."""
         table = self._tables.setdefault(grant.seq.seq_id, BlockTable())
         kept = set(grant.kept)
@@ -395,6 +395,6 @@ class KVCacheManager:
         for index in range(gap.start + table.num_dropped, min(gap.stop, len(table.handles))):
             block_id = table.handles[index].block_id
             table.handles[index] = DROPPED
-            has_heirs = seq.group is not None and self._blocks.is_shareable(block_id)
-            self._blocks.release(block_id, keep=has_heirs or self._trie.holds(block_id))
+            has_waiting_siblings = seq.group is not None and self._blocks.is_shareable(block_id)
+            self._blocks.release(block_id, keep=has_waiting_siblings or self._trie.holds(block_id))
             table.num_dropped += 1

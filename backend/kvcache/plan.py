@@ -148,7 +148,7 @@ class KVPlan:
         self.grants[seq.seq_id] = Grant(seq, True, num_new, found.computed, found.own, found.kept, found.partial)
         return Admission.NOW
 
-    def seat(self, seq: Sequence) -> Admission:
+    def reserve_slot(self, seq: Sequence) -> Admission:
         """Plan a slot, without blocks, for a dormant row of a beam search."""
         if self.free_slots == 0:
             return Admission.LATER
@@ -191,7 +191,7 @@ class KVPlan:
         matched, matched_partial, partial_tokens = state.match(seq, limit)
         matched_tokens = len(matched) * geometry.block_size + partial_tokens
         if matched_tokens > computed:
-            own = matched_tokens if state.trusts(seq) else computed
+            own = matched_tokens if state.may_report_hits(seq) else computed
             return _Found(geometry.inside_window(matched), matched_partial, matched_tokens, own)
         partial = None
         if computed % geometry.block_size and self._must_not_write(kept[-1].block_id):

@@ -40,7 +40,7 @@ class CacheState:
         """The most blocks that one sequence can get: the pool less the watermark."""
         return self.blocks.num_blocks - self.watermark_blocks
 
-    def trusts(self, seq: Sequence) -> bool:
+    def may_report_hits(self, seq: Sequence) -> bool:
         """True if reuse of KV that other requests computed may be reported to the client."""
         return self._sharing == "all" or not seq.is_anonymous
 
@@ -59,7 +59,7 @@ class CacheState:
             return 0, 0  # its own lost KV is counted when it is recomputed
         num_lost = self.trie.num_lost_blocks(seq.namespace, seq.token_ids, seq.max_found_tokens, kept)
         lost = (len(kept) + num_lost) * self.geometry.block_size - computed if num_lost else 0
-        return lost, lost if self.trusts(seq) else 0
+        return lost, lost if self.may_report_hits(seq) else 0
 
     def tail(self, seq: Sequence, table: BlockTable) -> BlockHandle | None:
         """The last block of a sequence that leaves the batch, if it is not full and others may reuse it; else None.
@@ -76,7 +76,7 @@ class CacheState:
 
     def _finds_heads(self, seq: Sequence) -> bool:
         """True if the sequence may reuse blocks that match only at their start."""
-        return self._enable_partial_reuse and self.trusts(seq)
+        return self._enable_partial_reuse and self.may_report_hits(seq)
 
     def survivors(self, seq: Sequence, limit: int) -> tuple[list[BlockHandle], int]:
         """The KV of a sequence that has not been evicted: (blocks, tokens in them, at most `limit`)."""

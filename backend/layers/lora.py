@@ -44,7 +44,7 @@ class Stack(NamedTuple):
 
     a: Tensor  # [slices, adapters, max_rank, k]
     b: Tensor  # [adapters, n, max_rank]; the factor alpha / rank is part of it
-    offsets: tuple[int, ...]  # of the slices in n
+    offsets: tuple[int, ...]  # where each slice begins in n
 
 
 class Stacks:

@@ -51,7 +51,7 @@ _FUSED = (("q", "k", "v"), ("output",), ("gate", "up"), ("down",))  # projection
 
 
 def raw_config(header: GgufHeader) -> dict[str, Any]:
-    """What a config.json would say. Raises ConfigError."""
+    """The content of the config.json that the file stands for. Raises ConfigError."""
     return config_of(header, _rope_factors(header))
 
 
@@ -70,7 +70,7 @@ class GgufLayers(QuantizedLayers):
     """Projections that keep their stored numbers. The others of the file are floats."""
 
     kinds: Mapping[str, str]  # projection -> its type, one of _INT8 or _SUPER_BLOCKS
-    four_bits: frozenset[str] = frozenset()  # those of Q4_0 that are held with 4 bits, not as int8
+    four_bits: frozenset[str] = frozenset()  # names of the Q4_0 tensors that are held with 4 bits, not as int8
 
     scheme: ClassVar[Scheme] = "int8"  # type: ignore[misc]
     marker: ClassVar[str] = BLOCKS

@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def config_of(header: GgufHeader, rope_factors: list[float] | None) -> dict[str, Any]:
-    """What a config.json would say; None where it would say nothing. Raises ConfigError.
+    """The content of the config.json that the file stands for; None for keys that it would not have. Raises ConfigError.
 
     `rope_factors` are the values of the tensor ROPE_FACTORS.
     """

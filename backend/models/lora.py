@@ -60,7 +60,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
 
 
 def stack_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Of each linear layer the offsets of its projections in the output, the last one being its outputs, and its inputs."""
+    """For each linear layer: where its projections begin in the output, with the number of outputs at the end; and its inputs."""
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for name, place in places(config).items():
         if name != "qkv":
@@ -83,7 +83,7 @@ def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_
 
 
 def files_of(directory: Path) -> tuple[Path, Path]:
-    """What an adapter in a directory is: its configuration, and its weights."""
+    """The files of the adapter in a directory: its configuration and its weights."""
     is_rows = (directory / CONFIG_ROWS).is_file()
     names = (CONFIG_ROWS, WEIGHT_ROWS) if is_rows else (CONFIG, WEIGHTS)
     return directory / names[0], directory / names[1]

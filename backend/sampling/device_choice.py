@@ -128,11 +128,11 @@ class FetchedSamples:
     """A step's tokens on their way to the host."""
 
     def __init__(self, slots: list[SlotId], options: list[SlotOptions], fetched: Fetched) -> None:
-        self._slots, self._options, self._fetched = slots, options, fetched
+        self.slots, self._options, self._fetched = slots, options, fetched
 
     def wait(self) -> list[SampledToken]:
         tokens, *details = self._fetched.wait()
-        samples = list(map(SampledToken, self._slots, tokens.tolist()))
+        samples = list(map(SampledToken, self.slots, tokens.tolist()))
         if details:
             own, ids, values = (part.tolist() for part in details)
             asking = [i for i, row in enumerate(self._options) if row.wants_log_probs]

@@ -1,34 +1,34 @@
-"""Acceptance: how often a draft model's guesses at one sequence are right, learnt from those that steps have verified.
+"""Acceptance: how often a draft model's guesses at one sequence are right, learnt from the guesses that steps have verified.
 
-A guess counts when all before it in its step were right, for what lies behind a wrong one says nothing. What is known fades while
-nothing is guessed, towards what is assumed of any sequence: so guesses that did not pay are tried again now and then.
+A guess counts only if all guesses before it in its step were right, because tokens behind a wrong one prove nothing. While a
+sequence gets no guesses, its share drifts back to what is assumed of any sequence, so that guesses which did not pay are tried
+again now and then.
 """
 
 from __future__ import annotations
 
 from backend.core.sequence import Sequence
+from backend.scheduler.step_cost import ASSUMED, LEARNING, SHARE
 
-ASSUMED = 0.7  # share of right guesses, of a sequence that nothing is known of
-_LEARNING = 0.1  # what the newest guess counts
-_FADING = 0.005  # what a token without guesses counts
+_FADING = SHARE * LEARNING  # weight of a token without guesses
 
 
 class Acceptance:
     def __init__(self, seq: Sequence, assumed: float = ASSUMED) -> None:
-        self.share = self._assumed = assumed  # of right guesses
+        self.share = self._assumed = assumed  # share of right guesses
         self._seen = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
 
     def see(self, seq: Sequence) -> tuple[int, int]:
-        """Take note of all that steps have verified so far. Returns how many guesses were right, and that came to be wrong."""
+        """Learn from all that steps have verified so far. Returns the numbers of right guesses and of wrong ones that count."""
         if seq.num_tokens == self._seen[0]:
             return 0, 0
         now = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
         num_tokens, num_guessed, num_right = (new - old for new, old in zip(now, self._seen))
         self._seen = now
         for _ in range(num_right):
-            self.share += _LEARNING * (1 - self.share)
+            self.share += LEARNING * (1 - self.share)
         if num_guessed > num_right:
-            self.share -= _LEARNING * self.share
+            self.share -= LEARNING * self.share
         if not num_guessed:
             self.share += (1 - (1 - _FADING) ** num_tokens) * (self._assumed - self.share)
         return num_right, int(num_guessed > num_right)

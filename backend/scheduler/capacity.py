@@ -110,7 +110,7 @@ def admit_beams(
     mark = plan.mark()
     for seq in beams:
         others = [*admitted, *(other for other in beams if other is not seq)]
-        answer = plan.seat(seq) if seq.is_dormant else policy.admit(plan, seq, running, others)
+        answer = plan.reserve_slot(seq) if seq.is_dormant else policy.admit(plan, seq, running, others)
         if answer is not Admission.NOW:
             plan.rollback(mark)
             return answer

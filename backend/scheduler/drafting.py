@@ -1,22 +1,22 @@
 """Drafter: which rows of a step get drafts, and how many.
 
-Drafts are guesses at the next tokens of a row, which the step verifies (core/step.py). Where they come from:
+Drafts are guesses at the next tokens of a row, which the step verifies (core/step.py). They come from:
 
-    the request          `draft_tokens`: for as long as the output is what they say. All of them are tried
+    the request          `draft_tokens`, while the output equals them. All of them are tried
     lookup.py            the sequence's own tokens and outputs of its namespace, if `speculation.mode` is lookup
-    the workers          their draft model, if it is draft_model: see model_drafting.py
+    the workers          their draft model, if the mode is draft_model: see model_drafting.py
 
-A row gets as many as bring the most tokens a second, by what steps have taken so far (step_cost.py). With r rows, and e tokens
-expected of all drafts, the sum over drafts of the probability that each and all before it are right, that is the greatest
+The number of drafts maximises tokens per second, by the measured cost of steps (step_cost.py). With r rows, and e the sum over
+drafts of the probability that a draft and all before it are right, that rate is
 
     (r + e / MARGIN) / (seconds of a step with these drafts)
 
-and only if it is CLEARLY more than without. A step of one row, whose time goes to reading the weights, takes drafts that are
-rarely right; one of many rows, whose time goes to computing, only those that nearly always are.
+and a step gets drafts only if it is CLEARLY faster with them. A step of one row, whose time goes to reading the weights, takes
+drafts that are rarely right; a step of many rows, whose time goes to computing, only drafts that are nearly always right.
 
-Guessing takes time of its own, on the host. Where that is more than what it wins, by the same estimate, it rests for some steps.
+Guessing takes time on the host. Where it costs more than it wins, by the same estimate, it rests for some steps.
 
-What it knows of a sequence follows from its tokens alone, so asking twice, or dropping a plan, changes nothing.
+The knowledge about a sequence follows from its tokens alone, so asking twice, or dropping a plan, changes nothing.
 """
 
 from __future__ import annotations
@@ -30,21 +30,13 @@ from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.scheduler.lookup import Lookup, OtherOutputs
-from backend.scheduler.step_cost import StepCost
+from backend.scheduler.step_cost import MARGIN, MAX_DRAFTS, RESTS, SHARE, StepCost
 
-MARGIN = 1.25  # a draft must be worth so much more than it costs
-# Tokens that a step with guesses must bring where a plain one brings one, for times are known no better than that.
-CLEARLY = 1.05
-_LIKELY = 0.5  # probability of a row's first draft for which the engine does without planning ahead
-_LEAST = 0.01  # drafts with a smaller probability are not thought about
-_RESTS = 100  # steps
-_KEPT = 0.95  # share of what was won or lost so far that counts beside the newest step
-_BEARABLE = 0.2  # of a step that may be lost in that sum, hence 1 % for each
-MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the vocabulary
+CLEARLY = 1 + SHARE  # tokens that a step with drafts must bring where a plain one brings one
 
 
 class Draft(NamedTuple):
-    """Guesses at the next tokens of a sequence: those that are known, or the number of those that a draft model is to make."""
+    """Guesses at the next tokens of a sequence: their ids, or the number of guesses that a draft model is to make."""
 
     token_ids: list[int]
     is_given: bool = False  # by the request
@@ -63,13 +55,13 @@ class Drafter:
         """`sharing`: who may guess from whose outputs, as with KV."""
         self._config = config
         self._clock = clock or SystemClock()
-        self._won_s = 0.0  # by guessing lately, less what it took
-        self._speed = CLEARLY  # that the latest guesses were expected to bring, without any being 1
+        self._won_s = 0.0  # by guessing lately, less the time it took
+        self._speed = CLEARLY  # expected of the latest step with guesses; a plain step has 1
         self._num_resting = 0  # steps that are left of a rest
         self._sharing = sharing
         self._looks_up = config.mode == "lookup"
         self.others = OtherOutputs(config.max_shared_tokens) if self._looks_up and sharing != "none" else None
-        self._known: dict[SequenceId, Lookup | None] = {}  # None: it must not have drafts
+        self._known: dict[SequenceId, Lookup | None] = {}  # None: the sequence must not have drafts
         self.cost = StepCost()
 
     @property
@@ -78,7 +70,7 @@ class Drafter:
         return self._config.mode != "none"
 
     def waits(self, rows: list[Sequence]) -> bool:
-        """Whether to plan no further before the tokens of `rows` that are in flight are known, because drafts are likely to pay.
+        """True if planning must wait for the tokens of `rows` that are in flight, because drafts are likely to pay.
 
         All rows wait, or none does: a step for some of them would take nearly as long as one for all.
         """
@@ -88,9 +80,9 @@ class Drafter:
         """True if drafts that no request brings are likely to pay."""
         if not self._looks_up or self._num_resting or self.cost.is_trial(self._speed):
             return False
-        if self._speed < CLEARLY and not self.cost.looks_anew:
+        if self._speed < CLEARLY and not self.cost.is_refreshed:
             return False
-        return any(known.confidence(0) > _LIKELY for known in map(self._known_of, rows) if known is not None)
+        return any(known.confidence(0) > 0.5 for known in map(self._known_of, rows) if known is not None)
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
@@ -116,13 +108,13 @@ class Drafter:
         began_ns, drafts = self._clock.monotonic_ns(), dict[SequenceId, Draft]()
         num_tokens, expected = num_rows, float(num_rows)
         least = self._least(num_tokens, expected)
-        tells = least >= 1  # of whether guesses pay, as a step does for which hardly any is known does not
+        tells = least >= 1  # True if this step shows whether guesses pay: too few known guesses show nothing
         for seq in landed if least < 1 else ():
             most = min(room, self._most(seq))
             known = self._known_of(seq) if most > 0 else None
             if known is None or known.confidence(0) < least:
                 continue
-            tells |= known.confidence(0) > _LIKELY
+            tells |= known.confidence(0) > 0.5
             count, gain = self._worth(known, most, num_tokens, expected)
             if not count:
                 continue
@@ -142,27 +134,30 @@ class Drafter:
         return drafts
 
     def note(self, num_rows: int, drafts: Collection[Draft], seconds: float) -> None:
-        """A step that only generates has taken so long."""
+        """A step that only generates was measured."""
         self.cost.note(num_rows + sum(draft.num_tokens for draft in drafts), seconds)
 
     def _most(self, seq: Sequence) -> int:
-        """Guesses at a row in a step."""
+        """The most guesses that a row may have in a step."""
         asked = seq.request.max_draft_tokens
         most = self._config.max_draft_tokens if asked is None else min(asked, self._config.max_draft_tokens)
         return min(most, _left(seq))
 
     def _settle(self, won_s: float, plain_s: float) -> None:
-        """Take note of what guesses at one step have won, which would take `plain_s` without, and rest if it is too little."""
-        self._won_s = _KEPT * self._won_s + won_s
-        if self._won_s < -_BEARABLE * plain_s:
-            self._won_s, self._num_resting = 0.0, _RESTS
+        """Add what the drafts of one step have won, which takes `plain_s` without, to a sum in which older steps count less.
+
+        Where the sum falls below -4 SHARE of a step, which is 1 % for each, guessing rests.
+        """
+        self._won_s = (1 - SHARE) * self._won_s + won_s
+        if self._won_s < -4 * SHARE * plain_s:
+            self._won_s, self._num_resting = 0.0, RESTS
 
     def _least(self, num_tokens: int, expected: float) -> float:
-        """The probability of a row's first draft below which no number of them pays, for further ones are no more probable."""
+        """The probability of a row's first draft below which none of its drafts pay: further ones are no more probable."""
         return MARGIN * expected * self.cost.least_share(num_tokens, self._config.max_draft_tokens)
 
     def end(self, seq: Sequence) -> None:
-        """A request, or a session's turn, is over."""
+        """Forget a sequence whose request or turn has ended, and remember its output for others."""
         known = self._known.pop(seq.seq_id, None)
         if known is not None and self.others is not None and self._shares(seq):
             self.others.add(seq.namespace, seq.token_ids[seq.num_prompt_tokens :])
@@ -172,7 +167,7 @@ class Drafter:
         return self._sharing == "all" or not seq.is_anonymous
 
     def _known_of(self, seq: Sequence) -> Lookup | None:
-        """What is known of a sequence; None if it must not have drafts."""
+        """The lookup of a sequence, up to date; None if it must not have drafts."""
         if not self._looks_up:
             return None
         if seq.seq_id not in self._known:
@@ -186,14 +181,14 @@ class Drafter:
         return Lookup(seq.namespace, self.others if self._shares(seq) else None)
 
     def _worth(self, known: Lookup, most: int, num_tokens: int, expected: float) -> tuple[int, float]:
-        """How many drafts of a row pay, and how many of them are expected to be right.
+        """The number of drafts of a row that pays most, and how many of them are expected to be right.
 
-        num_tokens, expected: of the step so far, what runs and what comes of it.
+        num_tokens: tokens that the step runs so far; expected: tokens that they are expected to bring.
         """
         right, gain = known.confidence(0), 0.0
         best, best_gain, best_rate = 0, 0.0, 0.0
         for count in range(1, most + 1):
-            if right < _LEAST:
+            if right < 1 / MAX_DRAFTS:
                 break
             if count == 1:
                 best_rate = expected / self.cost.seconds(num_tokens)
@@ -210,16 +205,16 @@ def may_guess(seq: Sequence) -> bool:
 
 
 def _left(seq: Sequence) -> int:
-    """Drafts that a row can use: behind the last token that it may have comes none."""
+    """The most drafts that a row can use: no draft follows the last token that it may have."""
     return seq.max_output_tokens - seq.num_output_tokens - 1
 
 
 def _script(seq: Sequence) -> list[int]:
-    """What is left of the request's own drafts."""
+    """The rest of the request's own drafts."""
     return seq.request.draft_tokens[seq.num_output_tokens :]
 
 
 def _follows_script(seq: Sequence) -> bool:
-    """True if all of the output is as the request's drafts say, and some of these are left."""
+    """True if the whole output equals the request's drafts so far, and some of them are left."""
     script, num_output = seq.request.draft_tokens, seq.num_output_tokens
     return 0 < num_output < len(script) and seq.token_ids[seq.num_prompt_tokens :] == script[:num_output]

@@ -1,18 +1,17 @@
-"""Lookup: what followed the latest tokens of a sequence when they occurred before.
+"""Lookup: guesses that a sequence goes on as it did when its latest tokens occurred before.
 
     ... the price of a ticket is 40 | and the price of a _       the last tokens match "the price of a": "ticket" may follow
 
-It looks in the sequence's own tokens, and in the outputs of other conversations of its namespace (`OtherOutputs`). A place is
-found by a hash of its last tokens, of NGRAMS lengths, and then compared token by token. As long as the sequence goes on as the
-place did, the place is kept, and the match grows. Where a place was left because it went on in another way, the sequence is
-likely to come back: what follows a word that was replaced is as before. So for NEAR tokens a single one is enough that stands
-in the NEAR tokens behind there.
+It searches the sequence's own tokens, and the outputs of other conversations of its namespace (`OtherOutputs`). A place is found
+by a hash of its last tokens, of NGRAMS lengths, and then compared token by token. While the sequence continues as the place did,
+the place is kept and the match grows. When they differ, the sequence is likely to come back, because text behind a replaced word
+is as before. So for the next NEAR tokens a match of a single token is enough, if it lies in the NEAR tokens behind that place.
 
     here   the price of a ticket was 40 and ...
     there  the price of a ticket is 40 and ...      left at "is"; "40" is found again at once
 
-How often a match of some length was right is counted, also when nobody asks for drafts, so that it is known without trying
-whether they would pay.
+The share of right guesses is counted for each length of match, also while no drafts are asked for, so that their gain is known
+without trying them.
 
 The draft of a repetition copies from itself, as in LZ77: of "a b a b a b" it goes on for as long as one likes.
 
@@ -26,28 +25,25 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from backend.scheduler.step_cost import LEARNING
+
 NGRAMS = (6, 3)  # tokens that must match, the longer ones tried first
-OTHERS_NGRAM = NGRAMS[0]  # in outputs of others
 NEAR = 16  # tokens behind the end of a match, of the place and of the sequence
-MAX_LENGTH = 32  # of a match that is counted; a longer one is no surer
-# Of matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens: how probable their next token is, until it is known better.
+MAX_LENGTH = 32  # longest match that is counted; a longer one is no surer
+# The probability that a match of 1, 2-3, 4-7, 8-15, 16-31 or more tokens is right, before any was verified.
 _GUESSES = (0.0, 0.3, 0.3, 0.5, 0.7, 0.85, 0.9)
-_FORGETTING = 0.1  # share of the newest outcome in that probability
-_IDLE_AFTER = 32  # tokens without any match, after which a sequence is looked at
-_IDLE_TOKENS = 8  # every so many tokens only
-_BACKLOG = 64  # tokens that came unseen; where there are more, they are not looked at one by one
 
 
 class Place(NamedTuple):
     """The token at `next_at` may come next, for the `length` tokens ahead of it are the sequence's latest."""
 
-    output: Sequence[int] | None  # of others; None: the sequence's own tokens
+    output: Sequence[int] | None  # output of another conversation; None: the sequence's own tokens
     next_at: int
     length: int
 
 
 class OtherOutputs:
-    """The latest outputs of conversations, by namespace. Nobody finds those of another namespace."""
+    """The latest outputs of conversations, by namespace. Outputs of another namespace are never found."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -58,10 +54,10 @@ class OtherOutputs:
     def add(self, namespace: str, token_ids: Sequence[int]) -> None:
         """Remember an output; the oldest ones are forgotten for it."""
         ids = array("i", token_ids[-self._max_tokens :] if self._max_tokens else ())
-        if len(ids) <= OTHERS_NGRAM:
+        if len(ids) <= NGRAMS[0]:
             return
         places = self._places.setdefault(namespace, {})
-        places.update((key, (ids, index)) for index, key in enumerate(_hashes(ids[:-1], OTHERS_NGRAM), OTHERS_NGRAM))
+        places.update((key, (ids, index)) for index, key in enumerate(_hashes(ids[:-1], NGRAMS[0]), NGRAMS[0]))
         self._oldest_first.append((namespace, ids))
         self._num_tokens += len(ids)
         while self._num_tokens > self._max_tokens:
@@ -74,7 +70,7 @@ class OtherOutputs:
     def _forget(self, namespace: str, ids: array[int]) -> None:
         self._num_tokens -= len(ids)
         places = self._places[namespace]
-        for key in _hashes(ids[:-1], OTHERS_NGRAM):
+        for key in _hashes(ids[:-1], NGRAMS[0]):
             if key in places and places[key][0] is ids:
                 del places[key]
         if not places:
@@ -82,31 +78,31 @@ class OtherOutputs:
 
 
 class Lookup:
-    """Of one sequence. All that it knows follows from the tokens that it has seen, not from when it is asked."""
+    """The matches of one sequence. They follow from the tokens that it has seen, not from the moments at which it is asked."""
 
     def __init__(self, namespace: str, others: OtherOutputs | None) -> None:
-        """`others`: whom the sequence may learn from."""
+        """`others`: outputs that the sequence may learn from."""
         self._namespace, self._others = namespace, others
         self._ids: list[int] = []
         self._num_seen = 0
         self._next: list[dict[int, int]] = [{} for _ in NGRAMS]  # hash of the n-gram -> index behind its latest one
         self._place: Place | None = None
-        self._left: Place | None = None  # the latest match that was no chance, when it has ended
+        self._left: Place | None = None  # the latest match of several tokens that has ended
         self._num_since_left = 0
         self._right = list(_GUESSES)
         self._num_unmatched = 0  # latest tokens without a match
 
     def see(self, ids: list[int]) -> None:
-        """Take note of all tokens so far. `ids` only grows from call to call."""
+        """Learn all tokens so far. `ids` only grows from call to call."""
         self._ids = ids
-        if len(ids) - self._num_seen > (_BACKLOG if self._num_seen else 1):
+        if len(ids) - self._num_seen > (2 * MAX_LENGTH if self._num_seen else 1):
             self._skip_to(len(ids) - 1)
             self._place = self._left = None
         while self._num_seen < len(ids):
-            if self._num_unmatched >= _IDLE_AFTER:
-                if len(ids) - self._num_seen < _IDLE_TOKENS:
+            if self._num_unmatched >= MAX_LENGTH:  # so many tokens without a match: look at some of them only
+                if len(ids) - self._num_seen < NEAR // 2:
                     return
-                self._skip_to(self._num_seen + _IDLE_TOKENS - 1)
+                self._skip_to(self._num_seen + NEAR // 2 - 1)
             self._see_next(ids[self._num_seen])
 
     def confidence(self, num_drafts: int) -> float:
@@ -126,7 +122,7 @@ class Lookup:
         return drafts
 
     def _skip_to(self, end: int) -> None:
-        """Take note of the tokens up to `end` without looking for a match."""
+        """Learn the tokens up to `end` without searching for a match."""
         for size, known in zip(NGRAMS, self._next):
             first = max(size, self._num_seen + 1)  # the end of the first n-gram that is new
             known.update(zip(_hashes(self._ids[first - size : end], size), range(first, end + 1)))
@@ -140,7 +136,7 @@ class Lookup:
             ids = self._ids if place.output is None else place.output
             is_right = ids[place.next_at] == token_id
             rank = _rank(place.length)
-            self._right[rank] += _FORGETTING * (is_right - self._right[rank])
+            self._right[rank] += LEARNING * (is_right - self._right[rank])
             if is_right and place.next_at + 1 < len(ids):
                 self._place = Place(place.output, place.next_at + 1, place.length + 1)
             elif place.length >= NGRAMS[-1]:
@@ -153,7 +149,7 @@ class Lookup:
             known[key] = end
             if self._place is None:
                 self._place = self._compared(None, index, size)
-                if self._place is None and size == OTHERS_NGRAM and self._others is not None:
+                if self._place is None and size == NGRAMS[0] and self._others is not None:
                     found = self._others.find(self._namespace, key)
                     self._place = None if found is None else self._compared(*found, size)
         if self._place is None and self._left is not None:
@@ -189,6 +185,6 @@ def _rank(length: int) -> int:
 
 
 def _hashes(ids: Sequence[int], size: int) -> Iterator[int]:
-    """Of each run of `size` tokens, in order."""
+    """The hash of each run of `size` tokens, in order."""
     runs: Iterable[tuple[int, ...]] = zip(*(ids[start:] for start in range(size)))
     return map(hash, runs)

@@ -1,12 +1,12 @@
-"""ModelDrafter: how many guesses the workers' draft model makes in a step: as many at each row, for a pass of it serves all rows.
+"""ModelDrafter: chooses how many guesses the workers' draft model makes in a step.
 
-With r rows, of which row i has a share a_i of right guesses (acceptance.py), that is the number k with the greatest
+Every row gets the same number, because one pass of the draft model serves all rows. With r rows, where a_i is the share of right
+guesses at row i (acceptance.py), the best number k maximises
 
     (r + sum over rows of (a_i + a_i^2 + ... + a_i^k) / MARGIN) / (seconds of a step of r rows with k passes)
 
-Steps without guesses are measured first, and now and then. Where guesses do not pay, a few steps try one guess after a while, for
-what is known of them grows old. A try is dear, for the draft model computes first what it has missed: so they become rarer and
-rarer.
+Steps without guesses are measured first, and again every PERIOD steps. Where guesses do not pay, some steps try one guess
+after a while. A try is expensive, because the draft model first computes the tokens that it has missed, so tries become rare.
 """
 
 from __future__ import annotations
@@ -17,29 +17,22 @@ from backend.api.config import EngineConfig, SpeculationConfig
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
-from backend.scheduler.acceptance import ASSUMED, Acceptance
-from backend.scheduler.drafting import MARGIN, MAX_DRAFTS, Draft, Drafter, may_guess
-from backend.scheduler.pass_cost import PassCost
+from backend.scheduler.acceptance import Acceptance
+from backend.scheduler.drafting import Draft, Drafter, may_guess
+from backend.scheduler.step_cost import ASSUMED, LATEST, MARGIN, MAX_DRAFTS, PERIOD, SHARE
 
-_BETWEEN_PLAIN = 64  # steps with guesses, after which one goes without
-_BETWEEN_TRIES = (
-    256,
-    8192,
-)  # steps without guesses, after which some try one: at first, and at most, where tries were in vain
-_TRIES = 4
-_LEARNING = 0.05  # what the newest guess of any sequence counts in what is assumed of a new one
+_FIRST_WAIT, _LONGEST_WAIT = 4 * PERIOD, 128 * PERIOD  # steps without guesses from one series of tries to the next
 
 
 class ModelDrafter(Drafter):
     def __init__(self, config: SpeculationConfig) -> None:
         super().__init__(config)
-        self.passes = PassCost()
         self._assumed = ASSUMED
-        self._accepted: dict[SequenceId, Acceptance | None] = {}  # None: it must not have guesses
+        self._accepted: dict[SequenceId, Acceptance | None] = {}  # None: the sequence must not have guesses
         self._num_alike = 0  # latest steps that all had guesses, or none
         self._latest = 0  # guesses at each row of the latest step
         self._num_tries = 0  # that are left
-        self._wait = _BETWEEN_TRIES[0]
+        self._wait = _FIRST_WAIT
 
     def expects(self, rows: list[Sequence]) -> bool:
         known = [acceptance.share for seq in rows if (acceptance := self._acceptance(seq)) is not None]
@@ -58,45 +51,45 @@ class ModelDrafter(Drafter):
         if any(draft.is_given for draft in drafts):
             return
         count = max((draft.num_guesses for draft in drafts), default=0)
-        self.passes.note(num_rows, count, seconds)
+        self.cost.note(num_rows, seconds, count)
         self._num_alike = self._num_alike + 1 if (count > 0) == (self._latest > 0) else 1
         self._latest = count
         if count and not self._num_tries:
-            self._wait = _BETWEEN_TRIES[0]
+            self._wait = _FIRST_WAIT
         self._num_tries = max(0, self._num_tries - 1)
         if not count and self._num_alike % self._wait == 0:
-            self._num_tries, self._wait = _TRIES, min(2 * self._wait, _BETWEEN_TRIES[1])
-            self.passes.forget()
+            self._num_tries, self._wait = LATEST // 2, min(2 * self._wait, _LONGEST_WAIT)
+            self.cost.forget_passes()
 
     def end(self, seq: Sequence) -> None:
         super().end(seq)
         self._accepted.pop(seq.seq_id, None)
 
     def _acceptance(self, seq: Sequence) -> Acceptance | None:
-        """What is known of the guesses at a sequence; None if it must not have any."""
+        """The acceptance of a sequence, up to date; None if it must not have guesses."""
         if seq.seq_id not in self._accepted:
             self._accepted[seq.seq_id] = Acceptance(seq, self._assumed) if may_guess(seq) else None
         known = self._accepted[seq.seq_id]
         if known is not None:
             num_right, num_wrong = known.see(seq)
             for _ in range(num_right):
-                self._assumed += _LEARNING * (1 - self._assumed)
+                self._assumed += SHARE * (1 - self._assumed)
             if num_wrong:
-                self._assumed -= _LEARNING * self._assumed
+                self._assumed -= SHARE * self._assumed
         return known
 
     def _count(self, shares: list[float], num_rows: int, room: int) -> int:
-        """Guesses at each of the rows that may have some; `shares`: of right ones, of each."""
+        """The number of guesses at each row that may have some. `shares`: the share of right guesses of each."""
         most = min(self._config.max_draft_tokens, room // len(shares)) if shares else 0
-        is_plain = self._latest > 0 and self._num_alike % _BETWEEN_PLAIN == 0
-        if not most or is_plain or not self.passes.is_known(num_rows):
+        is_plain = self._latest > 0 and self._num_alike % PERIOD == 0
+        if not most or is_plain or not self.cost.is_known(num_rows):
             return 0
         if self._num_tries:
             return 1
-        best, best_rate, gain, chances = 0, num_rows / self.passes.seconds(num_rows, 0), 0.0, shares
+        best, best_rate, gain, chances = 0, num_rows / self.cost.seconds(num_rows), 0.0, shares
         for count in range(1, most + 1):
             gain += sum(chances) / MARGIN
-            rate = (num_rows + gain) / self.passes.seconds(num_rows, count)
+            rate = (num_rows + gain) / self.cost.seconds(num_rows, count)
             if rate > best_rate:
                 best, best_rate = count, rate
             chances = [chance * share for chance, share in zip(chances, shares)]
@@ -104,7 +97,7 @@ class ModelDrafter(Drafter):
 
 
 def make_drafter(config: EngineConfig, takes_drafts: bool, clock: Clock) -> Drafter | None:
-    """Who decides on drafts in the configured mode of speculation; None for workers that take none."""
+    """The drafter of the configured mode of speculation; None for workers that verify no drafts."""
     if not takes_drafts:
         return None
     if config.speculation.mode == "draft_model":

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from backend.api.config import SchedulerConfig
 from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import SequenceId, StepInput
+from backend.kvcache.adapters import AdapterCache
 from backend.kvcache.manager import KVCacheManager, TableChange
 from backend.kvcache.plan import Admission, KVPlan
-from backend.scheduler.adapters import AdapterCache
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,
@@ -206,8 +206,8 @@ class Scheduler:
             assert seq.slot is not None  # it runs
             changes.changes[seq.seq_id] = TableChange(seq.slot, [], is_new=True)
         rows = take_rows(plan, changes.changes)
-        # What is left in `changes` is not part of a row: block tables of sequences that are new in their slots, and tables that
-        # have grown although their sequence runs no token in this step. Both are sent whole.
+        # Some changes are not part of a row and are sent whole: block tables of sequences that are new in their slots, and tables
+        # that have grown although their sequence runs no token in this step.
         new = [self._stale.get(seq_id) or plan.kv.grants[seq_id].seq for seq_id in changes.changes]
         new_rows = [new_row(seq, self._kv) for seq in new if not seq.is_dormant]
         self._stale.clear()

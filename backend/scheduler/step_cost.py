@@ -1,100 +1,123 @@
-"""StepCost: how long a step of so many tokens takes, learnt from the steps that only generate.
+"""StepCost: how long a step takes by its tokens and by the passes of a draft model, learnt from the steps that only generate.
 
-    seconds = what steps of about this size have taken lately, or all steps where those are not known,
-              + per_token for each token more than these had
+    seconds(tokens)           the mean of the latest steps of about this size, or of all steps where no such step is known,
+                              + per_token for each token more than these had
+    seconds(tokens, passes)   the mean of the latest such steps; where there are none, on the line through the steps without
+                              passes and those of the nearest number of passes; else at the share of a step that passes had last
 
 Each group of sizes has a mean of its own: a kernel that works in tiles takes as long for one row more than a tile as for nearly
-two tiles. It is forgotten when no such step has run for long, for the machine may be another one by then. What a
-token costs is the slope of a least-squares fit over the latest steps, older ones counting less and less. Without steps of
-different sizes that cannot be told, so a guess is mixed in that a few steps outweigh.
+two tiles. A mean is forgotten when no such step has run for long, because the machine may have changed since. What a token costs
+is the slope of a least-squares fit over the latest steps, in which older ones count less and less. It starts from an assumption,
+which a few steps outweigh, because steps of one size have no slope.
 
-Now and then a step is to be a trial, without guesses, so that the time that guesses are compared with is not an old one.
+Now and then a step is a trial without drafts, to measure again the time that drafts are compared with.
+
+These are the constants of all decisions about drafts:
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-_FORGETTING = 0.98  # what a step counts when the next one is seen
-_GUESS = 0.05  # of a token, as a share of the time that a step takes without any
-_WEIGHT = 2.0  # of the guess, in squared tokens
-_OUTLIER = 2.0  # a step that takes more than so many times what was expected counts as if it took just that
-_TILE = 8  # sizes beyond it are told apart in groups of so many
-_LATEST = 8  # steps that a group's mean is of
-_REMEMBERED = 300  # steps without one of a group, after which nothing is known of it
-_BETWEEN_TRIALS = 64, 16  # steps; the second where it is not clear that guesses pay
-_CLEAR = 1.25
-_BETWEEN_LOOKS = 8  # steps after which what is told of any size is worked out anew; in the first ones after each
-_EARLY = 64
+# Assumed cost of a token, and the least gain that counts, as shares of a step: times vary about as much.
+SHARE = 0.05
+PASS_SHARE = 0.3  # assumed cost of a pass of a draft model, as a share of a step
+MARGIN = 1.25  # a draft must be worth so much more than it costs
+ASSUMED = 0.7  # share of a draft model's guesses that are right, for a sequence that nothing is known about
+LEARNING = 0.1  # weight of the newest outcome in the probability that a guess is right
+LATEST = 8  # steps in a mean; estimates are computed again after so many
+PERIOD = 64  # steps from one trial to the next
+RESTS = 100  # steps without drafts where guessing costs more than it wins
+MAX_DRAFTS = 256  # drafts of one step: each may need a row of logits, as long as the vocabulary
+TILE = 8  # sizes above it form groups of so many
 
 
-class _Group(NamedTuple):
-    """Steps of sizes that are not told apart."""
+class _Mean(NamedTuple):
+    """Steps of one group of sizes, with the same number of passes."""
 
     num_steps: int
-    tokens: float  # mean
-    seconds: float  # mean
+    tokens: float
+    seconds: float
     latest: int  # number of its latest step
 
 
 class StepCost:
     def __init__(self) -> None:
-        self._weight = 0.0  # of all steps
+        self._weight = 0.0  # sum of the weights of all steps without passes
         self._tokens = 0.0  # mean
         self._seconds = 0.0  # mean
-        self._variance = 0.0  # of tokens, times the weight
-        self._covariance = 0.0  # of tokens and seconds, times the weight
-        self._groups: dict[int, _Group] = {}
+        self._variance = 0.0  # variance of tokens, times the weight
+        self._covariance = 0.0  # covariance of tokens and seconds, times the weight
+        self._means: dict[int, dict[int, _Mean]] = {}  # group of sizes -> passes -> its steps
+        self._pass_share = PASS_SHARE
         self._num_steps = 0
-        self._told: dict[int, float] = {}  # what `seconds` and `least_share` have said lately
+        self._latest_passes = 0
+        self._estimates: dict[tuple[int, int], float] = {}  # results of `seconds` and `least_share`, for LATEST steps
         self._least: dict[tuple[int, int], float] = {}
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """A step was measured."""
-        if self._weight:
-            seconds = min(seconds, _OUTLIER * self._expected(num_tokens))
-        self._weight = _FORGETTING * self._weight + 1
-        more_tokens, more_seconds = num_tokens - self._tokens, seconds - self._seconds
-        self._tokens += more_tokens / self._weight
-        self._seconds += more_seconds / self._weight
-        self._variance = _FORGETTING * self._variance + more_tokens * (num_tokens - self._tokens)
-        self._covariance = _FORGETTING * self._covariance + more_tokens * (seconds - self._seconds)
+    def note(self, num_tokens: int, seconds: float, num_passes: int = 0) -> None:
+        """A step was measured. The first one with passes does not count: the draft model first computes what it has missed."""
+        is_first, self._latest_passes = num_passes > 0 == self._latest_passes, num_passes
+        if is_first:
+            return
+        means = self._means.setdefault(group_of(num_tokens), {})
+        known = self._known(num_tokens, num_passes) or _Mean(0, 0.0, 0.0, 0)
+        if self._weight and not num_passes:
+            seconds = min(seconds, 2 * self._expected(num_tokens))  # an outlier counts as twice what was expected
+        elif known.num_steps:
+            seconds = min(seconds, 2 * known.seconds)
         self._num_steps += 1
-        if self.looks_anew:
-            self._told.clear()
+        if not num_passes:
+            self._fit(num_tokens, seconds)
+        if self.is_refreshed:
+            self._estimates.clear()
             self._least.clear()
-        known = self._known(num_tokens) or _Group(0, 0.0, 0.0, 0)
-        count = min(known.num_steps + 1, _LATEST)
+        count = min(known.num_steps + 1, LATEST)
         tokens = known.tokens + (num_tokens - known.tokens) / count
         mean = known.seconds + (seconds - known.seconds) / count
-        self._groups[group_of(num_tokens)] = _Group(count, tokens, mean, self._num_steps)
+        means[num_passes] = _Mean(count, tokens, mean, self._num_steps)
+        plain = means[0].seconds if 0 in means else 0.0
+        if num_passes and plain:
+            self._pass_share = (mean / plain - 1) / num_passes
+
+    def forget_passes(self) -> None:
+        """Forget what steps with passes have taken: the machine may have changed since."""
+        for means in self._means.values():
+            for num_passes in [each for each in means if each]:
+                del means[num_passes]
+        self._estimates.clear()
+
+    def is_known(self, num_tokens: int) -> bool:
+        """True if a step of about this size was measured without passes."""
+        return self._known(num_tokens) is not None
 
     @property
-    def looks_anew(self) -> bool:
-        """True if the step that was measured last is one after which all is worked out anew."""
-        return self._num_steps <= _EARLY or self._num_steps % _BETWEEN_LOOKS == 0
+    def is_refreshed(self) -> bool:
+        """True if estimates are computed again after the latest step: after each one at first, then after every LATEST-th."""
+        return self._num_steps <= PERIOD or self._num_steps % LATEST == 0
 
     def is_trial(self, speed: float) -> bool:
-        """True if the next step is to have no guesses. `speed`: of steps with guesses, that of plain ones being 1. Where it is
-        about the same, trials cost little and decide much.
+        """True if the next step is to have no drafts. `speed`: tokens/s with drafts divided by those without. Where that is about
+        1, trials cost little and decide much.
         """
-        between = _BETWEEN_TRIALS[speed < _CLEAR]
+        between = PERIOD if speed >= MARGIN else PERIOD // 4
         return self._num_steps % between == between - 1
 
     @property
     def per_token(self) -> float:
         """Seconds on the line, at least 0."""
-        guess = _GUESS * self._seconds / (1 + _GUESS * self._tokens)
-        return max(0.0, (self._covariance + _WEIGHT * guess) / (self._variance + _WEIGHT))
+        assumed = SHARE * self._seconds / (1 + SHARE * self._tokens)
+        return max(0.0, (self._covariance + 2 * assumed) / (self._variance + 2))
 
-    def seconds(self, num_tokens: int) -> float:
-        """Of a step with so many tokens. Before any step was measured, only ratios have a meaning."""
-        if num_tokens not in self._told:
-            self._told[num_tokens] = self._expected(num_tokens)
-        return self._told[num_tokens]
+    def seconds(self, num_tokens: int, num_passes: int = 0) -> float:
+        """Seconds of a step of this size. Before any step was measured, only ratios have a meaning."""
+        key = num_tokens, num_passes
+        if key not in self._estimates:
+            self._estimates[key] = self._expected(num_tokens, num_passes)
+        return self._estimates[key]
 
     def least_share(self, num_tokens: int, most: int) -> float:
-        """The smallest share of a step with so many tokens that one more takes, of up to `most` more."""
+        """The smallest share of a step of this size that one more token takes, of up to `most` more."""
         key = num_tokens, most
         if key not in self._least:
             base = self.seconds(num_tokens)
@@ -102,19 +125,39 @@ class StepCost:
             self._least[key] = min(shares)
         return self._least[key]
 
-    def _expected(self, num_tokens: int) -> float:
+    def _fit(self, num_tokens: int, seconds: float) -> None:
+        keeping = 1 - 1 / PERIOD
+        self._weight = keeping * self._weight + 1
+        more_tokens, more_seconds = num_tokens - self._tokens, seconds - self._seconds
+        self._tokens += more_tokens / self._weight
+        self._seconds += more_seconds / self._weight
+        self._variance = keeping * self._variance + more_tokens * (num_tokens - self._tokens)
+        self._covariance = keeping * self._covariance + more_tokens * (seconds - self._seconds)
+
+    def _expected(self, num_tokens: int, num_passes: int = 0) -> float:
+        if num_passes:
+            return self._expected_with(num_passes, num_tokens)
         if not self._seconds:
-            return 1 + _GUESS * num_tokens
-        known = self._known(num_tokens)
-        if known is None:
-            known = _Group(0, self._tokens, self._seconds, 0)
+            return 1 + SHARE * num_tokens
+        known = self._known(num_tokens) or _Mean(0, self._tokens, self._seconds, 0)
         return max(known.seconds / 10, known.seconds + self.per_token * (num_tokens - known.tokens))
 
-    def _known(self, num_tokens: int) -> _Group | None:
-        group = self._groups.get(group_of(num_tokens))
-        return None if group is None or self._num_steps - group.latest > _REMEMBERED else group
+    def _expected_with(self, num_passes: int, num_tokens: int) -> float:
+        plain, share = self._expected(num_tokens), self._pass_share
+        passes = [each for each in self._means.get(group_of(num_tokens), {}) if each]
+        near = min(passes, key=lambda each: abs(each - num_passes), default=0)
+        known = self._known(num_tokens, near) if near and self._seconds else None
+        if known is not None and near == num_passes:
+            return known.seconds
+        if known is not None:
+            share = (known.seconds / plain - 1) / near
+        return plain * (1 + max(0.0, share) * num_passes)
+
+    def _known(self, num_tokens: int, num_passes: int = 0) -> _Mean | None:
+        mean = self._means.get(group_of(num_tokens), {}).get(num_passes)
+        return None if mean is None or self._num_steps - mean.latest > 5 * PERIOD else mean
 
 
 def group_of(num_tokens: int) -> int:
-    """Sizes of one number are not told apart."""
-    return num_tokens if num_tokens <= _TILE else _TILE + (num_tokens - 1) // _TILE
+    """The group of a size: its steps share a mean."""
+    return num_tokens if num_tokens <= TILE else TILE + (num_tokens - 1) // TILE

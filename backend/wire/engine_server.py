@@ -164,9 +164,9 @@ class EngineServer:
         socket_path: str,
         post: Callable[[Command | ClientGone], None],
         hello: Callable[[int], Hello],
-        present_turn: Callable[[], int | None] = lambda: None,
+        present_iteration: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Listen at `socket_path` (its directory is made 0700; a stale socket is replaced). `present_turn`: see Heart."""
+        """Listen at `socket_path` (its directory is made 0700; a stale socket is replaced). `present_iteration`: see Heart."""
         self._post = post
         self._hello = hello
         self._connections: dict[int, Connection] = {}
@@ -179,7 +179,7 @@ class EngineServer:
         self._listener.bind(socket_path)
         os.chmod(socket_path, 0o600)
         self._listener.listen()
-        self._heart = Heart(present_turn, self._broadcast)
+        self._heart = Heart(present_iteration, self._broadcast)
         threading.Thread(target=self._accept, name="engine-accept", daemon=True).start()
         self._heart.start()
 

@@ -14,9 +14,9 @@ from backend.core.messages import Heartbeat
 
 
 class Heart:
-    def __init__(self, present_turn: Callable[[], int | None], send: Callable[[Heartbeat], None]) -> None:
-        """`present_turn`: the number of the loop's iteration, None while it sleeps. `send` must not block."""
-        self._present_turn = present_turn
+    def __init__(self, present_iteration: Callable[[], int | None], send: Callable[[Heartbeat], None]) -> None:
+        """`present_iteration`: the number of the loop's iteration, None while it sleeps. `send` must not block."""
+        self._present_iteration = present_iteration
         self._send = send
         self._turn: int | None = None  # iteration at the last beat
         self._num_beats = 0  # beats in this iteration
@@ -30,7 +30,7 @@ class Heart:
         self._stopping.set()
 
     def beat(self) -> None:
-        turn = self._present_turn()
+        turn = self._present_iteration()
         self._num_beats = self._num_beats + 1 if turn is not None and turn == self._turn else 0
         self._turn = turn
         self._send(Heartbeat(self._num_beats * TICK_S))

@@ -28,7 +28,7 @@ def part_bytes(place: Place, rank: int, itemsize: int) -> int:
 
 
 def module_bytes(config: ModelConfig, size: PartBytes) -> int:
-    """Of one projection of one layer at rank 1, the largest: the unit of TensorRT-LLM's numHostModuleLayer."""
+    """Bytes of the largest projection of one layer at rank 1: the unit of TensorRT-LLM's numHostModuleLayer."""
     return max(size(place, 1) for place in places(config).values())
 
 
@@ -84,7 +84,7 @@ class AdapterPages:
 
     @property
     def num_bytes(self) -> int:
-        """Of whole pages."""
+        """Size of its whole pages."""
         return len(self._pages) * self._pool.page_bytes
 
     def hold(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

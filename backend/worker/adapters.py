@@ -106,7 +106,7 @@ class DeviceAdapters(Generic[T]):
 
     def _one_copy(self, streams: CopyStreams, number: int, each: tuple[T, PreparedAdapter]) -> None:
         assert self._copy is not None
-        with streams.turn(number):
+        with streams.stream(number):
             self._copy(*each)
 
     def of_rows(self, batch: InputBatch, rows: Sequence[Row]) -> list[T | None] | None:
@@ -118,7 +118,7 @@ class DeviceAdapters(Generic[T]):
 
 
 def _files(path: str) -> Files | None:
-    """What changes when an adapter is written anew. None when it cannot be looked up: reading it will say why."""
+    """A fingerprint that changes when an adapter is written again. None if the files cannot be examined: reading will say why."""
     try:
         found = [each.stat() for each in files_of(Path(path))]
     except (OSError, ValueError):

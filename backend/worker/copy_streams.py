@@ -21,8 +21,8 @@ class CopyStreams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
     @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Copies of this thread go to one of the streams, in turns by `number`."""
+    def stream(self, number: int) -> Iterator[None]:
+        """Copies of this thread go to the stream that `number` chooses."""
         if not self.streams:
             yield
             return
@@ -30,6 +30,6 @@ class CopyStreams:
             yield
 
     def end(self) -> None:
-        """What the computing stream is given from now on waits for all copies."""
+        """Make all later work of the computing stream wait for the copies."""
         for stream in self.streams:
             torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -38,7 +38,7 @@ class DebugFetch:
         self._inputs = [name for name in names if name in DEBUG_INPUTS]
         self.outputs = [name for name in names if name not in DEBUG_INPUTS]
         self._max_bytes = max_bytes
-        self._told: set[str] = set()  # tensors whose loss has been logged
+        self._logged: set[str] = set()  # tensors whose loss has been logged
 
     @classmethod
     def of(cls, config: EngineConfig) -> DebugFetch | None:
@@ -65,8 +65,8 @@ class DebugFetch:
             num_bytes = tensor.nbytes
             if num_bytes <= left:
                 kept[name], left = tensor, left - num_bytes
-            elif name not in self._told:
-                self._told.add(name)
+            elif name not in self._logged:
+                self._logged.add(name)
                 log.warning(
                     "debug tensor %s takes %d bytes and was dropped: a step has room for %d (limits.max_tensor_bytes), %d of "
                     "them left; this is logged once",

@@ -1,12 +1,12 @@
 """DeviceRunner: runs steps on a GPU. `launch` only queues work; sampled tokens stay on the device until `wait` fetches them.
 
     generation step    every row runs one token and samples; padded to a size of LADDER and replayed as a CUDA graph
-    mixed step         any other step, and each with a LoRA adapter; a flat batch that runs eagerly, as the torch tier runs it
-    with drafts        likewise, and `launch` waits for it, and for a draft model's guesses: what follows depends on the tokens
+    eager step         any other step, and each with a LoRA adapter; a flat batch, as the torch tier runs it
+    with drafts        an eager step for which `launch` waits: which tokens are appended depends on what was sampled
 
-Effects in order, all in one stream: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks, let
-the draft model guess, run the model, choose tokens, append each chosen token to its slot's ids. All inputs of a generation step
-that change lie in one buffer (`_Inputs`), which one copy sends to the device.
+The stages are those of pipeline.py, all in one stream. A graph holds the forward pass, and the choice of tokens where no logits
+need changes (all kinds but Kind.SPECIAL). All inputs of a generation step that change lie in one buffer (`_Inputs`), which one
+copy sends to the device.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from backend.models.llama import Llama
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
 from backend.worker.draft_model import DraftModel
-from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
+from backend.worker.extras import Extras, FetchedRows, Pass
 from backend.worker.graphs import Graphs
 from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
-from backend.worker.model_runner import Done, Pending, prepare, right_samples
+from backend.worker.pipeline import Done, Pending, Runner, Samples, output_of, samples_of
+from backend.worker.post_processors import Failure
 from backend.worker.stacked_adapters import make_stacks, stacked_adapters
 from kernels.common.kv_format import PoolLayout
 from kernels.common.transfer import even, place
@@ -54,28 +55,32 @@ def ladder_size(rows: int) -> int:
 class QueuedStep(NamedTuple):
     """A step in flight."""
 
-    step_id: int
+    step: StepInput
     samples: FetchedSamples
-    gathered: Sequence[FetchedRows] = ()  # of each pass
-    failed: Sequence[tuple[int, str]] = ()
-    guided: GuidedStep | None = None
+    has_drafts: bool
+    guided: GuidedStep
+    gathered: Sequence[FetchedRows]
+    failed: list[Failure]
 
     def settle(self) -> None:
-        """Wait for the tokens, and let the guides go on by them."""
-        if self.guided is not None:
-            self.guided.accept(self.samples.wait())
+        """Wait for the tokens, and advance the guides by them."""
+        self.guided.accept(self.samples.wait())
 
     def wait(self) -> StepOutput:
-        samples, gathered = self.samples.wait(), fetch_all(self.gathered)
-        failed = list(self.failed)
-        if self.guided is not None:
-            failed += self.guided.accept(samples)
-            samples = self.guided.told(samples)
-        debug_tensors = self.gathered[-1].wait_for_debug() if self.gathered else {}  # they come with the last pass
-        return StepOutput(self.step_id, samples, gathered, failed, debug_tensors)
+        samples = self.samples.wait()
+        return output_of(self.step, samples, self.has_drafts, self.guided, self.gathered, self.failed)
 
 
-class DeviceRunner:
+class Ran(NamedTuple):
+    """The result of a step's forward pass."""
+
+    logits: Tensor  # [samples, vocab]; not used where a graph has chosen
+    numbers: Tensor | None = None  # the samples' parameters [Number, samples], if they are on the device already
+    chosen: Chosen | None = None  # tokens that a graph has chosen and appended
+    gathered: Sequence[FetchedRows] = ()
+
+
+class DeviceRunner(Runner):
     def __init__(
         self,
         model: Llama,
@@ -91,114 +96,85 @@ class DeviceRunner:
         draft_model: DraftModel | None = None,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
-        self.storage = storage
-        self.batch = batch
+        self._device = model.embedding.device
+        self._stacks = make_stacks(model, lora.max_rank, lora.device_pages_per_block * lora_page_bytes)
+        adapters = stacked_adapters(self._stacks, lora, self._device)
+        super().__init__(storage, batch, adapters, parameters.set_row, extras, guided, draft_model)
         self.graphs = graphs
         self._model, self._layout = model, layout
-        self._parameters = parameters
         self._choice = DeviceChoice(parameters)
-        self._device = model.embedding.device
         self._pad_slot = len(batch.num_tokens) - 1
         self._split = split_for(self._pad_slot, model.config.num_kv_heads)
-        self._extras = extras or Extras()
-        self._guided = guided or GuidedRows(None, 0, 0)
-        self.draft_model = draft_model
-        self._guided_before: QueuedStep | None = None  # the step ahead, if it had guided rows
+        self._guided_ahead: QueuedStep | None = (
+            None  # the step ahead, if it has guided rows whose tokens may be in flight
+        )
         self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._kept_logits: Tensor | None = None
         self._nothing = Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None)
+        self._no_logits = torch.empty(0, model.config.vocab_size, dtype=model.dtype, device=self._device)
         self._views = [layout.view(pool) for pool in storage.pools]
-        self._stacks = make_stacks(model, lora.max_rank, lora.device_pages_per_block * lora_page_bytes)
-        self.adapters = stacked_adapters(self._stacks, lora, self._device)
 
     def execute(self, step: StepInput) -> StepOutput:
         return self.launch(step).wait()
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Pending:
-        """Queue a step. Raises IndexError when a row names a token or a block that its slot does not have."""
-        self.adapters.update(step)
-        if step.num_blocks > self.storage.num_blocks:
-            self.storage.grow(step.num_blocks)
-            self._views = [self._layout.view(pool) for pool in self.storage.pools]
-            self.graphs.clear()
-        prepare(step, self.storage, self.batch, self._parameters.set_row, self._extras, self._guided)
-        if self.draft_model is not None:
-            step = self.draft_model.guess(step)
-        passes, guided = self._extras.of_step(step.rows), self._guided.of_step(step.rows)
-        if any(row.drafts for row in step.rows):
-            return self._run_with_drafts(step, passes, guided)
-        if passes is not None:
-            queued = self._launch_with_extras(step, passes, guided)
-        else:
-            only_generates = all(row.num_tokens == 1 and row.samples for row in step.rows)
-            is_plain = not self.batch.brings_inputs(step.rows) and self.adapters.of_rows(self.batch, step.rows) is None
-            if step.rows and only_generates and is_plain:
-                slots, chosen = self._run_generation(step.rows, guided)
-            else:
-                slots, chosen = self._run_mixed(step.rows, guided)
-            self.batch.count_tokens(slots)
-            queued = QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), guided=guided)
-        self._guided_before = None if guided is None else queued
-        return queued
+        """Queue the stages of pipeline.py. Raises IndexError when a row names a token or a block that its slot does not have."""
+        step = self.prepare(step)
+        passes, guided = self.extras.of_step(step.rows), self.guided.of_step(step.rows)
+        samples = samples_of(step.rows, self.batch.num_tokens)
+        kind = self._choice.kind(samples.slots, samples.num_tokens)
+        is_generation = passes[-1].is_plain and self._only_generates(step.rows)
+        ran = self._run_generation(step.rows, samples, kind) if is_generation else self._run(passes)
+        failed = passes[-1].process(ran.logits, self.batch.token_ids, self.batch.num_tokens)
+        logits = self._mask(ran.logits, guided)
+        chosen = ran.chosen or self._choose(logits, ran.numbers, samples, kind)
+        fetched = self._choice.begin_fetch(samples.slots, chosen)
+        return self._finish(QueuedStep(step, fetched, samples.has_drafts, guided, ran.gathered, failed))
 
-    def _masked(self, logits: Tensor, guided: GuidedStep | None) -> Tensor:
-        """logits [rows that sample, vocab] under the guides. The forward pass is queued: the device runs it while the host waits
-        for the tokens of the step ahead and makes masks.
+    def _grow(self, num_blocks: int) -> None:
+        super()._grow(num_blocks)
+        self._views = [self._layout.view(pool) for pool in self.storage.pools]
+        self.graphs.clear()
+
+    def _only_generates(self, rows: list[Row]) -> bool:
+        """True if every row runs one token and samples, so that the step may be replayed as a graph."""
+        if not rows or not all(row.num_tokens == 1 and row.samples for row in rows):
+            return False
+        return not self.batch.brings_inputs(rows) and self.adapters.of_rows(self.batch, rows) is None
+
+    def _mask(self, logits: Tensor, guided: GuidedStep) -> Tensor:
+        """logits [samples, vocab] under the guides. The forward pass is queued: the device runs it while the host waits for the
+        tokens of the step ahead and makes masks.
         """
-        if guided is None:
-            return logits
-        if self._guided_before is not None:
-            self._guided_before.settle()
+        if guided and self._guided_ahead is not None:
+            self._guided_ahead.settle()
         return guided.mask(logits)
 
-    def _launch_with_extras(self, step: StepInput, passes: list[ExtraWork], guided: GuidedStep | None) -> QueuedStep:
-        """Queue a step with rows that want more than tokens, or have a post-processor; it runs eagerly."""
-        gathered = [self._run_with_extras(work)[1] for work in passes[:-1]]
-        work = passes[-1]
-        logits, rows = self._run_with_extras(work)
-        logits = logits[work.sampling_rows].float()
-        failed = work.process(logits, self.batch.token_ids, self.batch.num_tokens)
-        logits = self._masked(logits, guided)
-        slots, chosen = self._choose_and_append([row.slot for row in step.rows if row.samples], logits)
-        self.batch.count_tokens(slots)
-        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), [*gathered, rows], failed, guided)
-
-    def _run_with_drafts(self, step: StepInput, passes: list[ExtraWork] | None, guided: GuidedStep | None) -> Done:
-        """Run a step with drafts in some rows, which may have all that others have."""
-        rows, wanted = step.rows, [row.num_samples for row in step.rows]
-        gathered, failed = list[FetchedRows](), list[tuple[int, str]]()
-        if passes is None:
-            hidden, flat = self._forward(rows, wanted)
-            logits = self._model.logits(hidden[flat.logits_index])
+    def _choose(self, logits: Tensor, numbers: Tensor | None, samples: Samples, kind: Kind) -> Chosen:
+        """Choose a token for each sample, and append it to its slot's ids unless drafts are to be accepted first."""
+        slots, num_tokens, has_drafts = samples
+        if not slots:
+            return self._nothing
+        if numbers is None:
+            numbers = self._numbers(slots, num_tokens)
+        if kind is Kind.SPECIAL:
+            chosen = self._choice.choose_special(logits, numbers, slots, num_tokens, self.batch.token_ids)
         else:
-            for work in passes:
-                logits, fetched = self._run_with_extras(work)
-                gathered.append(fetched)
-            logits = logits[work.sampling_rows].float()
-            failed = work.process(logits, self.batch.token_ids, self.batch.num_tokens)
-        logits = self._masked(logits, guided)
-        self._guided_before = None
-        slots = [row.slot for row, count in zip(rows, wanted) for _ in range(count)]
-        known = [self.batch.num_tokens[row.slot] + index for row, count in zip(rows, wanted) for index in range(count)]
-        chosen, _ = self._choose(slots, known, logits)
-        sampled, further = right_samples(rows, self._choice.begin_fetch(slots, chosen).wait())
-        for samples in (sampled, *further.values()):
-            for sample in samples:
-                self.batch.append_tokens([sample])
-        if guided is not None:
-            failed += guided.accept(sampled, further)
-            sampled = guided.told(sampled, further)
-        debug_tensors = gathered[-1].wait_for_debug() if gathered else {}
-        return Done(StepOutput(step.step_id, sampled, fetch_all(gathered), failed, debug_tensors, further))
+            chosen = Chosen(self._choice.choose(kind, logits, numbers), None)
+        if not has_drafts:
+            self._append_chosen(numbers, chosen.tokens)
+        return chosen
 
-    def _run_with_extras(self, work: ExtraWork) -> tuple[Tensor, FetchedRows]:
-        """One pass: logits [sum of num_logits, vocab], and what clients want of it."""
-        hidden, flat = self._forward(work.rows, work.num_logits)
-        logits, outputs = hidden.new_empty(0, self._model.config.vocab_size), dict[str, Tensor]()
-        if any(work.num_logits):
-            logits, outputs = self._model.logits_and(work.outputs, hidden[flat.logits_index])
-        return logits, work.gather(logits, outputs, self.batch)
+    def _finish(self, queued: QueuedStep) -> Pending:
+        """Count the tokens of a step. With drafts wait for it: which tokens are appended depends on what was sampled."""
+        self._guided_ahead = queued if queued.guided and not queued.has_drafts else None
+        if not queued.has_drafts:
+            self.batch.count_tokens(queued.samples.slots)
+            return queued
+        output = queued.wait()
+        self._append(output)
+        return Done(output)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -213,23 +189,17 @@ class DeviceRunner:
 
     # ----------------------------------------------------------------------------------------------------- generation
 
-    def _run_generation(self, rows: list[Row], guided: GuidedStep | None) -> tuple[list[SlotId], Chosen]:
-        """Returns the rows' slots, and their tokens followed by those of padding rows."""
+    def _run_generation(self, rows: list[Row], samples: Samples, kind: Kind) -> Ran:
+        """Run one token of each row, padded; chosen tokens are followed by those of padding rows."""
         numbers = self.batch.row_numbers(rows, [1] * len(rows))
-        slots, num_tokens = numbers[:, 0].tolist(), (numbers[:, 1] + 1).tolist()
         inputs = self._inputs_for(len(rows), int(numbers[:, 1].max()) + 1)
-        self._choice.fill(inputs.numbers, slots, num_tokens, self._pad_slot)
-        inputs.tables[: len(rows)] = self.batch.block_tables[slots, : inputs.width]
+        self._choice.fill(inputs.numbers, samples.slots, samples.num_tokens, self._pad_slot)
+        inputs.tables[: len(rows)] = self.batch.block_tables[samples.slots, : inputs.width]
         inputs.send()
-        kind = self._choice.kind(slots, num_tokens)
         result = self._generation_step(inputs, kind)
         if kind is not Kind.SPECIAL:
-            return slots, Chosen(result, None)
-        here = inputs.device_numbers[:, : len(rows)]
-        logits = self._masked(result[: len(rows)], guided)
-        chosen = self._choice.choose_special(logits, here, slots, num_tokens, self.batch.token_ids)
-        self._append(here, chosen.tokens)
-        return slots, chosen
+            return Ran(self._no_logits, chosen=Chosen(result, None))
+        return Ran(result[: len(rows)], inputs.device_numbers[:, : len(rows)])
 
     def _generation_step(self, inputs: _Inputs, kind: Kind) -> Tensor:
         """Returns tokens int64 [rows], already appended to their slots; for kind SPECIAL it returns logits [rows, vocab]."""
@@ -280,21 +250,22 @@ class DeviceRunner:
 
     def _tokens(self, inputs: _Inputs, kind: Kind) -> Tensor:
         tokens = self._choice.choose(kind, self._logits(inputs), inputs.device_numbers)
-        self._append(inputs.device_numbers, tokens)
+        self._append_chosen(inputs.device_numbers, tokens)
         return tokens
 
-    # ---------------------------------------------------------------------------------------------------------- mixed
+    # ---------------------------------------------------------------------------------------------------------- eager
 
-    def _run_mixed(self, rows: list[Row], guided: GuidedStep | None) -> tuple[list[SlotId], Chosen]:
-        """Returns the slots that sample, and their tokens."""
-        if not rows:
-            return [], self._nothing
-        hidden, flat = self._forward(rows, [int(row.samples) for row in rows])
-        slots = [row.slot for row in rows if row.samples]
-        if not slots:
-            return [], self._nothing
-        logits = self._masked(self._model.logits(hidden[flat.logits_index]), guided)
-        return self._choose_and_append(slots, logits)
+    def _run(self, passes: Sequence[Pass]) -> Ran:
+        """Run a step eagerly, pass by pass; the last pass has the rows that sample."""
+        gathered: list[FetchedRows] = []
+        for each in passes:
+            logits, outputs = self._no_logits, dict[str, Tensor]()
+            if each.rows:
+                hidden, flat = self._forward(each.rows, each.num_logits)
+                if any(each.num_logits):
+                    logits, outputs = self._model.logits_and(each.outputs, hidden[flat.logits_index])
+            gathered += each.gather(logits, outputs, self.batch)
+        return Ran(logits if each.is_plain else each.sampled(logits).float(), gathered=gathered)
 
     def _forward(self, rows: list[Row], num_logits: list[int]) -> tuple[Tensor, FlatBatch]:
         config, batch = self._model.config, self.batch
@@ -325,25 +296,13 @@ class DeviceRunner:
         of_tokens = np.repeat(of_rows, [row.num_tokens for row in rows])
         return self._stacks.adapted(place(of_tokens, self._device).int())
 
-    def _choose_and_append(self, slots: list[SlotId], logits: Tensor) -> tuple[list[SlotId], Chosen]:
-        """logits [slots, vocab] -> the slots and their tokens, which are appended to their ids."""
-        if not slots:
-            return [], self._nothing
-        chosen, here = self._choose(slots, [self.batch.num_tokens[slot] for slot in slots], logits)
-        self._append(here, chosen.tokens)
-        return slots, chosen
-
-    def _choose(self, slots: list[SlotId], num_tokens: list[int], logits: Tensor) -> tuple[Chosen, Tensor]:
-        """logits [slots, vocab], behind `num_tokens` tokens of each slot -> their tokens, and the parameters [Number, slots]."""
+    def _numbers(self, slots: list[SlotId], num_tokens: list[int]) -> Tensor:
+        """The parameters [Number, slots] of what is sampled behind `num_tokens` tokens of each slot, on the device."""
         numbers = np.empty((len(Number), even(len(slots))), dtype=np.int64)
         self._choice.fill(numbers, slots, num_tokens, self._pad_slot)
-        here = place(numbers, self._device)[:, : len(slots)]
-        kind = self._choice.kind(slots, num_tokens)
-        if kind is not Kind.SPECIAL:
-            return Chosen(self._choice.choose(kind, logits, here), None), here
-        return self._choice.choose_special(logits, here, slots, num_tokens, self.batch.token_ids), here
+        return place(numbers, self._device)[:, : len(slots)]
 
-    def _append(self, numbers: Tensor, tokens: Tensor) -> None:
+    def _append_chosen(self, numbers: Tensor, tokens: Tensor) -> None:
         """Append each token to its slot's ids. Padding rows, and slots at max_seq_len, write to the pad slot instead."""
         max_len, known = self.batch.max_seq_len, numbers[Number.KNOWN]
         place_of = torch.where(
@@ -355,7 +314,7 @@ class DeviceRunner:
 class _Inputs:
     """The changing inputs of a generation step: numbers [Number, rows] int64 and block tables [rows, width] int32.
 
-    The device buffer keeps its address. On the host there are NUM_BUFFERS pinned buffers, used in turn, so that one can be
+    The device buffer keeps its address. On the host there are NUM_BUFFERS pinned buffers, used alternately, so that one can be
     filled while the copy from another is in flight.
     """
 
@@ -367,7 +326,7 @@ class _Inputs:
         self._hosts = [
             torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(NUM_BUFFERS)
         ]
-        self._turn = 0
+        self._next = 0
         self.device_numbers, self.device_tables = self._views(self._device)
         views = map(self._views, self._hosts)
         self._arrays = [(numbers.numpy(), tables.numpy()) for numbers, tables in views]
@@ -375,16 +334,16 @@ class _Inputs:
     @property
     def numbers(self) -> NDArray[np.int64]:
         """The host buffer's numbers; fill them before `send`."""
-        return self._arrays[self._turn][0]
+        return self._arrays[self._next][0]
 
     @property
     def tables(self) -> NDArray[np.int32]:
         """The host buffer's block tables; fill them before `send`."""
-        return self._arrays[self._turn][1]
+        return self._arrays[self._next][1]
 
     def send(self) -> None:
-        self._device.copy_(self._hosts[self._turn], non_blocking=True)
-        self._turn = (self._turn + 1) % NUM_BUFFERS
+        self._device.copy_(self._hosts[self._next], non_blocking=True)
+        self._next = (self._next + 1) % NUM_BUFFERS
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         size = len(Number) * self._columns * 8

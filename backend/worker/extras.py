@@ -1,7 +1,6 @@
-"""What rows of a step want besides tokens: rows of tensors for their clients, and a post-processor for their logits.
+"""The passes of a step, and what its rows want besides tokens: rows of tensors for clients, and logits post-processors.
 
-Rows that want nothing of it are not touched, and a step without such rows pays for a look into an empty dictionary.
-Tensors are taken before post-processors change the logits.
+A step whose rows want nothing else is one plain pass. Tensors are gathered before post-processors change the logits.
 
 A step runs in several passes when its prompts want more rows than MAX_ROWS, so that logits [rows, vocab] stay small:
 
@@ -12,9 +11,11 @@ A step runs in several passes when its prompts want more rows than MAX_ROWS, so 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.errors import ConfigError
@@ -28,7 +29,8 @@ from backend.worker.input_batch import InputBatch
 from backend.worker.post_processors import Failure, Opted, PostProcessors
 from kernels.common.transfer import Fetched
 
-MAX_ROWS = 256  # of logits for prompts, in one pass
+Values = TypeVar("Values", NDArray[np.int64] | None, Tensor | None, Tensor)
+MAX_ROWS = 256  # rows of logits for prompts in one pass
 
 
 def check_outputs(names: Sequence[str], model: Llama) -> None:
@@ -42,7 +44,7 @@ def check_outputs(names: Sequence[str], model: Llama) -> None:
 
 
 class SlotWants(NamedTuple):
-    """What the sequence in a slot wants."""
+    """The wishes of the sequence in a slot."""
 
     gather: list[Gather]
     num_prompt_tokens: int
@@ -51,11 +53,11 @@ class SlotWants(NamedTuple):
     client_id: int | None
 
     def context_rows(self, row: Row, asked: Gather) -> range:
-        """The positions of a step's row whose context rows are wanted."""
+        """The positions of a row whose context rows are wanted."""
         if asked.context_from is None:
             return range(0)
         start = max(asked.context_from, row.num_computed)
-        end = self.num_prompt_tokens - (asked.name == PROMPT_LOG_PROBS)  # nothing follows the last one yet
+        end = self.num_prompt_tokens - (asked.name == PROMPT_LOG_PROBS)  # no token follows the last one yet
         return range(start, max(start, min(end, row.num_computed + row.num_tokens)))
 
     def num_logits(self, row: Row) -> int:
@@ -74,7 +76,7 @@ class SlotWants(NamedTuple):
 class Part(NamedTuple):
     """A row of a step, or a piece of it."""
 
-    number: int  # of the row in the step
+    number: int  # index of the row in the step
     row: Row
     want: SlotWants | None
 
@@ -103,13 +105,13 @@ def passes(parts: list[Part]) -> list[list[Part]]:
 
 class Extras:
     def __init__(self, processors: PostProcessors | None = None, debug: DebugFetch | None = None) -> None:
-        """`debug`: what is kept of every step, which then has extras even if no row wants any."""
+        """`debug`: the tensors to keep of every step, which then gathers even if no row asks for anything."""
         self._processors = processors or PostProcessors()
         self._debug = debug
         self._slots: dict[SlotId, SlotWants] = {}  # only of sequences that want something
 
     def set_row(self, row: NewRow) -> None:
-        """Take note of the sequence that takes a slot."""
+        """Remember what the sequence that takes a slot wants."""
         if row.gather or row.post_processor:
             self._slots[row.slot] = SlotWants(
                 row.gather, row.num_prompt_tokens, row.post_processor, row.request_id, row.client_id
@@ -117,16 +119,19 @@ class Extras:
         else:
             self._slots.pop(row.slot, None)
 
-    def of_step(self, rows: list[Row]) -> list[ExtraWork] | None:
-        """What is to be done for these rows, pass by pass; the last one has the rows that sample. None: they want tokens only."""
+    def of_step(self, rows: list[Row]) -> Sequence[Pass]:
+        """The passes of a step with these rows; the last one has the rows that sample."""
         if not (rows and (self._slots or self._debug)):
-            return None
+            return [Pass(rows)]
         parts = [Part(index, row, self._wants(row)) for index, row in enumerate(rows)]
         if not (self._debug or any(part.want for part in parts)):
-            return None
+            return [Pass(rows)]
         *before, last = passes(parts)
-        work = [ExtraWork(each, self._processors) for each in before]
-        return [*work, ExtraWork(last, self._processors, None if self._debug is None else StepDebug(self._debug, rows))]
+        debug = None if self._debug is None else StepDebug(self._debug, rows)
+        return [
+            *(GatheringPass(each, self._processors) for each in before),
+            GatheringPass(last, self._processors, debug),
+        ]
 
     def _wants(self, row: Row) -> SlotWants | None:
         want = self._slots.get(row.slot)
@@ -134,17 +139,53 @@ class Extras:
 
 
 class StepDebug(NamedTuple):
-    """What is kept of a step."""
+    """The tensors to keep of a step."""
 
     fetch: DebugFetch
-    rows: list[Row]  # of the whole step
+    rows: list[Row]  # all rows of the step
 
 
-class ExtraWork:
-    """Of one pass. Rows of logits lie one after the other: for each row of the pass its last `num_logits` tokens."""
+class Pass:
+    """Rows that run together; this one gathers nothing and has no post-processor.
+
+    Its logits lie one after the other: those of the last `num_logits` tokens of each row.
+    """
+
+    is_plain = True
+    outputs: Sequence[str] = ()  # further outputs of the model that are gathered
+    wants_logits = False  # True if logits are gathered
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.num_logits = [row.num_samples for row in rows]
+
+    def needed(self, slots: list[SlotId], needed: list[bool]) -> list[bool]:
+        """For each sample, whether its logits are needed. `needed`: those that the sampler needs."""
+        return needed
+
+    def sampled(self, values: Values) -> Values:
+        """The rows of values [sum of num_logits, ...] that are sampled."""
+        return values
+
+    def gather(self, logits: Tensor | None, outputs: Mapping[str, Tensor], batch: InputBatch) -> Sequence[FetchedRows]:
+        """Begin to fetch the rows that clients want, and debug tensors. logits and outputs are [sum of num_logits, width]."""
+        return ()
+
+    def process(self, logits: Tensor, token_ids: Tensor, num_tokens: Sequence[int]) -> list[Failure]:
+        """Let post-processors change logits [rows that sample, vocab] in place. Returns the rows for which one failed.
+
+        token_ids [slots, max_seq_len] and num_tokens [slots] are what is known of each slot.
+        """
+        return []
+
+
+class GatheringPass(Pass):
+    """A pass with rows that want more than tokens."""
+
+    is_plain = False
 
     def __init__(self, parts: list[Part], processors: PostProcessors, debug: StepDebug | None = None) -> None:
-        """`debug`: of a step's last pass."""
+        """`debug`: the debug tensors to keep, given to the last pass of a step."""
         self._parts, self._processors, self._debug = parts, processors, debug
         self.rows = [part.row for part in parts]
         self.num_logits = [part.num_logits for part in parts]
@@ -162,8 +203,13 @@ class ExtraWork:
             part.row.slot for part in parts if part.want is not None and part.want.post_processor and part.row.samples
         }
 
-    def gather(self, logits: Tensor | None, outputs: Mapping[str, Tensor], batch: InputBatch) -> FetchedRows:
-        """Begin to fetch the rows that clients want, and debug tensors. logits and outputs are [sum of num_logits, width]."""
+    def needed(self, slots: list[SlotId], needed: list[bool]) -> list[bool]:
+        return [is_needed or slot in self.processed for slot, is_needed in zip(slots, needed)]
+
+    def sampled(self, values: Values) -> Values:
+        return None if values is None else values[self.sampling_rows]
+
+    def gather(self, logits: Tensor | None, outputs: Mapping[str, Tensor], batch: InputBatch) -> Sequence[FetchedRows]:
         heads: list[tuple[int, str, bool, int, int]] = []  # a GatheredRows without its data
         tensors: list[Tensor] = []
         for part, end in zip(self._parts, self._ends):
@@ -186,7 +232,8 @@ class ExtraWork:
                 if asked.generation and part.row.samples:
                     heads.append((part.number, asked.name, False, last, 1))
                     tensors.append(tensor[end - 1 : end].float())
-        return FetchedRows(heads, Fetched(*tensors) if tensors else None, self._fetch_debug(logits, outputs, batch))
+        debug = self._fetch_debug(logits, outputs, batch)
+        return [FetchedRows(heads, Fetched(*tensors) if tensors else None, debug)]
 
     def _fetch_debug(
         self, logits: Tensor | None, outputs: Mapping[str, Tensor], batch: InputBatch
@@ -199,10 +246,6 @@ class ExtraWork:
         return self._debug.fetch.begin(self._debug.rows, batch, own)
 
     def process(self, logits: Tensor, token_ids: Tensor, num_tokens: Sequence[int]) -> list[Failure]:
-        """Let post-processors change logits [rows that sample, vocab] in place. Returns the rows for which one failed.
-
-        token_ids [slots, max_seq_len] and num_tokens [slots] are what is known of each slot.
-        """
         if not self.processed:
             return []
         opted: list[Opted] = []

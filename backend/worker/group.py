@@ -42,7 +42,8 @@ from backend.worker.guided_rows import GuidedRows
 from backend.worker.input_batch import InputBatch
 from backend.worker.loaded_model import LoadedModel, load_draft_model
 from backend.worker.memory import free_bytes, memory_use
-from backend.worker.model_runner import ModelRunner, Pending, full_step
+from backend.worker.model_runner import ModelRunner, full_step
+from backend.worker.pipeline import Pending
 from backend.worker.post_processors import PostProcessors
 from backend.worker.prompt_inputs import PromptInputs
 from kernels.cpu.isa import supported_isas

@@ -1,15 +1,15 @@
 """Guided rows: where the outputs of a step's rows stand within their guides, and the masks of what may follow.
 
-    after the forward pass, before tokens are chosen     GuidedStep.mask: all logits but those of allowed tokens become -inf
-    when the chosen tokens are known                     GuidedStep.accept: the matchers go on by them
+    after the forward pass, before tokens are chosen     GuidedStep.mask: the logits of all forbidden tokens become -inf
+    when the chosen tokens are known                     GuidedStep.accept: the matchers advance by them
 
-A row with drafts has a mask for each position: a matcher goes on by the drafts as far as the guide allows them, and back again.
-Behind a draft that it forbids anything is allowed, for nothing that is chosen there is kept.
+A row with drafts has a mask for each position: its matcher advances by the drafts as far as the guide allows them, and is rolled
+back. Behind a forbidden draft every token is allowed, because no token that is chosen there is kept.
 
-A matcher is never stored: a row that is new to its slot brings the ids of its output so far, and they are replayed. So it is for
-sequences that were paused or evicted, for beams that change their rows, and after a failed step.
+A matcher is never stored: a row that is new to its slot brings the ids of its output so far, which are replayed. This covers
+sequences that were paused or evicted, beams that change their rows, and failed steps.
 
-The request's end ids are allowed where the guide is complete and nowhere else, so an output that ends by itself has the form.
+The request's end ids are allowed only where the guide is complete, so an output that ends by itself has the form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher, bits_of
 from kernels.common.transfer import place
 
-NOT_ALLOWED = -9999.0  # the log-probability that is told of a token that the guide forbids, for JSON has no infinity
+NOT_ALLOWED = -9999.0  # published log-probability of forbidden tokens: JSON has no infinity
 Further = dict[SlotId, list[SampledToken]]  # StepOutput.further
 Failure = tuple[int, str]  # index of the step's row, a sentence for its client
 _STUCK = "bad_words (or no_repeat_ngram_size) and the guide leave no token together; forbid less"
@@ -56,7 +56,7 @@ class GuidedRow:
             self.accept(token_id)
 
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
-        """Write the mask of what may follow to a row of masks [rows, words]."""
+        """Write the mask of the tokens that may follow to a row of masks [rows, words]."""
         if self.is_over or self.error:
             masks[row] = 0
         else:
@@ -69,7 +69,7 @@ class GuidedRow:
                 masks[row, word] &= ~bit
 
     def fill_ahead(self, masks: NDArray[np.int32], row: int, drafts: Sequence[int]) -> None:
-        """Write the mask of what may follow the output to `row`, and behind each draft, if it is right, to the rows after it."""
+        """Write the mask of the token behind the output to `row`, and those of the tokens behind each draft to the next rows."""
         self.fill(masks, row)
         num_taken = 0
         for token_id in drafts:
@@ -79,7 +79,7 @@ class GuidedRow:
             num_taken += 1
             self.fill(masks, row + num_taken)
         masks[row + num_taken + 1 : row + len(drafts) + 1] = -1
-        if self._matcher.error:  # by a limit that these drafts have met, and perhaps the output never will
+        if self._matcher.error:  # a limit that these drafts have reached, and that the output may never reach
             self._matcher = self._begin()
             for token_id in self._output:
                 self._matcher.accept(token_id)
@@ -87,7 +87,7 @@ class GuidedRow:
             self._matcher.rollback(num_taken)
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token; `error` says why that cannot be."""
+        """Advance by a token; `error` says why that is impossible."""
         if self.error or self.is_over:
             return
         if token_id in self._end_ids and self._matcher.is_complete:
@@ -101,7 +101,7 @@ class GuidedRow:
 
     @staticmethod
     def is_limit(error: str) -> bool:
-        """True if a matcher's error is that its work has a limit, not that a token is forbidden."""
+        """True if a matcher's error is a limit of its work, not a forbidden token."""
         return any(word in error.lower() for word in ("max is", "too complex", "fuel", "limit", "too large"))
 
 
@@ -111,7 +111,7 @@ _ADDED = _OF_BYTE.astype(np.float32)
 
 
 def _add(logits: NDArray[np.float32], places: list[int], masks: NDArray[np.int32]) -> None:
-    """Set what the masks forbid to -inf, in the rows `places` of logits [rows, vocab].
+    """Set the logits that the masks forbid to -inf, in the rows `places` of logits [rows, vocab].
 
     A table look-up and an addition for each row, in a buffer that stays in the cache, on this thread: several threads would take
     longer to wake than this takes, and a buffer for all rows would be new memory in every step.
@@ -139,10 +139,10 @@ class GuidedRows:
             output = row.token_ids[row.num_prompt_tokens :]
             self._slots[row.slot] = GuidedRow(partial(self._source.matcher, row.guide), row.end_ids, output)
 
-    def of_step(self, rows: Sequence[Row]) -> GuidedStep | None:
-        """The guided rows among those that sample; None when there are none."""
+    def of_step(self, rows: Sequence[Row]) -> GuidedStep:
+        """The guided rows among those that sample."""
         if not self._slots:
-            return None
+            return NOT_GUIDED
         found: list[GuidedPlace] = []
         num_logits = num_sampling = num_masks = 0
         for index, row in enumerate(rows):
@@ -153,7 +153,7 @@ class GuidedRows:
             num_sampling += row.samples
         if num_masks > len(self._masks):
             self._masks = np.zeros((num_masks, self._masks.shape[1]), dtype=np.int32)
-        return GuidedStep(found, self._masks[:num_masks], self._vocab_size) if found else None
+        return GuidedStep(found, self._masks[:num_masks], self._vocab_size) if found else NOT_GUIDED
 
 
 class GuidedPlace(NamedTuple):
@@ -167,16 +167,24 @@ class GuidedPlace(NamedTuple):
 
 
 class GuidedStep:
-    """The guided rows of one step. It outlives changes of slots, for the tokens of a step in flight come later."""
+    """The guided rows of one step; false if there are none. It outlives changes of slots, because the tokens of a step in
+    flight come later.
+    """
 
     def __init__(self, places: list[GuidedPlace], masks: NDArray[np.int32], vocab_size: int) -> None:
         """masks: room for one mask a row and draft."""
         self._places, self._masks, self._vocab_size = places, masks, vocab_size
         self._failed: list[Failure] | None = None
 
-    @torch.inference_mode()
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
     def mask(self, logits: Tensor) -> Tensor:
-        """logits [samples of the step, vocab] with -inf for what is forbidden: float32 ones on a CPU are changed in place."""
+        """logits [samples of the step, vocab] with -inf for forbidden tokens: float32 ones on a CPU are changed in place."""
+        return self._masked(logits) if self._places else logits
+
+    @torch.inference_mode()
+    def _masked(self, logits: Tensor) -> Tensor:
         masks, places = self._masks, list[int]()
         for each in self._places:
             if each.drafts:
@@ -195,8 +203,8 @@ class GuidedStep:
         return logits.float().index_copy(0, where, logits[where].float().masked_fill(hit, -torch.inf))
 
     def accept(self, samples: Sequence[SampledToken], further: Further | None = None) -> list[Failure]:
-        """Go on by the tokens of the rows that sample, and those behind right drafts. Returns the rows that cannot; a second call
-        changes nothing.
+        """Advance by the tokens of the rows that sample, and by those behind accepted drafts. Returns the rows whose guide
+        refuses them. A second call changes nothing.
         """
         if self._failed is None:
             self._failed = []
@@ -209,18 +217,19 @@ class GuidedStep:
                     self._failed.append((each.number, each.row.error))
         return self._failed
 
-    def told(self, samples: list[SampledToken], further: Further | None = None) -> list[SampledToken]:
-        """The samples as clients are told of them: log-probabilities that are not finite become NOT_ALLOWED, those of `further`
-        where they stand.
-        """
+    def published(self, samples: list[SampledToken], further: Further | None = None) -> list[SampledToken]:
+        """The samples as clients see them: infinite log-probabilities become NOT_ALLOWED, also in `further` itself."""
         for each in self._places:
             run = (further or {}).get(samples[each.sample].slot, [])
-            run[:] = map(_told, run)
-            samples[each.sample] = _told(samples[each.sample])
+            run[:] = map(_published, run)
+            samples[each.sample] = _published(samples[each.sample])
         return samples
 
 
-def _told(sample: SampledToken) -> SampledToken:
+NOT_GUIDED = GuidedStep([], np.empty((0, 0), dtype=np.int32), 0)
+
+
+def _published(sample: SampledToken) -> SampledToken:
     if sample.log_prob is None and not sample.top_log_probs:
         return sample
     own = None if sample.log_prob is None else max(sample.log_prob, NOT_ALLOWED)

@@ -102,12 +102,16 @@ class InputBatch:
 
     def append_tokens(self, samples: list[SampledToken]) -> None:
         """Append each sampled token to its slot's ids. A token at max_seq_len is counted but not stored: it can never run."""
+        if self._host_ids is not None:
+            for sample in samples:
+                end = self.num_tokens[sample.slot]
+                if end < self.max_seq_len:
+                    self._host_ids[sample.slot, end] = sample.token_id
+                self.num_tokens[sample.slot] = end + 1
+            return
         ends = [self.num_tokens[sample.slot] for sample in samples]
         places = [(sample.slot, end, sample.token_id) for sample, end in zip(samples, ends) if end < self.max_seq_len]
-        if self._host_ids is not None:
-            for slot, end, token_id in places:
-                self._host_ids[slot, end] = token_id
-        elif places:
+        if places:
             placed = place(np.array(places, dtype=np.int64).T, self._device)
             self.token_ids[placed[0], placed[1]] = placed[2]
         self.count_tokens([sample.slot for sample in samples])

@@ -55,7 +55,7 @@ class PostProcessors:
         return (*self._named, *(() if self._batched is None else (BATCHED,)))
 
     def with_configured(self, section: ModelConfigSection) -> PostProcessors:
-        """Those here and those that the configuration names by import path. Raises ConfigError for a path that leads nowhere."""
+        """These and the ones that the configuration names by import path. Raises ConfigError if one cannot be imported."""
         both = PostProcessors()
         both._named = dict(self._named)
         for entry in section.logits_post_processors:

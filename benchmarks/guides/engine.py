@@ -34,7 +34,7 @@ class Bench:
 
     def settle(self) -> None:
         """Wait until all guides are compiled."""
-        while self.core.antechamber:
+        while self.core.preparation:
             self.core.admit()
             time.sleep(0.001)
 

@@ -86,7 +86,7 @@ def main() -> None:
         arguments.socket,
         loop.post,
         lambda index: Hello(index, core.model, config.model.path, config, core.max_kv_tokens),
-        present_turn=lambda: loop.present_turn,
+        present_iteration=lambda: loop.present_iteration,
     )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     calm_garbage_collector()

@@ -85,7 +85,7 @@ class CallbackLoop:
         self.shutdown()
 
     def _run(self) -> None:
-        while self._core.has_work or self._core.antechamber or not self._ending.is_set():
+        while self._core.has_work or self._core.preparation or not self._ending.is_set():
             if not self._ending.is_set():
                 self._take_in()
             was_active = self._core.has_work

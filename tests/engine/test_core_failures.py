@@ -135,7 +135,7 @@ def test_a_defect_met_by_a_command_ends_no_more_than_its_request(
 ) -> None:
     other = driver.ask([5], 6)
     with monkeypatch.context() as patched:
-        patched.setattr(driver.core.antechamber, "turn_of", lambda key: 1 // 0)
+        patched.setattr(driver.core.preparation, "waiting_turn", lambda key: 1 // 0)
         if command == "cancel":
             patched.setattr(driver.core, "_finish", lambda *args: 1 // 0)
             driver.core.cancel(other)

@@ -117,7 +117,7 @@ def make_loop(seen: list[int | None]) -> EngineLoop:
 
     class Spy(HashWorkerGroup):
         def submit(self, step: StepInput) -> None:
-            seen.append(loop.present_turn)
+            seen.append(loop.present_iteration)
             super().submit(step)
 
     loop = EngineLoop(EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), Spy()))
@@ -141,10 +141,10 @@ def test_a_loop_that_sleeps_is_in_no_turn() -> None:
     thread.start()
     for number in (1, 2):
         loop.post(Submit(number, Request([1], 5)))
-        assert wait_until(lambda tokens=5 * number: len(seen) == tokens and loop.present_turn is None, 5)
+        assert wait_until(lambda tokens=5 * number: len(seen) == tokens and loop.present_iteration is None, 5)
     loop.stop()
     thread.join()
-    assert loop.present_turn is None
+    assert loop.present_iteration is None
 
 
 def test_a_loop_that_is_stopped_answers_everybody_who_is_live() -> None:

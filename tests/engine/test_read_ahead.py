@@ -11,13 +11,13 @@ from backend.api import Request
 from backend.api.errors import EngineUnavailable
 from backend.api.guide import Guide, GuideType
 from backend.engine.core import EngineCore
-from tests.engine.test_antechamber_adapters import Reader, admit_all, make_core, note_reads, request, serve
-from tests.engine.test_antechamber_guides import FakeGuides
+from tests.engine.test_preparation_adapters import Reader, admit_all, make_core, note_reads, request, serve
+from tests.engine.test_preparation_guides import FakeGuides
 
 
 def admit_until(core: EngineCore, is_so: Callable[[], bool]) -> None:
     woken = threading.Event()
-    core.antechamber.on_ready(woken.set)
+    core.preparation.on_ready(woken.set)
     core.admit()
     while not is_so():
         assert woken.wait(10)
@@ -52,7 +52,7 @@ def test_adapters_that_are_read_and_wait_are_bounded_for_each_namespace() -> Non
     first of its own always finds room for b and c. Requests that end give their room back.
     """
     core = make_guided_core(host_bytes=55)
-    read, reading = note_reads(core), core.antechamber._reading
+    read, reading = note_reads(core), core.preparation._reading
     for number in range(6):
         core.enqueue(number, guided(request(number, f"a{number}", salt="a")))
     admit_until(core, lambda: len(read) == 3 and reading._num_reading == 0)
@@ -88,6 +88,6 @@ def test_adapters_that_have_gone_through_leave_nothing_behind() -> None:
         core, request(1, "a"), request(2, "bad"), request(1, "b"), request(2, "worse"), request(3, "c", salt="x")
     )
     assert [got[number].has_error() for number in range(1, 6)] == [False, True, False, True, False]
-    reading = core.antechamber._reading
+    reading = core.preparation._reading
     assert not reading._held and not reading._unread and reading._num_reading == 0
-    assert not reading._unread._running and not core.antechamber._lines and not core.antechamber._due
+    assert not reading._unread._running and not core.preparation._lines and not core.preparation._due

@@ -43,7 +43,7 @@ def main() -> None:
         arguments.socket,
         loop.post,
         lambda index: Hello(index, core.model, "", config),
-        present_turn=lambda: loop.present_turn,
+        present_iteration=lambda: loop.present_iteration,
     )
     threading.Thread(target=lambda: (sys.stdin.read(), loop.stop()), daemon=True).start()
     print(json.dumps({"ready": True}), flush=True)

@@ -9,7 +9,6 @@ from backend.api.config import SpeculationConfig
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.scheduler.drafting import NO_DRAFT, Draft, Drafter
-from backend.scheduler.pass_cost import PassCost
 from backend.scheduler.step_cost import StepCost
 
 
@@ -66,15 +65,15 @@ class Asker(ByChance):
 class FixedStepCost(StepCost):
     """Whatever was measured, a step takes 1 and a hundredth for each token. There are no trials."""
 
-    def note(self, num_tokens: int, seconds: float) -> None:
+    def note(self, num_tokens: int, seconds: float, num_passes: int = 0) -> None:
         pass
 
-    def _expected(self, num_tokens: int) -> float:
+    def _expected(self, num_tokens: int, num_passes: int = 0) -> float:
         return 1 + 0.01 * num_tokens
 
 
-class FixedPassCost(PassCost):
+class FixedPassCost(StepCost):
     """Whatever was measured, a step takes 1 and a fifth for each pass of the draft model."""
 
-    def note(self, num_rows: int, num_passes: int, seconds: float) -> None:
-        super().note(num_rows, num_passes, 1 + 0.2 * num_passes)
+    def note(self, num_tokens: int, seconds: float, num_passes: int = 0) -> None:
+        super().note(num_tokens, 1 + 0.2 * num_passes, num_passes)

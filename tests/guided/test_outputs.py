@@ -278,6 +278,6 @@ def test_who_takes_a_slot_without_a_guide_has_none() -> None:
     slot, step = SlotId(0), [Row(SlotId(0), 0, 1, True)]
     taken = NewRow(slot, [1], 1, 0, [], SamplingConfig(), guide=Guide(GuideType.REGEX, "a"))
     rows.set_row(taken)
-    assert rows.of_step(step) is not None
+    assert rows.of_step(step)
     rows.set_row(NewRow(slot, [1], 1, 0, [], SamplingConfig()))
-    assert rows.of_step(step) is None
+    assert not rows.of_step(step)

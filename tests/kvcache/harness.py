@@ -111,9 +111,9 @@ class Cache:
         """A child that knows the parent's tokens as its prompt and samples with another seed."""
         child = make_sequence(seq_id, parent.token_ids, namespace=parent.namespace, seed=seed)
         plan = self.kv.plan()
-        assert plan.seat(child) is Admission.NOW
+        assert plan.reserve_slot(child) is Admission.NOW
         self.kv.commit(plan)
-        self.kv.adopt(child, parent)
+        self.kv.fork(child, parent)
         child.apply(Event.ADMIT)
         self._send([], [child], [])
         return child

@@ -258,7 +258,7 @@ def test_the_engine_asks_for_what_pays(checkpoint: Callable[[str], Path], other:
     tried = []
     for draft in (model, other):
         core = drafting_core(model, draft, "native", asks=False)
-        core.scheduler._drafter.passes = FixedPassCost()
+        core.scheduler._drafter.cost = FixedPassCost()
         assert answers(core, requests) == answers(make_core(model, "native"), requests)
         tried.append(core.counters.draft_tokens_total)
     assert tried[0] > 200

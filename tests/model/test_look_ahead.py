@@ -17,7 +17,7 @@ from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
-from backend.worker.model_runner import Pending
+from backend.worker.pipeline import Pending
 
 
 def make_core(directory: Path, look_ahead: bool = True) -> EngineCore:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.core.turns import Turns
+from backend.core.round_robin import RoundRobin
 from backend.guided import compile_jobs, compile_process
 from backend.guided.compile_errors import lateness
 from backend.guided.compile_jobs import CompileProcess, _Running
@@ -14,7 +14,7 @@ from tests.mutants.changes import change, change_everywhere
 COMPILER = ["tests/guided/test_compiler.py"]
 LIMITS = ["tests/guided/test_compile_limits.py"]
 PROCESS = ["tests/guided/test_compile_process.py"]
-TURNS = ["tests/core/test_turns.py"]
+TURNS = ["tests/core/test_round_robin.py"]
 
 MUTANTS = {
     "who_has_ended_is_told": (
@@ -28,7 +28,7 @@ MUTANTS = {
     ),
     "what_was_given_up_is_compiled_on": (change(GuideCompiler, "_give_up", ("entry.job.drop()", "pass")), COMPILER),
     "what_was_given_up_keeps_its_turn": (
-        change(GuideCompiler, "_give_up", ("self._turns.discard(key)", "pass")),
+        change(GuideCompiler, "_give_up", ("self._queue.discard(key)", "pass")),
         COMPILER,
     ),
     "what_others_wait_for_is_given_up": (change(GuideCompiler, "_give_up", (" and not entry.waiting", "")), COMPILER),
@@ -49,7 +49,7 @@ MUTANTS = {
         ),
         COMPILER,
     ),
-    "a_turn_never_ends": (change(GuideCompiler, "_run", ("self._turns.done(turn.namespace)", "pass")), COMPILER),
+    "a_turn_never_ends": (change(GuideCompiler, "_run", ("self._queue.done(work.namespace)", "pass")), COMPILER),
     "an_error_is_kept": (change(GuideCompiler, "_run", ("if compiled is None and", "if False and")), COMPILER),
     "a_closed_compiler_keeps_its_threads": (
         change(GuideCompiler, "close", ("self._work.notify_all()", "pass"), ("thread.join()", "thread.join(1)")),
@@ -71,13 +71,13 @@ MUTANTS = {
         change(GuideCompiler, "_compile", ("except BaseException", "except Exception")),
         COMPILER,
     ),
-    "namespaces_do_not_take_turns": (change(Turns, "take", ("self._lines.move_to_end(namespace)", "pass")), TURNS),
-    "a_share_is_endless": (change(Turns, "take", ("self._running[namespace] < self._share and ", "")), TURNS),
-    "whoever_may_not_has_a_turn": (change(Turns, "take", (" and may(namespace)", "")), TURNS),
-    "a_key_has_a_turn_in_each_namespace": (change(Turns, "take", ("self.discard(key)", "line.pop(key)")), TURNS),
-    "namespaces_without_work_are_kept": (change(Turns, "discard", ("if not line:", "if False:")), TURNS),
+    "namespaces_do_not_take_turns": (change(RoundRobin, "take", ("self._lines.move_to_end(namespace)", "pass")), TURNS),
+    "a_share_is_endless": (change(RoundRobin, "take", ("self._running[namespace] < self._share and ", "")), TURNS),
+    "whoever_may_not_has_a_turn": (change(RoundRobin, "take", (" and may(namespace)", "")), TURNS),
+    "a_key_has_a_turn_in_each_namespace": (change(RoundRobin, "take", ("self.discard(key)", "line.pop(key)")), TURNS),
+    "namespaces_without_work_are_kept": (change(RoundRobin, "discard", ("if not line:", "if False:")), TURNS),
     "namespaces_without_places_are_kept": (
-        change(Turns, "done", ("if not self._running[namespace]:", "if False:")),
+        change(RoundRobin, "done", ("if not self._running[namespace]:", "if False:")),
         TURNS,
     ),
     "memory_has_no_limit": (
@@ -111,7 +111,7 @@ MUTANTS = {
         LIMITS,
     ),
     "a_child_that_ends_well_has_failed": (
-        change(CompileServer, "_hear", ("if not child.has_told:", "if True:")),
+        change(CompileServer, "_hear", ("if not child.has_sent:", "if True:")),
         LIMITS,
     ),
     "a_dropped_job_goes_on": (

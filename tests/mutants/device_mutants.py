@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from backend.worker import device_runner
-from backend.worker.device_runner import DeviceRunner
+from backend.worker import pipeline
+from backend.worker.device_runner import DeviceRunner, QueuedStep
+from backend.worker.extras import GatheringPass, Pass
 from backend.worker.group import InProcessWorkerGroup
-from tests.mutants.changes import Plant, change
+from backend.worker.pipeline import Runner
+from tests.mutants.changes import Plant, change, change_everywhere
 
 DRAFTS = "tests/kernels/interpreted/test_drafts.py::"
 TOKENS = [DRAFTS + "test_drafts_change_no_token"]
@@ -19,50 +21,62 @@ STEPS = [RUNNER + "test_tokens_and_log_probabilities_are_those_of_the_torch_tier
 KINDS = [RUNNER + "test_steps_of_greedy_rows_and_of_random_ones_have_the_torch_tier_s_tokens"]
 
 
-def _drafts(*replacements: tuple[str, str]) -> Plant:
-    return change(DeviceRunner, "_run_with_drafts", *replacements)
-
-
 DRAFT_MODEL = ["tests/kernels/interpreted/test_draft_model.py::test_who_was_paused_is_computed_again_by_both_models"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "rows_with_positions_of_their_own_replay_a_graph": (
-        change(DeviceRunner, "launch", ("not self.batch.brings_inputs(step.rows) and ", "")),
+        change(DeviceRunner, "_only_generates", ("not self.batch.brings_inputs(rows) and ", "")),
         ["tests/kernels/interpreted/test_prompt_inputs.py"],
     ),
     "drafts_run_as_if_there_were_none": (
-        change(DeviceRunner, "launch", ("if any(row.drafts", "if not any(row")),
+        change_everywhere(pipeline.samples_of, ("has_drafts = True", "pass")),
         TOKENS,
     ),
     "what_is_behind_a_wrong_draft_stays": (
-        change(device_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:]")),
+        change(pipeline, "accept_drafts", ("mine[1 : 1 + num_accepted]", "mine[1:]")),
         TOKENS,
     ),
     "each_draft_is_chosen_as_the_first": (
-        _drafts(("num_tokens[row.slot] + index for", "num_tokens[row.slot] for")),
+        change_everywhere(pipeline.samples_of, ("[row.slot] + index)", "[row.slot])")),
         TOKENS,
     ),
-    "right_drafts_are_not_appended": (_drafts(("(sampled, *further.values())", "(sampled,)")), TOKENS),
-    "right_drafts_are_not_told": (_drafts(("debug_tensors, further)", "debug_tensors)")), OWN),
+    "accepted_drafts_are_not_appended": (change(Runner, "_append", ("output.further.values()", "()")), TOKENS),
+    "accepted_drafts_are_not_published": (
+        change_everywhere(pipeline.output_of, ("debug_tensors, further)", "debug_tensors)")),
+        OWN,
+    ),
     "all_logits_are_of_the_last_token": (
-        _drafts(("self._forward(rows, wanted)", "self._forward(rows, [int(row.samples) for row in rows])")),
+        change(Pass, "__init__", ("row.num_samples for", "int(row.samples) for")),
         TOKENS,
     ),
     "logits_of_prompts_are_sampled": (
-        _drafts(("logits[work.sampling_rows]", "logits[: len(work.sampling_rows)]")),
+        change(GatheringPass, "sampled", ("values[self.sampling_rows]", "values[: len(self.sampling_rows)]")),
+        ["tests/model/test_gathered_logits.py"],
+    ),
+    "what_neighbours_gather_is_dropped": (
+        change(DeviceRunner, "_run", ("gathered += each.gather(logits, outputs, self.batch)", "pass")),
         LOGITS,
     ),
-    "what_neighbours_gather_is_dropped": (_drafts(("gathered.append(fetched)", "pass")), LOGITS),
     "neighbours_are_not_processed": (
-        _drafts(("failed = work.process(logits, self.batch.token_ids, self.batch.num_tokens)", "pass")),
+        change(
+            DeviceRunner,
+            "launch",
+            ("passes[-1].process(ran.logits, self.batch.token_ids, self.batch.num_tokens)", "[]"),
+        ),
         PROCESSORS,
     ),
     "who_fails_beside_drafts_goes_on": (
-        _drafts(("fetch_all(gathered), failed,", "fetch_all(gathered), [],")),
+        change(QueuedStep, "wait", ("self.gathered, self.failed", "self.gathered, []")),
         FAILURES,
     ),
-    "guides_do_not_see_drafts_by": (_drafts(("logits = self._masked(logits, guided)", "pass")), GUIDES),
-    "guides_do_not_go_on_beside_drafts": (_drafts(("failed += guided.accept(sampled, further)", "pass")), GUIDES),
+    "guides_do_not_see_drafts_by": (
+        change(DeviceRunner, "launch", ("self._mask(ran.logits, guided)", "ran.logits")),
+        GUIDES,
+    ),
+    "guides_do_not_go_on_beside_drafts": (
+        change_everywhere(pipeline.output_of, ("failed + guided.accept(samples, further)", "failed")),
+        GUIDES,
+    ),
     "graphs_of_all_kinds_are_one": (
         change(DeviceRunner, "_generation_step", ("(inputs.key, kind)", "inputs.key")),
         STEPS,
@@ -80,7 +94,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         KINDS,
     ),
     "tokens_of_the_graph_are_not_appended": (
-        change(DeviceRunner, "_tokens", ("self._append(inputs.device_numbers, tokens)", "pass")),
+        change(DeviceRunner, "_tokens", ("self._append_chosen(inputs.device_numbers, tokens)", "pass")),
         KINDS,
     ),
     "each_graph_keeps_its_logits": (
@@ -92,7 +106,9 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         STEPS,
     ),
     "the_draft_model_guesses_in_vain": (
-        change(DeviceRunner, "launch", ("step = self.draft_model.guess(step)", "self.draft_model.guess(step)")),
+        change(
+            Runner, "prepare", ("else self.draft_model.guess(step)", "else [self.draft_model.guess(step), step][1]")
+        ),
         DRAFT_MODEL,
     ),
     "the_draft_model_of_a_gpu_is_left_out": (

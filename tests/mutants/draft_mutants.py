@@ -5,10 +5,10 @@ from __future__ import annotations
 from backend.api import draft_limits
 from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.model_drafting import ModelDrafter
-from backend.scheduler.pass_cost import PassCost
+from backend.scheduler.step_cost import StepCost
 from backend.serving import upstream_parameters
 from backend.serving.fronts import trtllm_inputs
-from backend.worker import draft_model, loaded_model, model_runner
+from backend.worker import draft_model, loaded_model, pipeline
 from backend.worker.draft_model import DraftModel
 from compat.llm import speculative
 from compat.trtllm import parameters, request_configs, to_core
@@ -26,8 +26,8 @@ INPUTS = ["tests/serving/test_token_requests.py"]
 PARAMETERS = ["tests/serving/test_upstream_parameters.py"]
 
 
-def _right(old: str, new: str) -> Plant:
-    return change_everywhere(model_runner.right_samples, (old, new))
+def _accept(old: str, new: str) -> Plant:
+    return change_everywhere(pipeline.accept_drafts, (old, new))
 
 
 def _check(old: str, new: str) -> Plant:
@@ -39,16 +39,16 @@ def _fields(old: str, new: str) -> Plant:
 
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "the_first_step_with_passes_counts": (change(PassCost, "note", ("if is_first:", "if False:")), PASSES),
+    "the_first_step_with_passes_counts": (change(StepCost, "note", ("if is_first:", "if False:")), PASSES),
     "rows_and_passes_are_one_number": (
-        change(PassCost, "note", ("group_of(num_rows), {})", "group_of(num_rows + num_rows * num_passes), {})")),
+        change(StepCost, "note", ("group_of(num_tokens), {})", "group_of(num_tokens + num_tokens * num_passes), {})")),
         PASSES,
     ),
     "an_outlier_of_passes_counts_in_full": (
-        change(PassCost, "note", ("min(seconds, _OUTLIER * mean)", "seconds")),
+        change(StepCost, "note", ("min(seconds, 2 * known.seconds)", "seconds")),
         PASSES,
     ),
-    "plain_steps_are_forgotten_too": (change(PassCost, "forget", ("if each]", "]")), PASSES),
+    "plain_steps_are_forgotten_too": (change(StepCost, "forget_passes", ("if each]", "]")), PASSES),
     "the_draft_model_guesses_at_rows_in_flight": (
         change(ModelDrafter, "guess", ("if not seq.num_inflight_samples]", "if True]")),
         PASSES,
@@ -61,13 +61,16 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "tries_are_as_frequent_as_ever": (change(ModelDrafter, "note", ("2 * self._wait", "self._wait")), PASSES),
     "no_step_goes_without_guesses": (change(ModelDrafter, "_count", ("or is_plain or", "or")), PASSES),
     "nobody_learns_from_others_guesses": (change(ModelDrafter, "_acceptance", ("if num_wrong:", "if False:")), PASSES),
-    "the_next_row_begins_at_the_second_sample": (_right("start += len(mine)", "start += row.samples"), MODEL),
+    "the_next_row_begins_at_the_second_sample": (_accept("start += len(mine)", "start += row.samples"), MODEL),
     "a_draft_is_compared_with_what_is_behind_it": (
-        _right("mine[num_right].token_id", "mine[num_right + 1].token_id"),
+        _accept("mine[num_accepted].token_id", "mine[num_accepted + 1].token_id"),
         MODEL,
     ),
-    "a_draft_may_be_right_at_any_place": (_right("== row.drafts[num_right]", "in row.drafts"), MODEL),
-    "rows_with_drafts_are_taken_for_plain_ones": (_right("if len(samples) ==", "if len(samples) >="), MODEL),
+    "a_draft_may_be_right_at_any_place": (_accept("== row.drafts[num_accepted]", "in row.drafts"), MODEL),
+    "rows_with_drafts_are_taken_for_plain_ones": (
+        change_everywhere(pipeline.samples_of, ("has_drafts = True", "pass")),
+        MODEL,
+    ),
     "the_first_token_of_an_n_gram_is_a_guess": (
         change_everywhere(draft_limits.drafts_of_lookahead, ("return ngram_size - 1", "return ngram_size")),
         LIMITS,

@@ -60,7 +60,7 @@ MUTANTS = {
         EVICTED,
     ),
     "strangers_are_told_of_evictions": (
-        change(CacheState, "num_lost_tokens", ("lost if self.trusts(seq) else 0", "lost")),
+        change(CacheState, "num_lost_tokens", ("lost if self.may_report_hits(seq) else 0", "lost")),
         EVICTED,
     ),
     "a_request_waits_from_the_step_that_takes_it": (
@@ -92,7 +92,7 @@ MUTANTS = {
         change(Interval, "is_over", ("= now_ns + self", "+= self")),
         INTERVAL,
     ),
-    "the_first_token_waits": (change(EngineCore, "_publish", (" or publish.is_told_at_once(seq)", "")), INTERVAL),
+    "the_first_token_waits": (change(EngineCore, "_publish", (" or publish.is_published_at_once(seq)", "")), INTERVAL),
     "many_prompts_hold_streams_up": (
         change(MicroBatchScheduler, "context_budget", ("self.max_mixed_context_tokens, ", "")),
         ["tests/scheduler/test_context_limits.py"],

@@ -132,7 +132,7 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
     ),
     "stop_does_not_wait_for_a_drain": (
         change(
-            EngineLoop, "_is_over", (" and not (self._drain and (self._core.has_work or self._core.antechamber))", "")
+            EngineLoop, "_is_over", (" and not (self._drain and (self._core.has_work or self._core.preparation))", "")
         ),
         LOOP,
     ),

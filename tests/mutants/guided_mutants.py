@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from backend.api import guide
 from backend.engine import beam_step
-from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
 from backend.engine.intake import Intake
+from backend.engine.preparation import Preparation
 from backend.guided import compiler, llguidance_backend, schema_parts, sentences, setup, vocabulary
 from backend.guided.compile_errors import error_of
 from backend.guided.compiler import GuideCompiler
@@ -20,7 +20,7 @@ OUTPUTS = ["tests/guided/test_outputs.py"]
 DRAFTS = ["tests/guided/test_drafts.py"]
 COMPILER = ["tests/guided/test_compiler.py"]
 GUIDE = ["tests/api/test_guide.py"]
-WAITING = ["tests/engine/test_antechamber_guides.py"]
+WAITING = ["tests/engine/test_preparation_guides.py"]
 SCHEMAS = ["tests/guided/test_schemas.py"]
 GRAMMARS = ["tests/guided/test_grammars.py"]
 GATEWAY = ["tests/gateway/test_guides.py"]
@@ -58,7 +58,7 @@ MUTANTS = {
     "the_prompt_is_output": (change(GuidedRows, "set_row", ("[row.num_prompt_tokens :]", "[:]")), OUTPUTS),
     "a_slot_keeps_its_guide": (change(GuidedRows, "set_row", ("self._slots.pop(row.slot, None)", "pass")), OUTPUTS),
     "masks_go_to_the_first_rows": (
-        change(GuidedStep, "mask", ("range(each.logits, each.logits + 1", "range(len(places), len(places) + 1")),
+        change(GuidedStep, "_masked", ("range(each.logits, each.logits + 1", "range(len(places), len(places) + 1")),
         OUTPUTS,
     ),
     "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if each.row.error:", "if False:")), OUTPUTS),
@@ -66,8 +66,8 @@ MUTANTS = {
         change(beam_step, "take_further", (" if search.ended else InvalidRequest(_STUCK)", "")),
         OUTPUTS,
     ),
-    "infinite_log_probabilities_are_told": (
-        change_everywhere(guided_rows._told, ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
+    "infinite_log_probabilities_are_published": (
+        change_everywhere(guided_rows._published, ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
         OUTPUTS,
     ),
     "a_guide_is_compiled_for_each": (change(GuideCompiler, "begin", ("if entry is None:", "if True:")), COMPILER),
@@ -82,21 +82,21 @@ MUTANTS = {
         COMPILER,
     ),
     "a_cancelled_one_still_waits": (
-        change(Antechamber, "leave", (".pop(request_id, None)", ".get(request_id)")),
+        change(Preparation, "leave", (".pop(request_id, None)", ".get(request_id)")),
         WAITING,
     ),
-    "guides_are_kept_for_ever": (change(Antechamber, "end", ("self._guides.end(request_id)", "pass")), WAITING),
+    "guides_are_kept_for_ever": (change(Preparation, "end", ("self._guides.end(request_id)", "pass")), WAITING),
     "an_error_is_no_end": (change(EngineCore, "admit", ("if waiting.error is None:", "if True:")), WAITING),
     "a_turn_that_waits_cannot_be_stopped": (
-        change(EngineCore, "_stop_session", ("self.antechamber.turn_of(key)", "None")),
+        change(EngineCore, "_stop_session", ("self.preparation.waiting_turn(key)", "None")),
         WAITING,
     ),
-    "who_waits_has_all_the_time": (change(Antechamber, "late", ("now_ns < self._earliest_ns", "True")), WAITING),
+    "who_waits_has_all_the_time": (change(Preparation, "late", ("now_ns < self._earliest_ns", "True")), WAITING),
     "only_the_first_is_late": (
-        change(Antechamber, "late", ("if each > now_ns), default=None", "if each > 1e18), default=None")),
+        change(Preparation, "late", ("if each > now_ns), default=None", "if each > 1e18), default=None")),
         WAITING,
     ),
-    "any_number_of_requests_waits": (change(Antechamber, "enter", (">= self._max_size", ">= 1e9")), WAITING),
+    "any_number_of_requests_waits": (change(Preparation, "enter", (">= self._max_size", ">= 1e9")), WAITING),
     "no_end_id_is_needed": (change(Intake, "check", ("if not self._model.eos_ids:", "if False:")), WAITING),
     "a_guide_is_known_by_its_text_alone": (
         change_everywhere(compiler._digest, ("{guide.type.value}\\0", "")),
@@ -119,7 +119,7 @@ MUTANTS = {
         DRAFTS,
     ),
     "all_guides_are_of_one_namespace": (
-        change(Antechamber, "enter", ("request.guide, request.cache_salt", "request.guide, ''")),
+        change(Preparation, "enter", ("request.guide, request.cache_salt", "request.guide, ''")),
         WAITING,
     ),
     "keys_twice_are_one": (
@@ -148,7 +148,7 @@ MUTANTS = {
         GRAMMARS,
     ),
     "the_line_of_a_grammar_is_not_told": (
-        change_everywhere(sentences.sentence, ("{line}{told(found, find)}", "{told(found, find)}")),
+        change_everywhere(sentences.sentence, ("{line}{sentence_of(found, find)}", "{sentence_of(found, find)}")),
         GRAMMARS,
     ),
     "any_whitespace_in_structures": (

@@ -1,4 +1,4 @@
-"""Bugs planted in LoRA: the caches, the antechamber, the reading of adapters."""
+"""Bugs planted in LoRA: the caches, Preparation, the reading of adapters."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from backend.api import adapter_files
 from backend.api import lora as api_lora
 from backend.api.request import Request
 from backend.engine import prefetch
-from backend.engine.antechamber import Antechamber
 from backend.engine.intake import Intake
 from backend.engine.loop import EngineLoop
 from backend.engine.names import AdapterNames
+from backend.engine.preparation import Preparation
 from backend.engine.read_ahead import ReadAhead
+from backend.kvcache import adapters as cached_adapters
+from backend.kvcache.adapters import AdapterCache, AdapterLru
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.layers import lora as layers
 from backend.layers.lora import Stacks
 from backend.models import lora, npy
-from backend.scheduler import adapters as scheduler_adapters
-from backend.scheduler.adapters import AdapterCache, Level
 from backend.scheduler.scheduler import Scheduler
 from backend.serving import named_adapters
 from backend.serving.fronts import llmapi, trtllm_tokens
@@ -29,8 +29,8 @@ from deploy import serve
 from gateway.core import Gateway
 from tests.mutants.changes import change, change_everywhere
 
-CACHE = ["tests/scheduler/test_adapters.py"]
-WAITING = ["tests/engine/test_antechamber_adapters.py"]
+CACHE = ["tests/kvcache/test_adapters.py"]
+WAITING = ["tests/engine/test_preparation_adapters.py"]
 READING = ["tests/engine/test_read_ahead.py", *WAITING]
 MODEL = ["tests/model/test_lora.py"]
 HELD = ["tests/model/test_held_adapters.py"]
@@ -42,12 +42,12 @@ GATEWAY = ["tests/gateway/test_adapters.py"]
 
 MUTANTS = {
     "the_newest_goes": (
-        change(Level, "put", ("next(each for each in self._bytes", "next(each for each in [*self._bytes][::-1]")),
+        change(AdapterLru, "put", ("next(each for each in self._bytes", "next(each for each in [*self._bytes][::-1]")),
         CACHE,
     ),
-    "who_is_in_use_goes": (change(Level, "put", ("each not in self._users and", "")), CACHE),
-    "use_is_not_noted": (change(Level, "use", ("self._bytes.move_to_end(content)", "pass")), CACHE),
-    "one_user_less_is_none": (change(Level, "leave", ("-= 1", "= 0")), CACHE),
+    "who_is_in_use_goes": (change(AdapterLru, "put", ("each not in self._users and", "")), CACHE),
+    "use_is_not_noted": (change(AdapterLru, "use", ("self._bytes.move_to_end(content)", "pass")), CACHE),
+    "one_user_less_is_none": (change(AdapterLru, "leave", ("-= 1", "= 0")), CACHE),
     "names_of_all_clients_are_one": (
         change(
             AdapterCache, "resolve", ("self._names.get(name)", "{n[1]: c for n, c in self._names.items()}.get(name[1])")
@@ -70,19 +70,19 @@ MUTANTS = {
         change(Intake, "_accept_turn", ("known.adapter != request.adapter", "False")),
         WAITING,
     ),
-    "later_requests_overtake": (change(Antechamber, "enter", ("waiting.line in self._lines", "False")), WAITING),
-    "the_cancelled_run": (change(Antechamber, "_advance", ("if not first.has_left:", "if True:")), WAITING),
+    "later_requests_overtake": (change(Preparation, "enter", ("waiting.line in self._lines", "False")), WAITING),
+    "the_cancelled_run": (change(Preparation, "_advance", ("if not first.has_left:", "if True:")), WAITING),
     "all_adapters_are_read_ahead": (
         change(ReadAhead, "_has_room", ("return own < free if own else free > 0", "return True")),
         READING,
     ),
-    "who_leaves_takes_the_adapter_along": (change(Antechamber, "_close_ranks", ("or is_meant", "")), WAITING),
+    "who_leaves_takes_the_adapter_along": (change(Preparation, "_close_ranks", ("or is_meant", "")), WAITING),
     "who_leaves_is_read_for_all_the_same": (
-        change(Antechamber, "_close_ranks", ("self._reading.let_go(each.adapter)", "pass")),
+        change(Preparation, "_close_ranks", ("self._reading.let_go(each.adapter)", "pass")),
         WAITING,
     ),
-    "a_drain_leaves_the_antechamber_behind": (
-        change(EngineLoop, "_is_over", (" or self._core.antechamber", "")),
+    "a_drain_leaves_requests_in_preparation_behind": (
+        change(EngineLoop, "_is_over", (" or self._core.preparation", "")),
         WAITING,
     ),
     "what_nobody_means_keeps_its_room": (
@@ -103,7 +103,7 @@ MUTANTS = {
         READING,
     ),
     "adapters_in_the_cache_take_room_here": (
-        change(Antechamber, "_put", ("self._reading.let_go(adapter)", "pass")),
+        change(Preparation, "_put", ("self._reading.let_go(adapter)", "pass")),
         READING,
     ),
     "readers_outlive_the_engine": (
@@ -216,7 +216,7 @@ MUTANTS = {
         PAGES,
     ),
     "caches_are_not_whole_pages": (
-        change_everywhere(scheduler_adapters._in_pages, ("-(-module_layers", "(module_layers")),
+        change_everywhere(cached_adapters._in_pages, ("-(-module_layers", "(module_layers")),
         PAGES,
     ),
     "a_step_begins_before_its_adapters_are_there": (

@@ -11,8 +11,7 @@ from backend.models.llama import Llama
 from backend.sampling.slots import SlotParameters
 from backend.worker import extras, post_processors, prompt_inputs
 from backend.worker.debug_tensors import DebugFetch
-from backend.worker.extras import Extras, ExtraWork, Part, SlotWants
-from backend.worker.model_runner import ModelRunner
+from backend.worker.extras import Extras, GatheringPass, Part, SlotWants
 from backend.worker.post_processors import PostProcessors
 from backend.worker.prompt_inputs import PromptInputs
 from kernels import sampling
@@ -40,11 +39,11 @@ MUTANTS = {
         RAISES,
     ),
     "debug_logits_are_of_every_row": (
-        change(ExtraWork, "_fetch_debug", ("given[name][self.sampling_rows]", "given[name]")),
+        change(GatheringPass, "_fetch_debug", ("given[name][self.sampling_rows]", "given[name]")),
         [DEBUG + "test_the_logits_are_there_beside_those_of_a_prompt_that_a_request_gets"],
     ),
     "debug_inputs_are_of_the_last_pass": (
-        change(ExtraWork, "_fetch_debug", ("begin(self._debug.rows,", "begin(self.rows,")),
+        change(GatheringPass, "_fetch_debug", ("begin(self._debug.rows,", "begin(self.rows,")),
         [DEBUG + "test_the_logits_are_there_beside_those_of_a_prompt_that_a_request_gets"],
     ),
     "debug_tensors_without_a_limit": (
@@ -52,7 +51,7 @@ MUTANTS = {
         [DEBUG + "test_what_does_not_fit_is_dropped_and_the_log_names_the_limit_once"],
     ),
     "context_rows_are_one_off": (
-        change(ExtraWork, "gather", ("(last - positions[0])", "(last - positions[0] - 1)")),
+        change(GatheringPass, "gather", ("(last - positions[0])", "(last - positions[0] - 1)")),
         ROWS,
     ),
     "context_rows_go_on_into_the_output": (
@@ -64,7 +63,7 @@ MUTANTS = {
         ROWS,
     ),
     "prompt_log_probs_are_of_the_token_behind": (
-        change(ExtraWork, "gather", ("positions[0] + 1 : positions[-1] + 2", "positions[0] : positions[-1] + 1")),
+        change(GatheringPass, "gather", ("positions[0] + 1 : positions[-1] + 2", "positions[0] : positions[-1] + 1")),
         [PROMPT_LOG_PROBS + "test_they_equal_log_softmax_and_topk_of_a_plain_forward"],
     ),
     "prompts_with_log_probs_take_over_cached_kv": (
@@ -100,7 +99,7 @@ MUTANTS = {
         [PROCESSORS + "test_the_slot_of_a_request_with_one_goes_to_a_request_without"],
     ),
     "greedy_rows_ignore_the_processor": (
-        change(ModelRunner, "_execute_with_extras", ("is_needed or slot in work.processed", "is_needed")),
+        change(GatheringPass, "needed", ("is_needed or slot in self.processed", "is_needed")),
         FORCE,
     ),
     "what_is_returned_is_dropped": (
@@ -111,7 +110,7 @@ MUTANTS = {
         change(PostProcessors, "_run_one", ("return [_failure(row, error)]", "return []")),
         RAISES,
     ),
-    "a_failed_row_goes_on": (change(gathered, "book", ("flight.dropped.add(seq.seq_id)", "pass")), RAISES),
+    "a_failed_row_goes_on": (change(gathered, "apply", ("flight.dropped.add(seq.seq_id)", "pass")), RAISES),
     "static_batches_take_processors": (
         change(output_limits, "check_post_processor", ("if is_static:", "if False:")),
         [PROCESSORS + "test_static_batches_refuse_it_and_the_others_of_the_batch_finish"],

@@ -12,11 +12,10 @@ from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.model_drafting import ModelDrafter
 from backend.scheduler.step_cost import StepCost
-from backend.worker import group, model_runner
+from backend.worker import group, pipeline
 from backend.worker.draft_model import DraftModel
 from backend.worker.group import InProcessWorkerGroup
-from backend.worker.model_runner import ModelRunner
-from tests.mutants.changes import change
+from tests.mutants.changes import change, change_everywhere
 
 ENGINE = ["tests/engine/test_drafts.py"]
 DRAFTING = [f"tests/scheduler/test_{name}.py" for name in ("drafting", "lookup", "step_cost", "acceptance")]
@@ -39,8 +38,8 @@ MUTANTS = {
     ),
     "guessing_never_rests": (change(Drafter, "_settle", ("if self._won_s <", "if False and self._won_s <")), DRAFTING),
     "a_rest_never_ends": (change(Drafter, "guess", ("max(0, self._num_resting - 1)", "self._num_resting")), DRAFTING),
-    "a_backlog_is_looked_at_token_by_token": (change(Lookup, "see", ("(_BACKLOG if", "(1e9 if")), DRAFTING),
-    "a_size_is_never_worked_out_anew": (change(StepCost, "note", ("self._told.clear()", "pass")), DRAFTING),
+    "a_backlog_is_looked_at_token_by_token": (change(Lookup, "see", ("(2 * MAX_LENGTH if", "(1e9 if")), DRAFTING),
+    "a_size_is_never_worked_out_anew": (change(StepCost, "note", ("self._estimates.clear()", "pass")), DRAFTING),
     "a_place_that_was_left_is_never_forgotten": (
         change(Lookup, "_near", ("self._num_since_left > NEAR", "False")),
         DRAFTING,
@@ -54,13 +53,13 @@ MUTANTS = {
         change(Lookup, "_near", ("len(left.output) - 1)", "len(left.output))")),
         DRAFTING,
     ),
-    "a_wrong_draft_is_kept": (change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:]")), MODEL),
+    "a_wrong_draft_is_kept": (change(pipeline, "accept_drafts", ("mine[1 : 1 + num_accepted]", "mine[1:]")), MODEL),
     "what_follows_right_drafts_is_dropped": (
-        change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:num_right]")),
+        change(pipeline, "accept_drafts", ("mine[1 : 1 + num_accepted]", "mine[1:num_accepted]")),
         MODEL,
     ),
     "drafts_are_sampled_as_one_position": (
-        change(ModelRunner, "execute", ("[row.slot] + index for", "[row.slot] for")),
+        change_everywhere(pipeline.samples_of, ("[row.slot] + index)", "[row.slot])")),
         MODEL,
     ),
     "a_run_goes_on_behind_the_end": (change(update, "append_run", ("            break", "            pass")), ENGINE),
@@ -146,9 +145,9 @@ MUTANTS = {
         DRAFTING,
     ),
     "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
-    "nothing_is_ever_forgotten": (change(StepCost, "_known", ("> _REMEMBERED", "> 1e9")), DRAFTING),
+    "nothing_is_ever_forgotten": (change(StepCost, "_known", ("> 5 * PERIOD", "> 1e9")), DRAFTING),
     "there_are_no_trials": (change(StepCost, "is_trial", ("== between - 1", "== -1")), DRAFTING),
-    "all_sizes_are_on_the_line": (change(StepCost, "_expected", ("if known is None", "if True")), DRAFTING),
+    "all_sizes_are_on_the_line": (change(StepCost, "_expected", ("self._known(num_tokens) or", "None or")), DRAFTING),
     "guesses_behind_a_wrong_one_count": (
         change(Acceptance, "see", ("if num_guessed > num_right:", "for _ in range(num_guessed - num_right):")),
         DRAFTING,
@@ -186,7 +185,7 @@ MUTANTS = {
         change(Drafter, "_most", ("if asked is None", "if True")),
         ENGINE,
     ),
-    "outliers_count": (change(StepCost, "note", ("if self._weight:", "if False:")), DRAFTING),
+    "outliers_count": (change(StepCost, "note", ("min(seconds, 2 * self._expected(num_tokens))", "seconds")), DRAFTING),
     "a_decaying_top_p_is_drafted": (
         change(draft_limits, "what_forbids_drafts", ('"top_p_decay": sampling.decays_top_p', '"top_p_decay": False')),
         ENGINE,

@@ -164,7 +164,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         STREAMS,
     ),
     "heirs_have_no_context_rows": (
-        change(groups, "share_prompt", ("heir.gathered.inherit(seq.gathered)", "pass")),
+        change(groups, "share_prompt", ("sibling.gathered.inherit(seq.gathered)", "pass")),
         STREAMS,
     ),
     "drafts_do_not_end_the_request": (

@@ -6,8 +6,9 @@ import pytest
 
 from backend.api.config import SpeculationConfig
 from backend.core.sequence import Sequence
-from backend.scheduler.drafting import MARGIN, Drafter
+from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup
+from backend.scheduler.step_cost import MARGIN
 from tests.engine.driver import Driver, answer
 
 LOOKUP = SpeculationConfig(mode="lookup")

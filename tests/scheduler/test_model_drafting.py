@@ -7,9 +7,9 @@ import pytest
 from backend.api.config import SpeculationConfig
 from backend.core.sequence import Sequence
 from backend.scheduler.acceptance import Acceptance
-from backend.scheduler.drafting import MARGIN, Draft
+from backend.scheduler.drafting import Draft
 from backend.scheduler.model_drafting import ModelDrafter
-from backend.scheduler.pass_cost import PassCost
+from backend.scheduler.step_cost import MARGIN, StepCost
 from tests.engine.driver import Driver
 
 CONFIG = SpeculationConfig(mode="draft_model", draft_model="small")
@@ -17,9 +17,9 @@ CONFIG = SpeculationConfig(mode="draft_model", draft_model="small")
 
 def test_passes_are_known_by_their_own_steps_and_lie_on_a_line_else() -> None:
     """8 rows take 10 ms, with two passes 16 and with eight 42. Three are nearest to two, 0.3 of a step each: 19 ms."""
-    cost = PassCost()
+    cost = StepCost()
     for passes, seconds in ((0, 0.010), (2, 0.099), (2, 0.016), (8, 0.042)):
-        cost.note(8, passes, seconds)
+        cost.note(8, seconds, passes)
     assert [cost.seconds(8, passes) for passes in (0, 2, 8)] == [0.010, 0.016, 0.042]
     assert cost.seconds(8, 3) == pytest.approx(0.019)
     assert cost.seconds(8, 1) == pytest.approx(0.013)
@@ -27,36 +27,37 @@ def test_passes_are_known_by_their_own_steps_and_lie_on_a_line_else() -> None:
 
 def test_rows_without_passes_and_rows_with_as_many_tokens_are_told_apart() -> None:
     """One row with seven passes runs eight tokens in its step, as eight rows do."""
-    cost = PassCost()
+    cost = StepCost()
     for rows, passes, seconds in ((8, 0, 0.010), (1, 0, 0.009), (1, 7, 0.020), (1, 7, 0.030)):
-        cost.note(rows, passes, seconds)
+        cost.note(rows, seconds, passes)
     assert cost.seconds(8, 0) == 0.010
     assert cost.seconds(1, 7) == 0.030
 
 
 def test_what_a_pass_costs_of_other_rows_is_assumed_of_new_ones() -> None:
     """Of 8 rows a pass takes 0.5 of a step: 32 rows of 20 ms are taken to need 30 with one. Before, 0.3 is assumed."""
-    cost = PassCost()
-    cost.note(32, 0, 0.020)
+    cost = StepCost()
+    cost.note(32, 0.020)
     assert cost.seconds(32, 1) == pytest.approx(0.026)
     for passes, seconds in ((0, 0.010), (1, 0.015), (1, 0.015)):
-        cost.note(8, passes, seconds)
+        cost.note(8, seconds, passes)
     assert cost.seconds(32, 1) == pytest.approx(0.030)
     assert not cost.is_known(1)
 
 
 def test_an_outlier_counts_as_twice_the_mean_and_all_with_passes_can_be_forgotten() -> None:
-    cost = PassCost()
+    cost = StepCost()
     for _ in range(8):
-        cost.note(1, 0, 0.010)
-    cost.note(1, 0, 1.0)
+        cost.note(1, 0.010)
+    cost.note(1, 1.0)
     assert cost.seconds(1, 0) == pytest.approx(0.010 + 0.010 / 8)
-    for seconds in (0.020, 0.020):
-        cost.note(1, 1, seconds)
-    cost.forget()
-    cost.note(1, 0, cost.seconds(1, 0))
+    for seconds in (0.020, 0.020, 1.0):  # the first does not count, the last as 40 ms
+        cost.note(1, seconds, 1)
+    assert cost.seconds(1, 1) == pytest.approx(0.030)
+    cost.forget_passes()
+    cost.note(1, cost.seconds(1, 0))
     assert cost.seconds(1, 0) == pytest.approx(0.010 + 0.010 / 8)
-    assert cost.seconds(1, 2) == pytest.approx(cost.seconds(1, 0) * (1 + 2 * (0.020 / (0.010 + 0.010 / 8) - 1)))
+    assert cost.seconds(1, 2) == pytest.approx(cost.seconds(1, 0) * (1 + 2 * (0.030 / (0.010 + 0.010 / 8) - 1)))
 
 
 def sequences(count: int) -> list[Sequence]:
@@ -73,9 +74,9 @@ def drafter_of(rows: list[Sequence], share: float, plain: float, each_pass: floa
     """It knows that guesses at all rows are right so often, and what steps of so many rows take."""
     drafter = ModelDrafter(CONFIG)
     drafter._accepted = {seq.seq_id: Acceptance(seq, share) for seq in rows}
-    drafter.passes.note(len(rows), 0, plain)
+    drafter.cost.note(len(rows), plain)
     for _ in range(2):
-        drafter.passes.note(len(rows), 1, plain + each_pass)
+        drafter.cost.note(len(rows), plain + each_pass, 1)
     return drafter
 
 
@@ -118,10 +119,10 @@ def test_a_row_whose_token_is_not_known_yet_gets_no_guesses() -> None:
 def test_a_step_with_draft_tokens_of_a_request_says_nothing_about_the_draft_model() -> None:
     rows = sequences(4)
     drafter = drafter_of(rows, 0.9, 1.0, 0.1)
-    before = counts(drafter, rows), drafter.passes.seconds(4, 0), drafter.passes.seconds(4, 1)
+    before = counts(drafter, rows), drafter.cost.seconds(4, 0), drafter.cost.seconds(4, 1)
     for _ in range(200):
         drafter.note(4, [Draft([1, 2], is_given=True)], 50.0)
-    assert (counts(drafter, rows), drafter.passes.seconds(4, 0), drafter.passes.seconds(4, 1)) == before
+    assert (counts(drafter, rows), drafter.cost.seconds(4, 0), drafter.cost.seconds(4, 1)) == before
 
 
 def test_there_must_be_room_for_all() -> None:

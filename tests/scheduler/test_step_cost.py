@@ -45,7 +45,7 @@ def test_a_size_is_known_by_its_own_steps_not_by_others() -> None:
 
 
 def test_a_size_that_has_not_run_for_long_is_forgotten() -> None:
-    """40 tokens took 50 ms when 32 took 20; 300 steps of 32 later, at 10 ms, they are taken to cost what a slope of 5 % says."""
+    """40 tokens took 50 ms when 32 took 20; 320 steps of 32 later, at 10 ms, they are taken to cost what a slope of 5 % says."""
     cost = StepCost()
     cost.note(32, 0.020)
     cost.note(40, 0.050)

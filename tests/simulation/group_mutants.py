@@ -42,11 +42,11 @@ def a_cancel_ends_one_sequence_only(set_attribute: SetAttribute) -> None:
 def the_blocks_of_a_prompt_are_shared_before_it_is_computed(set_attribute: SetAttribute) -> None:
     original = KVCacheManager.share
 
-    def share(self: KVCacheManager, seq: Sequence, heirs: Iterable[Sequence]) -> None:
-        heirs = list(heirs)
-        original(self, seq, heirs)
-        for heir in heirs:
-            heir.num_computed_tokens = heir.num_prompt_tokens
+    def share(self: KVCacheManager, seq: Sequence, waiting_siblings: Iterable[Sequence]) -> None:
+        waiting_siblings = list(waiting_siblings)
+        original(self, seq, waiting_siblings)
+        for sibling in waiting_siblings:
+            sibling.num_computed_tokens = sibling.num_prompt_tokens
 
     def share_at_once(seq: Sequence, kv: KVCacheManager) -> None:
         if not seq.group.has_prompt and seq is seq.group.members[0]:
@@ -67,15 +67,15 @@ def shared_prompt_is_not_copied_before_it_is_written_on(set_attribute: SetAttrib
 
 
 def beams_do_not_lock_what_they_share(set_attribute: SetAttribute) -> None:
-    original = KVCacheManager.adopt
+    original = KVCacheManager.fork
 
-    def adopt(self: KVCacheManager, child: Sequence, parent: Sequence) -> None:
+    def fork(self: KVCacheManager, child: Sequence, parent: Sequence) -> None:
         original(self, child, parent)
         table = self.state.tables[parent.seq_id]
         if table.num_held > 1:
             self.state.blocks.blocks[table.handles[-1].block_id].ref_count -= 1
 
-    set_attribute(KVCacheManager, "adopt", adopt)
+    set_attribute(KVCacheManager, "fork", fork)
 
 
 def a_row_that_is_given_another_hypothesis_is_not_renewed(set_attribute: SetAttribute) -> None:

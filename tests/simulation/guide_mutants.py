@@ -12,8 +12,8 @@ from backend.api.errors import EverbatchError
 from backend.api.request import Request, RequestId
 from backend.core.sequence import BeamSequence, Sequence
 from backend.core.step import NewRow
-from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
+from backend.engine.preparation import Preparation
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler import scheduler, step_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
@@ -121,21 +121,21 @@ def a_cancelled_sequence_takes_a_held_request_on(set_attribute: SetAttribute) ->
     original = EngineCore.cancel
 
     def cancel(self: EngineCore, request_id: RequestId, keep: int | None = None, index: int | None = None) -> None:
-        original(self, request_id, keep, None if request_id in self.antechamber else index)
+        original(self, request_id, keep, None if request_id in self.preparation else index)
 
     set_attribute(EngineCore, "cancel", cancel)
 
 
 def a_guide_that_cannot_be_used_is_used(set_attribute: SetAttribute) -> None:
-    original = Antechamber._note_guide
-    set_attribute(Antechamber, "_note_guide", lambda self, request_id, error: original(self, request_id, None))
+    original = Preparation._note_guide
+    set_attribute(Preparation, "_note_guide", lambda self, request_id, error: original(self, request_id, None))
 
 
 def a_request_is_refused_though_it_runs(set_attribute: SetAttribute) -> None:
-    note_it, admit_them = Antechamber._note_guide, EngineCore.admit
+    note_it, admit_them = Preparation._note_guide, EngineCore.admit
     told: list[RequestId] = []
 
-    def note(self: Antechamber, request_id: RequestId, error: EverbatchError | None) -> None:
+    def note(self: Preparation, request_id: RequestId, error: EverbatchError | None) -> None:
         told.extend([request_id] if error is not None else [])
         note_it(self, request_id, error)
 
@@ -144,20 +144,20 @@ def a_request_is_refused_though_it_runs(set_attribute: SetAttribute) -> None:
         while told:
             self.cancel(told.pop())
 
-    set_attribute(Antechamber, "_note_guide", note)
+    set_attribute(Preparation, "_note_guide", note)
     set_attribute(EngineCore, "admit", admit)
 
 
 def a_turn_that_waits_is_not_stopped(set_attribute: SetAttribute) -> None:
-    set_attribute(Antechamber, "turn_of", lambda self, key: None)
+    set_attribute(Preparation, "waiting_turn", lambda self, key: None)
 
 
 def a_session_has_two_turns_that_wait(set_attribute: SetAttribute) -> None:
-    set_attribute(Antechamber, "_check_alone", lambda self, key: None)
+    set_attribute(Preparation, "_check_alone", lambda self, key: None)
 
 
 def who_waits_has_all_the_time(set_attribute: SetAttribute) -> None:
-    set_attribute(Antechamber, "late", lambda self, now_ns: [])
+    set_attribute(Preparation, "late", lambda self, now_ns: [])
 
 
 def the_drafts_are_output(set_attribute: SetAttribute) -> None:

@@ -70,7 +70,7 @@ def not_released_when_cancelled_while_paused(set_attribute: SetAttribute) -> Non
     def leave(self: EngineCore, seq: Sequence) -> None:
         release = self.kv.release
         if seq.status is Status.PAUSED:
-            self.kv.release = lambda seq, keep, has_heirs=False: None
+            self.kv.release = lambda seq, keep, has_waiting_siblings=False: None
         original(self, seq)
         self.kv.release = release
 
@@ -83,7 +83,7 @@ def not_released_when_timed_out(set_attribute: SetAttribute) -> None:
     def leave(self: EngineCore, seq: Sequence) -> None:
         release = self.kv.release
         if seq.finish_reason is FinishReason.TIMED_OUT:
-            self.kv.release = lambda seq, keep, has_heirs=False: self.kv._release_slot(seq)
+            self.kv.release = lambda seq, keep, has_waiting_siblings=False: self.kv._release_slot(seq)
         original(self, seq)
         self.kv.release = release
 
@@ -186,7 +186,9 @@ def a_prefix_that_is_found_loses_its_sink_blocks(set_attribute: SetAttribute) ->
 
 def keep_flag_lost(set_attribute: SetAttribute) -> None:
     release = KVCacheManager.release
-    set_attribute(KVCacheManager, "release", lambda self, seq, keep, has_heirs=False: release(self, seq, False))
+    set_attribute(
+        KVCacheManager, "release", lambda self, seq, keep, has_waiting_siblings=False: release(self, seq, False)
+    )
 
 
 def truncation_keeps_the_kv_counter(set_attribute: SetAttribute) -> None:

@@ -86,7 +86,7 @@ class CheckedWorkers(HashWorkerGroup):
             drafts = [mix(row.slot, row.num_computed, index) % VOCAB for index in range(row.num_guesses)]
             row = Row(row.slot, row.num_computed, row.num_tokens, row.samples, row.new_block_ids, drafts)
         guided = self._guided.of_step([row])
-        if guided is None:
+        if not guided:
             return super()._run_with_drafts(row, further)
         self._allowed.extend(guided.mask(torch.zeros(row.num_samples, VOCAB)).isfinite().tolist())
         first = super()._run_with_drafts(row, further)

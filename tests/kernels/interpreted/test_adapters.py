@@ -69,10 +69,10 @@ def test_steps_with_adapters_replay_no_graph_and_those_behind_them_do(
         monkeypatch.setattr(DeviceRunner, name, noted)
 
     note("_run_generation")
-    note("_run_mixed")
+    note("_forward")
     adapter = make_adapter(directory, tmp_path / "adapter", 1, size=2.0)
     requests = [Request([5, 6, 7, 8], 6, lora=LoraConfig(0)), Request([5, 6, 7, 8], 12)]
     of_triton = [result.output_token_ids for result in finish(make_core(directory, "triton", [adapter]), requests)]
-    assert ran == [("_run_mixed", True)] * 6 + [("_run_generation", False)] * 6
+    assert ran == [("_forward", True)] * 6 + [("_run_generation", False)] * 6
     of_torch = [result.output_token_ids for result in finish(make_core(directory, "torch", [adapter]), requests)]
     assert of_triton == of_torch

@@ -67,9 +67,8 @@ class Compiled:
 
 def take_guides(core: EngineCore) -> EngineCore:
     """The same engine, whose requests may have GUIDE."""
-    runner, name = core.workers.runner, "_guided" if core.model.kernels == "triton" else "guided"
-    setattr(runner, name, GuidedRows(Compiled(), 5, core.model.vocab_size))
-    core.antechamber._guides = Compiled()
+    core.workers.runner.guided = GuidedRows(Compiled(), 5, core.model.vocab_size)
+    core.preparation._guides = Compiled()
     core.intake._limits = msgspec.structs.replace(core.intake._limits, guide_refusal="")
     return core
 

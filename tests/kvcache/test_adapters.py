@@ -8,7 +8,7 @@ from backend.api import InvalidRequest
 from backend.api.config import LoraSection
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import ModelInfo
-from backend.scheduler.adapters import AdapterCache
+from backend.kvcache.adapters import AdapterCache
 
 
 def adapter(content: str, num_bytes: int = 10) -> PreparedAdapter:

@@ -1,4 +1,4 @@
-"""Turns: round robin between namespaces, so that a namespace with much work does not delay the others."""
+"""RoundRobin: serves namespaces one after the other, so that a namespace with much work does not delay the others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Generic, NamedTuple, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Turn(NamedTuple, Generic[K]):
-    namespace: str  # the namespace whose turn it is
+class Taken(NamedTuple, Generic[K]):
+    """Work that has begun."""
+
+    namespace: str
     key: K
 
 
-class Turns(Generic[K]):
+class RoundRobin(Generic[K]):
     """Round robin over namespaces; within a namespace the oldest work comes first. Not thread-safe."""
 
     def __init__(self, share: int) -> None:
@@ -31,10 +33,10 @@ class Turns(Generic[K]):
         return len(self._lines.get(namespace, ()))
 
     def put(self, namespace: str, key: K) -> None:
-        """Queue work. A key may wait in several namespaces; it is taken once, in the turn of whichever namespace comes first."""
+        """Queue work. A key may wait in several namespaces; it is taken once, for the namespace that is served first."""
         self._lines.setdefault(namespace, {})[key] = None
 
-    def take(self, may: Callable[[str], bool] = lambda namespace: True) -> Turn[K] | None:
+    def take(self, may: Callable[[str], bool] = lambda namespace: True) -> Taken[K] | None:
         """Take the next work of a namespace that `may` accepts; call `done` when it is finished. None if no such namespace may
         start more.
         """
@@ -45,7 +47,7 @@ class Turns(Generic[K]):
                 self.discard(key)
                 if namespace in self._lines:
                     self._lines.move_to_end(namespace)
-                return Turn(namespace, key)
+                return Taken(namespace, key)
         return None
 
     def done(self, namespace: str) -> None:

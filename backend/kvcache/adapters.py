@@ -1,11 +1,11 @@
 """AdapterCache: which LoRA adapters are held, on the host and on the device. It knows their hashes and sizes, not their weights.
 
-    host     least recently used first; an adapter stays while an accepted request has it
+    host     least recently used first; an adapter stays while an accepted request uses it
     device   a subset of the host's; an adapter stays while a sequence with it runs
 
-Both are counted in pages: an adapter's sizes are those of its whole pages (worker/adapter_pages.py).
-An adapter is its content. A client's task id is a name for one, within the client's namespace; given with other weights it names
-another, and whoever runs with the old one keeps it.
+Sizes are whole pages (worker/adapter_pages.py). An adapter is identified by its content. A client's task id is a name for an
+adapter within the client's namespace; given with other weights it names another adapter, and sequences that run with the old one
+keep it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Name = tuple[str, int]  # namespace, task id
 _OFF = LoraSection()
 
 
-class Level:
-    """One kind of memory: contents with their sizes, the least recently used first. Those in use stay."""
+class AdapterLru:
+    """Content hashes of the adapters in one memory, with their sizes, least recently used first. Adapters in use stay."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -45,16 +45,16 @@ class Level:
 
     @property
     def num_used_bytes(self) -> int:
-        """Of those that are in use."""
+        """Bytes of the adapters in use."""
         return sum(self._bytes[content] for content in self._users)
 
     def has_room(self, wanted: dict[str, int]) -> bool:
-        """True if these (content -> bytes) can be held beside all that is in use."""
+        """True if these (content -> bytes) fit beside all adapters in use."""
         more = sum(num_bytes for content, num_bytes in wanted.items() if content not in self._users)
         return self.num_used_bytes + more <= self.capacity
 
     def put(self, content: str, num_bytes: int) -> list[str]:
-        """Hold it as the most recently used. Returns what had to go. There must be room."""
+        """Hold an adapter as the most recently used. Returns the evicted contents. There must be room."""
         assert self.has_room({content: num_bytes}), f"no room for adapter {content} of {num_bytes} bytes"
         self._bytes[content] = num_bytes
         self._bytes.move_to_end(content)
@@ -69,7 +69,7 @@ class Level:
         self._bytes.pop(content, None)
 
     def use(self, content: str) -> None:
-        """One more user, who ends with `leave`."""
+        """Count one more user, until `leave`."""
         self._users[content] += 1
         self._bytes.move_to_end(content)
 
@@ -81,21 +81,21 @@ class Level:
 
 class AdapterCache:
     def __init__(self, config: LoraSection = _OFF, model: ModelInfo | None = None, free_bytes: int = 0) -> None:
-        """free_bytes: of the device, beside the weights of the model."""
+        """free_bytes: memory of the device that the weights of the model leave."""
         self.is_enabled = config.enabled
         host = _in_pages(config.host_module_layers, model) or config.host_bytes
         device = _in_pages(config.device_module_layers, model) or int(config.device_fraction * free_bytes)
         if not config.device_module_layers and model is not None and model.device == "cpu":
             device = host  # both are the same memory
-        self.host, self.device = Level(host), Level(device)
-        self._adapters: dict[str, PreparedAdapter] = {}  # those of the host level
+        self.host, self.device = AdapterLru(host), AdapterLru(device)
+        self._adapters: dict[str, PreparedAdapter] = {}  # adapters held on the host
         self._names: dict[Name, str] = {}
-        self._names_for_all: dict[int, str] = {}  # by task id, where a client has given the id to no other
+        self._names_for_all: dict[int, str] = {}  # by task id, unless the client uses the id for another adapter
         self._coming: list[str] = []  # for the device, with the next step
         self._going: list[str] = []
 
     def resolve(self, name: Name) -> str:
-        """The content that a task id names. Raises InvalidRequest when it is not held."""
+        """The content that a task id names. Raises InvalidRequest if it is not held."""
         content = self._names.get(name) or self._names_for_all.get(name[1])
         if content is None:
             raise InvalidRequest(
@@ -117,7 +117,7 @@ class AdapterCache:
                 )
 
     def put(self, name: Name, adapter: PreparedAdapter) -> bool:
-        """Hold an adapter under a name. False, and nothing changed, while those in use leave no room. Raises as `check_fits`."""
+        """Hold an adapter under a name. False, and nothing changes, while those in use leave no room. Raises as `check_fits`."""
         self.check_fits(adapter)
         content = adapter.content
         if not self.host.has_room({content: adapter.num_bytes}):
@@ -129,7 +129,7 @@ class AdapterCache:
         return True
 
     def put_for_all(self, task_id: int, adapter: PreparedAdapter) -> None:
-        """Hold an adapter whose id all clients may name. Raises InvalidRequest when it does not fit beside all others."""
+        """Hold an adapter that all clients may name. Raises InvalidRequest if it does not fit beside all others."""
         self.check_fits(adapter)
         adapters = {**self._adapters, adapter.content: adapter}
         num_bytes = sum(each.num_bytes for each in adapters.values())
@@ -143,7 +143,7 @@ class AdapterCache:
         self._names_for_all[task_id] = adapter.content
 
     def hold(self, content: str) -> None:
-        """An accepted sequence has it; until `let_go`. Nothing for a sequence without one."""
+        """Keep the adapter of an accepted sequence on the host, until `let_go`. A sequence without one has an empty `content`."""
         if content:
             self.host.use(content)
 
@@ -157,7 +157,7 @@ class AdapterCache:
         return not wanted or self.device.has_room(wanted)
 
     def start(self, content: str) -> None:
-        """A sequence with it runs from the next step on; until `stop`."""
+        """Keep the adapter of a sequence on the device from the next step on, until `stop`."""
         if not content:
             return
         if content not in self.device:
@@ -170,17 +170,17 @@ class AdapterCache:
             self.device.leave(content)
 
     def take_changes(self) -> tuple[list[PreparedAdapter], list[str]]:
-        """What comes to the device with the next step, and what goes from it before."""
+        """Take the adapters to upload with the next step, and the contents to release before it."""
         coming, going = [self._adapters[content] for content in self._coming], self._going
         self._coming, self._going = [], []
         return coming, going
 
     def send_again(self) -> None:
-        """A step has failed: whether the device got what came with it is not known."""
+        """Queue every held adapter for upload again: after a failed step the state of the device copies is unknown."""
         self._coming = list(self.device)
 
     def _forget(self, content: str) -> None:
-        """It has left the host level. Nobody uses it, so the device need not keep it either."""
+        """Release the device copy and the names of an adapter that was evicted from the host. No sequence uses it."""
         del self._adapters[content]
         if content in self.device:
             self.device.drop(content)
@@ -190,7 +190,7 @@ class AdapterCache:
 
 
 def _in_pages(module_layers: int, model: ModelInfo | None) -> int:
-    """Bytes of the pages that so many projections of one layer at rank 1 need."""
+    """Bytes of the pages for `module_layers` projections of one layer at rank 1."""
     if model is None:
         return 0
     return -(-module_layers * model.lora_module_bytes // model.lora_page_bytes) * model.lora_page_bytes

@@ -1,20 +1,20 @@
-"""Turns: namespaces take turns, none has more than its share, and nothing is kept of those that have gone."""
+"""RoundRobin: namespaces take turns, none has more than its share, and nothing is kept of those that have gone."""
 
 from __future__ import annotations
 
-from backend.core.turns import Turns
+from backend.core.round_robin import RoundRobin
 
 
-def made(share: int, **lines: str) -> Turns[str]:
+def made(share: int, **lines: str) -> RoundRobin[str]:
     """A namespace for each name, with a key for each letter."""
-    turns: Turns[str] = Turns(share)
+    turns: RoundRobin[str] = RoundRobin(share)
     for namespace, keys in lines.items():
         for key in keys:
             turns.put(namespace, key)
     return turns
 
 
-def all_of(turns: Turns[str]) -> str:
+def all_of(turns: RoundRobin[str]) -> str:
     """The keys in the order in which they have their turns, each one ending before the next begins."""
     taken = ""
     while (turn := turns.take()) is not None:

@@ -22,7 +22,7 @@ from backend.core.adapter import PreparedAdapter
 from backend.core.messages import Cancel, Submit
 from backend.engine.core import EngineCore
 from backend.engine.loop import MAX_IDLE_S, EngineLoop
-from tests.engine.test_antechamber_guides import FakeGuides
+from tests.engine.test_preparation_guides import FakeGuides
 from tests.fakes.hash_worker import HashWorkerGroup
 
 
@@ -81,9 +81,9 @@ def tokens(response: Response) -> list[int]:
 def admit_all(core: EngineCore) -> None:
     """Until nobody waits."""
     woken = threading.Event()
-    core.antechamber.on_ready(woken.set)
+    core.preparation.on_ready(woken.set)
     core.admit()
-    while core.antechamber:
+    while core.preparation:
         assert woken.wait(10)
         woken.clear()
         core.admit()
@@ -138,8 +138,8 @@ def test_requests_of_one_id_keep_their_order_while_others_pass() -> None:
 def note_reads(core: EngineCore) -> list[str]:
     """The paths of the adapters that are read from now on."""
     read: list[str] = []
-    prepare = core.antechamber._reading._prepare
-    core.antechamber._reading._prepare = lambda lora: (read.append(lora.path), prepare(lora))[1]
+    prepare = core.preparation._reading._prepare
+    core.preparation._reading._prepare = lambda lora: (read.append(lora.path), prepare(lora))[1]
     return read
 
 
@@ -154,10 +154,10 @@ def test_no_more_adapters_are_read_ahead_than_there_is_room_for() -> None:
     for number, path in enumerate("bcd", 2):
         core.enqueue(number, request(number, path))
     woken = threading.Event()
-    core.antechamber.on_ready(woken.set)
+    core.preparation.on_ready(woken.set)
     assert woken.wait(10) or read == ["b"]
     core.admit()
-    assert list(core.antechamber) == [2, 3, 4] and read == ["b"]
+    assert list(core.preparation) == [2, 3, 4] and read == ["b"]
     ended = []
     while core.num_live:
         ended += [each.request_id for each in core.step()]
@@ -198,7 +198,7 @@ def test_cancelled_requests_leave_nothing_to_read() -> None:
     for number in range(1, 51):
         core.cancel(number)
     core.admit()
-    assert len(core.antechamber._lines) == 1 and not core.antechamber._reading._unread
+    assert len(core.preparation._lines) == 1 and not core.preparation._reading._unread
     workers.gate.set()
     admit_all(core)
     core.fail_all(EngineUnavailable("over"))
@@ -215,7 +215,7 @@ def test_an_adapter_that_nobody_means_does_not_keep_a_reader(is_read_first: bool
     admit_all(core)
     core.step()
     woken = threading.Event()
-    core.antechamber.on_ready(woken.set)
+    core.preparation.on_ready(woken.set)
     workers.gate.clear()
     core.enqueue(2, request(2, "b"))
     if not is_read_first:
@@ -243,11 +243,11 @@ def test_a_request_may_wait_for_its_guide_and_its_adapter() -> None:
         core.enqueue(1, guided)
         core.enqueue(2, request(1))
         woken = threading.Event()
-        core.antechamber.on_ready(woken.set)
-        while not any(each.adapter and each.adapter.outcome for each in core.antechamber._waiting.values()):
+        core.preparation.on_ready(woken.set)
+        while not any(each.adapter and each.adapter.outcome for each in core.preparation._waiting.values()):
             woken.wait(0.05)
             core.admit()
-        assert list(core.antechamber) == [1, 2] and len(core.adapters.host) == 0
+        assert list(core.preparation) == [1, 2] and len(core.adapters.host) == 0
         workers.guides.tell(1, error)
         admit_all(core)
         assert [seq.request_id for seq in core.scheduler.waiting] == ([2] if error else [1, 2])

@@ -1,17 +1,17 @@
-"""Antechamber: where requests wait for what they need before they can be queued, a compiled guide or an adapter that is read.
+"""Preparation: requests wait here until their guide is compiled and their LoRA adapter is read.
 
-Both are the work of other threads and take up to seconds, for which nobody else waits. Requests of one LoRA task id leave in the
-order in which they came: a later one that gives the id alone means the adapter that an earlier one brings. An adapter for which
-those in use leave no room keeps its requests here too.
+Both take up to seconds, on threads of the compiler (guided/) and of read_ahead.py, while other requests run. Requests of one LoRA
+task id leave in the order of their arrival, because a later one that gives only the id means the adapter of an earlier one. A
+request also waits while the adapters in use leave no room for its own.
 
-    enter -> (compiled or read by other threads, which wake the loop) -> take_ready -> Intake.accept
+    enter -> (compiled and read by other threads, which post a callback) -> take_ready -> Intake.accept
 
-A request is live here, but no session, queue or cache knows it yet: to end one is to answer it.
+A waiting request is live, but no session, queue or cache knows it: it ends with an answer alone. This file runs on the engine's
+thread.
 """
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,8 +20,9 @@ from backend.api.request import Request, RequestId
 from backend.core.adapter import PreparedAdapter
 from backend.core.sequence import SessionKey
 from backend.core.step import WorkerGroup
+from backend.engine.callbacks import Callbacks
 from backend.engine.read_ahead import Coming, Outcome, ReadAhead
-from backend.scheduler.adapters import AdapterCache, Name
+from backend.kvcache.adapters import AdapterCache, Name
 
 
 @dataclass(slots=True, eq=False)
@@ -31,13 +32,13 @@ class Waiting:
     arrived_ns: int
     deadline_ns: int
     lacks_guide: bool = False
-    adapter: Coming | None = None  # what it brings
+    adapter: Coming | None = None  # the adapter that it brings
     error: EverbatchError | None = None  # why it cannot be queued
-    has_left: bool = False  # and stands in its line only for those behind it, who mean its adapter
+    has_left: bool = False  # it has ended, and stays in its line because later requests refer to its adapter
 
     @property
     def line(self) -> Name | RequestId:
-        """Whom it must not overtake: those of the same LoRA task id, in the namespace of its client."""
+        """The line that it must not overtake: requests of the same namespace with the same LoRA task id."""
         lora = self.request.lora
         return self.request_id if lora is None else (self.request.cache_salt, lora.task_id)
 
@@ -47,12 +48,10 @@ class Waiting:
         return self.adapter is not None and self.adapter.outcome is None
 
 
-class Antechamber:
-    """All but `_tell` runs on the engine's thread."""
-
+class Preparation:
     def __init__(self, workers: WorkerGroup, adapters: AdapterCache, num_readers: int, max_size: int) -> None:
-        """workers: have guides compiled, and read adapters on threads of this class
-        num_readers: such threads
+        """workers: compile guides and read adapters
+        num_readers: threads that read adapters
         max_size: requests that may wait here
         """
         self._guides = workers.guides
@@ -60,17 +59,15 @@ class Antechamber:
         self._max_size = max_size
         self._waiting: dict[RequestId, Waiting] = {}
         self._lines: dict[Name | RequestId, list[Waiting]] = {}
-        self._due: dict[Name | RequestId, None] = {}  # lines whose first may have what it needs
+        self._due: dict[Name | RequestId, None] = {}  # lines whose first request may be ready
         self._earliest_ns: int | None = None  # no deadline is before it
-        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake: Callable[[], None] = lambda: None
+        self._callbacks = Callbacks()
+        post = self._callbacks.post
         if self._guides is not None:
-            self._guides.on_compiled(lambda *news: self._tell(lambda: self._note_guide(*news)))
+            self._guides.on_compiled(lambda *outcome: post(lambda: self._note_guide(*outcome)))
         self._reading = ReadAhead(
-            workers.prepare_adapter,
-            num_readers,
-            adapters.host.capacity,
-            lambda *news: self._tell(lambda: self._note_adapter(*news)),
+            *(workers.prepare_adapter, num_readers, adapters.host.capacity),
+            lambda *outcome: post(lambda: self._note_adapter(*outcome)),
         )
 
     def __len__(self) -> int:
@@ -84,12 +81,12 @@ class Antechamber:
 
     @property
     def earliest_deadline_ns(self) -> int | None:
-        """No request that waits has an earlier one. None when nobody waits."""
+        """No waiting request has an earlier deadline. None if no request waits."""
         return self._earliest_ns if self._waiting else None
 
     def on_ready(self, wake: Callable[[], None]) -> None:
-        """`wake` is called from other threads, when `take_ready` may have something."""
-        self._wake = wake
+        """`wake` is called on other threads when `take_ready` may return requests."""
+        self._callbacks.wake = wake
 
     def enter(self, request_id: RequestId, request: Request, now_ns: int, deadline_ns: int) -> bool:
         """Begin the preparation of a request. Returns True if it has to wait here. Raises Overloaded, and SessionError for a turn
@@ -119,17 +116,16 @@ class Antechamber:
         return True
 
     def take_ready(self) -> Iterator[Waiting]:
-        """The requests that wait no longer, one by one: each is to be queued, or refused for its `error`, before the next is
-        asked for. A queued one keeps its adapter in the cache.
+        """Yield the requests that are ready. Accept each, or refuse it for its `error`, before taking the next: an accepted one
+        keeps its adapter in the cache.
         """
-        while not self._news.empty():
-            self._news.get()()
+        self._callbacks.run()
         for line in list(self._due):
             del self._due[line]
             yield from self._advance(line)
 
     def leave(self, request_id: RequestId) -> Waiting | None:
-        """The request waits no longer, for it has ended. None for ids that do not wait here."""
+        """Remove a request that has ended. None for ids that do not wait here."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             waiting.has_left = True
@@ -138,15 +134,15 @@ class Antechamber:
         return waiting
 
     def late(self, now_ns: int) -> list[RequestId]:
-        """Who waits past its deadline."""
+        """The waiting requests past their deadline."""
         if self._earliest_ns is None or now_ns < self._earliest_ns:
             return []
         deadlines = {request_id: each.deadline_ns for request_id, each in self._waiting.items()}
         self._earliest_ns = min((each for each in deadlines.values() if each > now_ns), default=None)
         return [request_id for request_id, deadline_ns in deadlines.items() if deadline_ns <= now_ns]
 
-    def turn_of(self, key: SessionKey) -> RequestId | None:
-        """The turn of a session that waits here."""
+    def waiting_turn(self, key: SessionKey) -> RequestId | None:
+        """The waiting turn of a session, if there is one."""
         for request_id, each in self._waiting.items():
             session = each.request.session
             if session is not None and SessionKey(each.request.cache_salt, session.id) == key:
@@ -154,12 +150,12 @@ class Antechamber:
         return None
 
     def end(self, request_id: RequestId, request: Request) -> None:
-        """The request is over, whether it has waited or not: its guide need not be kept for it."""
+        """Let the guide of a request go that has ended, whether it has waited here or not."""
         if self._guides is not None and request.guide is not None:
             self._guides.end(request_id)
 
     def close(self) -> list[Waiting]:
-        """End the threads. Returns who waited, all of whom have left."""
+        """End the reader threads. Removes and returns all waiting requests."""
         waiting = list(self._waiting.values())
         for each in waiting:
             self.leave(each.request_id)
@@ -169,7 +165,7 @@ class Antechamber:
         return waiting
 
     def _check_alone(self, key: SessionKey) -> None:
-        if self.turn_of(key) is not None:
+        if self.waiting_turn(key) is not None:
             raise SessionError(
                 SessionStatus.BUSY, f"session {key.id} has a turn that waits to begin; wait for its end or stop it"
             )
@@ -186,7 +182,7 @@ class Antechamber:
             self._due[adapter.name] = None
 
     def _advance(self, line: Name | RequestId) -> Iterator[Waiting]:
-        """Let the first of a line go, and all behind that lack nothing."""
+        """Yield the requests at the head of a line that are ready."""
         ranks = self._lines.get(line, [])
         while ranks:
             first = ranks[0]
@@ -206,7 +202,7 @@ class Antechamber:
         self._lines.pop(line, None)
 
     def _put(self, waiting: Waiting, adapter: Coming) -> bool:
-        """Take an adapter that has been read into the cache. False while those in use leave no room."""
+        """Move an adapter that has been read to the cache. False while the adapters in use leave no room."""
         error = adapter.outcome if isinstance(adapter.outcome, EverbatchError) else None
         if isinstance(adapter.outcome, PreparedAdapter):
             try:
@@ -219,7 +215,7 @@ class Antechamber:
         return True
 
     def _close_ranks(self, line: Name | RequestId) -> None:
-        """Strike from a line who has left, but for adapters that somebody behind means, or that are being read."""
+        """Remove ended requests, but keep those whose adapter a later request refers to or that is being read."""
         kept: list[Waiting] = []
         for each in reversed(self._lines[line]):
             is_meant = each.adapter is not None and bool(kept) and kept[-1].adapter is None
@@ -229,7 +225,3 @@ class Antechamber:
                 self._reading.let_go(each.adapter)
         self._lines[line] = kept[::-1]
         self._due[line] = None
-
-    def _tell(self, note: Callable[[], None]) -> None:
-        self._news.put(note)
-        self._wake()

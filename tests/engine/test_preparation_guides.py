@@ -85,7 +85,7 @@ def test_a_guide_that_is_compiled_already_holds_nothing_up() -> None:
     driver, guides, core = make()
     guides.is_ready = True
     enqueue(core, 1)
-    assert len(core.antechamber) == 0 and set(finish(core)) == {1} and guides.ended == [1]
+    assert len(core.preparation) == 0 and set(finish(core)) == {1} and guides.ended == [1]
 
 
 def test_a_guide_that_cannot_be_used_ends_its_request() -> None:
@@ -123,7 +123,7 @@ def test_the_id_of_a_request_that_is_held_is_in_use() -> None:
     enqueue(core, 1)
     enqueue(core, 1)
     (response,) = core.take_responses()
-    assert "is in use" in (response.error_or_none or "") and len(core.antechamber) == 1
+    assert "is in use" in (response.error_or_none or "") and len(core.preparation) == 1
 
 
 def test_a_guide_needs_an_end_id() -> None:
@@ -208,4 +208,4 @@ def test_only_so_many_wait() -> None:
     assert "2 requests wait for their guides or adapters, Maximum queue size of 2" in response.error_msg
     core.cancel(RequestId(1))
     enqueue(core, 4)
-    assert list(core.antechamber) == [2, 4]
+    assert list(core.preparation) == [2, 4]
