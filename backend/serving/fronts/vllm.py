@@ -21,11 +21,12 @@ from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, promp
 from backend.serving.fronts.vllm_log_probs import log_probs_json
 from backend.serving.fronts.vllm_sampling import TENSOR, VllmSampling, read_sampling
 from backend.serving.named_adapters import NOT_SUPPORTED, VLLMS, named_adapter
-from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import MAX_PARAMETERS, Parameters, ServingContext, Work, required
+from backend.serving.sequence_output import SequenceOutput
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
+from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.token_texts import TokenTexts
 from backend.text.words import words_token_ids
@@ -118,8 +119,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     )
     prefix = "" if streaming or batch.scalar("exclude_input_in_output", 0) else text
 
-    def new_reporter() -> TextReporter:
-        return TextReporter(
+    def new_sequence() -> SequenceOutput:
+        return SequenceOutput(
             TextStream(tools.tokenizer, ids, asked.stops, asked.include_stop_str_in_output, asked.skip_special_tokens),
             streaming=streaming,
             prefix=prefix,
@@ -129,7 +130,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
 
     texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if told.log_probs else []
     render = renderer(asked, told, len(ids), texts, streaming=streaming)
-    return [Work(request, choices_output(asked, new_reporter, render, streaming=streaming, joint=True))]
+    return [Work(request, choices_output(asked, new_sequence, render, streaming=streaming, joint=True))]
 
 
 def _encode(text: str, most: int | None, context: ServingContext, tools: TextTools) -> list[int]:
@@ -165,23 +166,23 @@ def renderer(
 ) -> Render:
     """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
 
-    def render(told_of: Sequence[News]) -> Arrays:
-        news = chosen(asked, told_of)
-        if streaming and any(one.finish is FinishReason.CANCELLED for one in news):
+    def render(every: Sequence[OutputDelta]) -> Arrays:
+        deltas = chosen(asked, every)
+        if streaming and any(one.finish is FinishReason.CANCELLED for one in deltas):
             raise Cancelled(CANCELLED)
-        arrays: Arrays = [("text_output", text_array([one.text for one in news]))]
+        arrays: Arrays = [("text_output", text_array([one.text for one in deltas]))]
         if told.finish_reason:
-            arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in news])))
+            arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in deltas])))
         if told.cumulative_logprob:
-            arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in news], np.float32)))
+            arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in deltas], np.float32)))
         if told.logprobs:
             num_top = asked.logprobs or 0
-            bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in news]
+            bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in deltas]
             arrays.append(("logprobs", text_array(bodies)))
         if told.num_input_tokens:
             arrays.append(("num_input_tokens", np.array([num_prompt_tokens], np.uint32)))
         if told.num_output_tokens:
-            arrays.append(("num_output_tokens", np.array([len(one.ids) for one in news], np.uint32)))
+            arrays.append(("num_output_tokens", np.array([len(one.ids) for one in deltas], np.uint32)))
         return arrays
 
     return render

@@ -1,0 +1,227 @@
+"""OutputAccumulator: tokens, text and log-probabilities of one sequence, from the engine's Results.
+
+    append(result)         the Result holds the new tokens of a sampled sequence
+    replace(result, beam)  the Result holds all tokens of all beams so far, and a beam may continue another one than before
+    take()                 the changes since the last `take`; several Results may share one
+
+A stop string ends the text at once, while the engine still works on the sequence. Results that follow add metrics only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os.path import commonprefix
+from typing import NamedTuple
+
+from backend.api.response import FinishReason, PerfMetrics, PromptLogProb, Result, TopLogProb
+from backend.text.stream import TextStream
+
+
+class OutputDelta(NamedTuple):
+    """Changes of one sequence. `text` and all lists are new since the last delta; `text` is empty without a TextStream.
+
+    If taken output may be withdrawn, the new text stands behind the first `text_kept` characters, and the new tokens behind
+    the first `tokens_kept`; whatever was behind those is withdrawn.
+    """
+
+    text: str
+    ids: list[int]
+    log_probs: list[float] | None  # of `ids`; None: not asked for
+    cum_log_prob: float | None  # of all tokens so far
+    top_log_probs: list[list[TopLogProb]] | None  # of `ids`, the most likely first
+    perf: PerfMetrics | None
+    finish: FinishReason | None  # why the sequence ended; None while the engine works on it
+    stop: str | int | None  # the stop string or the end id that ended it
+    num_tokens: int  # output tokens so far
+    sequence: int = 0  # index among the sequences or beams of the request
+    prompt_log_probs: list[PromptLogProb] | None = None  # from the prompt's second token on
+    with_tensors: Sequence[tuple[Result, int]] = ()  # Results with tensors, and how many tokens of each are kept
+    tokens_kept: int = 0
+    text_kept: int = 0
+
+
+class OutputAccumulator:
+    """State of one sequence. Not thread-safe.
+
+    `stream` None: ids only. `prefix`: text in front of the output. `hidden_ends`: end ids whose own text is not shown.
+    `least_kept`: tokens of the Result which completes a stop string that are kept at least.
+
+    After a stop string the tokens up to its end are kept, besides all those of earlier Results. With `may_withdraw` only
+    tokens that the shown text needs are kept, and a delta may withdraw tokens that an earlier one has delivered.
+    """
+
+    def __init__(
+        self,
+        stream: TextStream | None = None,
+        *,
+        prefix: str = "",
+        hidden_ends: Sequence[int] = (),
+        least_kept: int = 0,
+        may_withdraw: bool = False,
+    ) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._hidden_ends = hidden_ends
+        self._least_kept = least_kept
+        self._may_withdraw = may_withdraw
+        self.perf: PerfMetrics | None = None
+        self.prompt_log_probs: list[PromptLogProb] | None = None
+        self.has_ended = False  # the engine has ended the sequence
+        self.end_is_taken = False  # and a delta has told why
+        self._with_tensors: list[tuple[Result, int]] = []
+        self._restart()
+
+    def _restart(self) -> None:
+        # Lists and text begin with what is not taken yet; with `may_withdraw` they hold the whole output.
+        self.ids: list[int] = []
+        self.log_probs: list[float] | None = None
+        self.top_log_probs: list[list[TopLogProb]] | None = None
+        self.text = self._prefix
+        self.num_taken = self._chars_taken = 0  # how much of them is taken: always 0 unless it may be withdrawn
+        self.num_tokens = 0
+        self.cum_log_prob: float | None = None
+        self.has_new_text = False
+        self.finish: FinishReason | None = None  # set as soon as the text has ended, maybe ahead of the engine
+        self.stop: str | int | None = None
+
+    def append(self, result: Result, beam: int = 0, start: int = 0) -> int | None:
+        """Take in the tokens of a Result from index `start` on.
+
+        A returned number says that a stop string has ended the text after that many tokens, where the engine is to end the
+        sequence.
+        """
+        self.perf = result.perf_metrics or self.perf
+        is_end = self.has_ended = result.is_final or result.is_sequence_final
+        if self.finish is not None:
+            return None
+        before = self.num_tokens
+        ids = result.output_token_ids[beam] if result.output_token_ids else []
+        ids = ids[start:] if start else ids
+        self._add(result, ids, beam, start)
+        reason = FinishReason(result.finish_reasons[beam]) if is_end else None
+        is_hidden = reason is FinishReason.END_ID and bool(ids) and ids[-1] in self._hidden_ends
+        num_kept = self._read(ids[:-1] if is_hidden else ids, is_end)
+        if num_kept is not None:
+            self._cut(num_kept if self._may_withdraw else max(before + self._least_kept, num_kept))
+        elif reason is not None:
+            self._finish(reason)
+        if _has_tensors(result):
+            self._with_tensors.append((result, self.num_tokens - before))
+        return None if is_end else num_kept
+
+    def replace(self, result: Result, beam: int) -> None:
+        """Take in all tokens of a beam, which may have nothing in common with those before."""
+        ids = result.output_token_ids[beam]
+        same = len(commonprefix([ids, self.ids]))
+        if same < len(self.ids) or self.finish is not None:
+            self._restart()
+            self._stream = self._stream and self._stream.restarted()
+            same = 0
+        self.append(result, beam, same)
+
+    def end(self, reason: FinishReason) -> None:
+        """End a sequence without new tokens. No effect on one that has ended."""
+        if self.finish is not None:
+            return
+        num_kept = self._read([], True)
+        if num_kept is None:
+            self._finish(reason)
+        else:
+            self._cut(num_kept)
+
+    def withdraw(self, count: int) -> None:
+        """Remove the last `count` tokens of an output that has ended, and their text. Needs `may_withdraw`."""
+        self._cut(self.num_tokens - count)
+        if self._stream is not None:
+            stream = self._stream.restarted()
+            self.text = self._prefix + stream.push(self.ids).text + stream.flush().text
+
+    def take(self) -> OutputDelta:
+        """The changes since the last call. The end is part of them once the engine has ended the sequence."""
+        start, text_start = min(self.num_taken, len(self.ids)), min(self._chars_taken, len(self.text))
+        delta = OutputDelta(
+            self.text[text_start:],
+            self.ids[start:],
+            None if self.log_probs is None else self.log_probs[start:],
+            self.cum_log_prob,
+            None if self.top_log_probs is None else self.top_log_probs[start:],
+            self.perf,
+            self.finish if self.has_ended else None,
+            self.stop if self.has_ended else None,
+            self.num_tokens,
+            0,
+            self.prompt_log_probs,
+            self._with_tensors,
+            start,
+            text_start,
+        )
+        if self._may_withdraw:
+            self.num_taken, self._chars_taken = len(self.ids), len(self.text)
+        else:
+            self.ids, self.text = [], ""
+            self.log_probs = None if self.log_probs is None else []
+            self.top_log_probs = None if self.top_log_probs is None else []
+        self.prompt_log_probs, self._with_tensors = None, []
+        self.has_new_text = False
+        self.end_is_taken = self.has_ended
+        return delta
+
+    def _add(self, result: Result, ids: list[int], beam: int, start: int) -> None:
+        self.ids += ids
+        self.num_tokens += len(ids)
+        if result.log_probs is not None:
+            new = result.log_probs[beam][start:]
+            self.log_probs = self.log_probs or []
+            self.log_probs += new
+            self.cum_log_prob = (self.cum_log_prob or 0.0) + sum(new)
+        if result.cum_log_probs:
+            self.cum_log_prob = result.cum_log_probs[beam]
+        if result.top_log_probs is not None:
+            self.top_log_probs = self.top_log_probs or []
+            self.top_log_probs += result.top_log_probs[start:]
+        self.prompt_log_probs = result.prompt_log_probs or self.prompt_log_probs
+
+    def _read(self, ids: list[int], is_end: bool) -> int | None:
+        """Append the text of new tokens. Returns the number of tokens to keep if that has completed a stop string."""
+        if self._stream is None:
+            return None
+        delta = self._stream.push(ids)
+        text = delta.text
+        if is_end and delta.finished_by is None:
+            delta = self._stream.flush()
+            text += delta.text
+        if text:
+            self.text += text
+            self.has_new_text = True
+        if delta.finished_by is None:
+            return None
+        self.finish, self.stop = FinishReason.STOP_WORDS, delta.finished_by
+        if self._may_withdraw:
+            return self._stream.num_tokens_of(self.text[len(self._prefix) :])
+        return delta.num_tokens_kept
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish = reason
+        if reason is FinishReason.END_ID and self.ids:
+            self.stop = self.ids[-1]
+
+    def _cut(self, num_tokens: int) -> None:
+        """Drop the tokens behind the first `num_tokens`."""
+        kept = len(self.ids) - max(0, self.num_tokens - num_tokens)
+        del self.ids[kept:]
+        if self.log_probs is not None:
+            if self.cum_log_prob is not None:
+                self.cum_log_prob -= sum(self.log_probs[kept:])
+            del self.log_probs[kept:]
+        if self.top_log_probs is not None:
+            del self.top_log_probs[kept:]
+        self.num_tokens = min(self.num_tokens, num_tokens)
+
+
+def _has_tensors(result: Result) -> bool:
+    return (
+        result.generation_logits is not None
+        or result.context_logits is not None
+        or result.additional_outputs is not None
+        or result.additional_context_outputs is not None
+    )
