@@ -45,13 +45,18 @@ class SequenceFold:
 
     def append(self, result: Result) -> None:
         """Take in the new tokens of a sampled sequence. What comes after its end is dropped."""
-        if self.has_ended:
-            self._output.append(result)
-            return
-        self._note_first(result)
-        self._output.append(result)
-        self._is_fresh = self._is_fresh or self.has_ended or any(result.output_token_ids)
-        self._name_stop()
+        output = self._output
+        if output.finish is None:
+            self._note_first(result)
+            before = output.num_tokens
+            output.append(result)
+            if output.finish is not None:
+                self._name_stop()
+                self._is_fresh = True
+            elif output.num_tokens > before:
+                self._is_fresh = True
+        else:
+            output.append(result)
 
     def replace(self, result: Result, beam: int) -> None:
         """Take in all tokens of a beam. They may have nothing in common with those before."""
@@ -81,7 +86,7 @@ class SequenceFold:
             log_probs=self._log_probs(delta),
             log_probs_kept=0 if self._params.log_probs is None or delta.log_probs is None else delta.tokens_kept,
             prompt_log_probs=self._of_prompt(of_prompt),
-            tensors=[_new_tensors(result) for result, _ in delta.with_tensors],
+            tensors=[_new_tensors(result) for result, _ in delta.with_tensors] if delta.with_tensors else [],
             num_generated=delta.num_tokens,
             cumulative_log_prob=delta.cum_log_prob,
             finish=output.finish or FinishReason.NOT_FINISHED,
@@ -92,15 +97,17 @@ class SequenceFold:
     def _log_probs(self, delta: OutputDelta) -> list[TokenLogProbs]:
         if self._params.log_probs is None or delta.log_probs is None:
             return []
-        tops = delta.top_log_probs or [[] for _ in delta.ids]
-        entries = zip(delta.ids, delta.log_probs, tops)
+        if delta.top_log_probs is None:
+            return [TokenLogProbs(token_id, log_prob, []) for token_id, log_prob in zip(delta.ids, delta.log_probs)]
+        entries = zip(delta.ids, delta.log_probs, delta.top_log_probs)
         return [_entry(token_id, log_prob, top, self._params.log_probs) for token_id, log_prob, top in entries]
 
     def _note_first(self, result: Result) -> None:
         """The first output token is the one behind the last token of the prompt."""
-        num_top, ids = self._params.prompt_log_probs, result.output_token_ids[0] if result.output_token_ids else []
-        if num_top is None or self._output.num_tokens or not ids or not result.log_probs:
+        num_top = self._params.prompt_log_probs
+        if num_top is None or self._output.num_tokens or not result.log_probs or not any(result.output_token_ids):
             return
+        ids = result.output_token_ids[0]
         self._first = _entry(ids[0], result.log_probs[0][0], (result.top_log_probs or [[]])[0], num_top)
 
     def _of_prompt(self, known: list[TokenLogProbs] | None) -> list[TokenLogProbs]:

@@ -90,21 +90,25 @@ class OutputAccumulator:
         A returned number says that a stop string has ended the text after that many tokens, where the engine is to end the
         sequence.
         """
-        self.perf = result.perf_metrics or self.perf
+        if result.perf_metrics is not None:
+            self.perf = result.perf_metrics
         is_end = self.has_ended = result.is_final or result.is_sequence_final
         if self.finish is not None:
             return None
-        before = self.num_tokens
         ids = result.output_token_ids[beam] if result.output_token_ids else []
-        ids = ids[start:] if start else ids
-        self._add(result, ids, beam, start)
-        reason = FinishReason(result.finish_reasons[beam]) if is_end else None
-        is_hidden = reason is FinishReason.END_ID and bool(ids) and ids[-1] in self._hidden_ends
-        num_kept = self._read(ids[:-1] if is_hidden else ids, is_end)
+        if start:
+            ids = ids[start:]
+        before = self.num_tokens
+        self.ids += ids
+        self.num_tokens += len(ids)
+        self._add_scores(result, beam, start)
+        num_kept = None
+        if self._stream is not None:
+            num_kept = self._read(self._stream, self._shown(ids, result, beam) if is_end else ids, is_end)
         if num_kept is not None:
             self._cut(num_kept if self._may_withdraw else max(before + self._least_kept, num_kept))
-        elif reason is not None:
-            self._finish(reason)
+        elif is_end:
+            self._finish(FinishReason(result.finish_reasons[beam]))
         if _has_tensors(result):
             self._with_tensors.append((result, self.num_tokens - before))
         return None if is_end else num_kept
@@ -123,7 +127,7 @@ class OutputAccumulator:
         """End a sequence without new tokens. No effect on one that has ended."""
         if self.finish is not None:
             return
-        num_kept = self._read([], True)
+        num_kept = None if self._stream is None else self._read(self._stream, [], True)
         if num_kept is None:
             self._finish(reason)
         else:
@@ -138,57 +142,54 @@ class OutputAccumulator:
 
     def take(self) -> OutputDelta:
         """The changes since the last call. The end is part of them once the engine has ended the sequence."""
-        start, text_start = min(self.num_taken, len(self.ids)), min(self._chars_taken, len(self.text))
-        delta = OutputDelta(
-            self.text[text_start:],
-            self.ids[start:],
-            None if self.log_probs is None else self.log_probs[start:],
-            self.cum_log_prob,
-            None if self.top_log_probs is None else self.top_log_probs[start:],
-            self.perf,
-            self.finish if self.has_ended else None,
-            self.stop if self.has_ended else None,
-            self.num_tokens,
-            0,
-            self.prompt_log_probs,
-            self._with_tensors,
-            start,
-            text_start,
-        )
+        ids, text, log_probs, tops = self.ids, self.text, self.log_probs, self.top_log_probs
+        start = text_start = 0
         if self._may_withdraw:
-            self.num_taken, self._chars_taken = len(self.ids), len(self.text)
+            start, text_start = min(self.num_taken, len(ids)), min(self._chars_taken, len(text))
+            self.num_taken, self._chars_taken = len(ids), len(text)
+            ids, text = ids[start:], text[text_start:]
+            log_probs = log_probs and log_probs[start:]
+            tops = tops and tops[start:]
         else:
             self.ids, self.text = [], ""
-            self.log_probs = None if self.log_probs is None else []
-            self.top_log_probs = None if self.top_log_probs is None else []
+            self.log_probs = None if log_probs is None else []
+            self.top_log_probs = None if tops is None else []
+        finish, stop = (self.finish, self.stop) if self.has_ended else (None, None)
+        prompt, tensors = self.prompt_log_probs, self._with_tensors
         self.prompt_log_probs, self._with_tensors = None, []
         self.has_new_text = False
         self.end_is_taken = self.has_ended
-        return delta
+        return OutputDelta(
+            text, ids, log_probs, self.cum_log_prob, tops, self.perf, finish, stop, self.num_tokens, 0,
+            prompt, tensors, start, text_start,
+        )  # fmt: skip
 
-    def _add(self, result: Result, ids: list[int], beam: int, start: int) -> None:
-        self.ids += ids
-        self.num_tokens += len(ids)
+    def _add_scores(self, result: Result, beam: int, start: int) -> None:
+        """Take in the log-probabilities of the tokens from index `start` on."""
         if result.log_probs is not None:
             new = result.log_probs[beam][start:]
             self.log_probs = self.log_probs or []
             self.log_probs += new
             self.cum_log_prob = (self.cum_log_prob or 0.0) + sum(new)
-        if result.cum_log_probs:
+        if result.cum_log_probs is not None:
             self.cum_log_prob = result.cum_log_probs[beam]
         if result.top_log_probs is not None:
             self.top_log_probs = self.top_log_probs or []
             self.top_log_probs += result.top_log_probs[start:]
-        self.prompt_log_probs = result.prompt_log_probs or self.prompt_log_probs
+        if result.prompt_log_probs is not None:
+            self.prompt_log_probs = result.prompt_log_probs
 
-    def _read(self, ids: list[int], is_end: bool) -> int | None:
+    def _shown(self, ids: list[int], result: Result, beam: int) -> list[int]:
+        """The last tokens of a sequence without an end id whose text is hidden."""
+        by_id = result.finish_reasons[beam] == FinishReason.END_ID
+        return ids[:-1] if by_id and ids and ids[-1] in self._hidden_ends else ids
+
+    def _read(self, stream: TextStream, ids: list[int], is_end: bool) -> int | None:
         """Append the text of new tokens. Returns the number of tokens to keep if that has completed a stop string."""
-        if self._stream is None:
-            return None
-        delta = self._stream.push(ids)
+        delta = stream.push(ids)
         text = delta.text
         if is_end and delta.finished_by is None:
-            delta = self._stream.flush()
+            delta = stream.flush()
             text += delta.text
         if text:
             self.text += text
@@ -197,7 +198,7 @@ class OutputAccumulator:
             return None
         self.finish, self.stop = FinishReason.STOP_WORDS, delta.finished_by
         if self._may_withdraw:
-            return self._stream.num_tokens_of(self.text[len(self._prefix) :])
+            return stream.num_tokens_of(self.text[len(self._prefix) :])
         return delta.num_tokens_kept
 
     def _finish(self, reason: FinishReason) -> None:
