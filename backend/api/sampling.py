@@ -51,6 +51,11 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return all(value is None for value in asked) or self.temperature == 0 or self.top_k == 1
 
     @property
+    def cuts_distribution(self) -> bool:
+        """True if only some of the tokens can be drawn."""
+        return bool(self.top_k or self.top_p or self.min_p)
+
+    @property
     def decays_top_p(self) -> bool:
         return any(value is not None for value in (self.top_p_decay, self.top_p_min, self.top_p_reset_ids))
 

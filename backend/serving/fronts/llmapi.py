@@ -17,7 +17,7 @@ import numpy as np
 from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
 from backend.api.limits import check_num_sequences
 from backend.api.lora import LoraConfig
-from backend.api.sampling_rules import tensorrt_llm_sampling
+from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
@@ -26,7 +26,7 @@ from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, Render, te
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
 from backend.serving.sequence_output import SequenceOutput
-from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused, sampling_inputs
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
@@ -42,22 +42,15 @@ TENSORS = ModelTensors(
     inputs=(
         Input("text_input", "STRING", ANY, "request", optional=False),
         Input("streaming", "BOOL", ONE, "request"),
-        Input(PREFIX + "temperature", "FP32", ONE, "sampling.temperature"),
-        Input(PREFIX + "top_k", "INT32", ONE, "sampling.top_k"),
-        Input(PREFIX + "top_p", "FP32", ONE, "sampling.top_p"),
-        Input(PREFIX + "frequency_penalty", "FP32", ONE, "sampling.frequency_penalty"),
-        Input(PREFIX + "presence_penalty", "FP32", ONE, "sampling.presence_penalty"),
+        *sampling_inputs("llmapi", PREFIX),
         Input(PREFIX + "max_tokens", "INT32", ONE, "request"),
         Input(PREFIX + "stop", "STRING", ANY, "request"),
-        Input(PREFIX + "seed", "UINT64", ONE, "sampling.seed"),
         Input(PREFIX + "exclude_input_from_output", "BOOL", ONE, "request"),
         Input(PREFIX + "return_perf_metrics", "BOOL", ONE, "output.return_perf_metrics"),
         Input("return_finish_reason", "BOOL", ONE, "request"),
         Input("return_stop_reason", "BOOL", ONE, "request"),
         Input("return_cumulative_logprob", "BOOL", ONE, "output.return_log_probs"),
         Input("stop", "BOOL", ONE, "request"),
-        Input(PREFIX + "best_of", "INT32", ONE, "sampling.num_return_sequences"),
-        Input(PREFIX + "beam_width", "INT32", ONE, "sampling.beam_width"),
         Input(PREFIX + "logits_post_processor_name", "STRING", ONE, "request"),
         *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
         Input("lora_name", "STRING", ONE, "request"),  # one of lora.adapters
@@ -194,10 +187,7 @@ def _max_tokens(batch: Batch) -> int:
 
 
 def _sampling(batch: Batch) -> SamplingConfig:
-    fields = batch.fields("sampling", 0)
-    if fields.get("top_p", 1.0) <= 0.0:  # as in the other models of this wire: unset
-        del fields["top_p"]
-    return tensorrt_llm_sampling(**fields)
+    return tensorrt_llm_sampling(**without_unset(batch.fields("sampling", 0)))
 
 
 def renderer(batch: Batch) -> Render:

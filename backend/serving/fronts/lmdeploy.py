@@ -16,7 +16,7 @@ from backend.serving.outputs import Arrays, SeparateOutput, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
 from backend.serving.sequence_output import SequenceOutput
-from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, sampling_inputs
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
@@ -29,10 +29,7 @@ TENSORS = ModelTensors(
         Input("max_tokens", "INT32", ONE, "request", optional=False),
         Input("ignore_eos", "BOOL", ONE, "request", optional=False),
         Input("stream", "BOOL", ONE, "request", optional=False),
-        Input("temperature", "FP64", ONE, "sampling.temperature"),
-        Input("top_p", "FP64", ONE, "sampling.top_p"),
-        Input("top_k", "INT32", ONE, "sampling.top_k"),
-        Input("repetition_penalty", "FP64", ONE, "sampling.repetition_penalty"),
+        *sampling_inputs("lmdeploy", floats="FP64"),
         Input("stop_words", "STRING", ANY, "request"),
         Input("bad_words", "STRING", ANY, "request"),
         Input("skip_special_tokens", "BOOL", ONE, "request"),

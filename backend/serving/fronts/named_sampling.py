@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
 from backend.api.guide import A_CHOICE
+from backend.api.sampling_fields import SAMPLING_FIELDS
 from backend.serving.free_parameters import MAX_SHOWN, did_you_mean
 from backend.serving.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
@@ -86,12 +87,8 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _config(self, **given: Any) -> SamplingConfig:
         return SamplingConfig(
             **given,
-            top_p=self.top_p,
+            **{name: getattr(self, name) for name in _AS_GIVEN},
             top_k=None if self.top_k == -1 else self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             min_tokens=self.min_tokens or None,
             logit_bias=_by_id(self.logit_bias) if self.logit_bias else None,
         )
@@ -100,6 +97,14 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """What ends the output: the model's own end ids unless they are to be ignored, then those of the request."""
         own = () if self.ignore_eos else (*context.model.eos_ids, *tokenizer.eos_ids)
         return tuple(dict.fromkeys([*own, *(self.stop_token_ids or [])]))
+
+
+_WITH_A_RULE = "top_k temperature seed min_tokens logit_bias length_penalty early_stopping".split()
+_AS_GIVEN = [  # the fields that reach the engine as they are
+    field.name
+    for field in SAMPLING_FIELDS
+    if field.name in NamedSampling.__struct_fields__ and field.name not in _WITH_A_RULE
+]
 
 
 def check_choices(asked: NamedSampling, streaming: bool) -> None:
