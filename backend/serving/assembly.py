@@ -37,6 +37,7 @@ from backend.serving.named_adapters import check_adapters, read_adapters
 from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.served_model import ServedModel
 from backend.serving.upstream_parameters import OWN_TOKENIZER, apply_parameters, set_parameters
 
 log = logging.getLogger("everbatch.serving")
@@ -66,10 +67,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
     except ConfigError:
         executor.shutdown()
         raise
-    server = ModelServer(
+    model = ServedModel(
         front.tensors,
-        executor=executor,
-        config=config,
         decoupled=is_decoupled(model_config),
         owner=owner,
         labels={"model": args["model_name"], "version": args["model_version"]},
@@ -82,6 +81,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         adapters=named,
         **arguments,
     )
+    server = ModelServer(model, executor, config)
     calm_garbage_collector()
     return server
 
@@ -140,10 +140,7 @@ class ToolsLoader:
 
 
 def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
-    """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread.
-
-    Raises ConfigError when the tokenizer cannot be read.
-    """
+    """The part of a text model's ServedModel that reads its requests. Raises ConfigError when the tokenizer cannot be read."""
     tools.prepare()
 
     def check(batch: Batch, context: ServingContext) -> None:
