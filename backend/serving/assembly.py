@@ -1,4 +1,4 @@
-"""How each Triton model is put together; the adapters in model_repository/*/1/model.py call `load_model` from initialize().
+"""How each Triton model is put together; the files model_repository/*/1/model.py call `load_model` in initialize().
 
 The first model of the role `tensorrt_llm` owns the engine process. All others are clients of the same engine and bring their
 own tokenizer, so that no response crosses Triton twice. They are Python models on purpose: a Triton ensemble swallows

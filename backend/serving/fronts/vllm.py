@@ -70,7 +70,7 @@ class Cancelled(EverbatchError):
     code = ErrorCode.CANCELLED
 
 
-class Told(NamedTuple):
+class Returned(NamedTuple):
     """What each response tells besides its text, by the names of the flags."""
 
     finish_reason: bool
@@ -81,7 +81,7 @@ class Told(NamedTuple):
     log_probs: bool  # True if `logprobs` has any to tell
 
     @classmethod
-    def read(cls, batch: Batch, asked: VllmSampling) -> Told:
+    def read(cls, batch: Batch, asked: VllmSampling) -> Returned:
         flags = {name.removeprefix("return_"): bool(batch.scalar(name, 0)) for name in FLAGS}
         return cls(**flags, log_probs=flags["logprobs"] and asked.logprobs is not None)
 
@@ -102,14 +102,14 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits, streaming)
     text: str = required(batch, "text_input", 0)
     ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
-    told = Told.read(batch, asked)
+    returned = Returned.read(batch, asked)
     most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
     request = Request(
         input_token_ids=ids,
         max_tokens=most if asked.max_tokens is None else min(asked.max_tokens, most),
         streaming=streaming or bool(asked.stops),
         sampling_config=asked.sampling_config(),
-        output_config=_output_config(asked, told, limits),
+        output_config=_output_config(asked, returned, limits),
         end_ids=asked.end_ids(context, tools.tokenizer),
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s,
@@ -128,8 +128,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
             hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
         )
 
-    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if told.log_probs else []
-    render = renderer(asked, told, len(ids), texts, streaming=streaming)
+    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if returned.log_probs else []
+    render = renderer(asked, returned, len(ids), texts, streaming=streaming)
     return [Work(request, choices_output(asked, new_sequence, render, streaming=streaming, joint=True))]
 
 
@@ -143,26 +143,26 @@ def _encode(text: str, most: int | None, context: ServingContext, tools: TextToo
     return ids
 
 
-def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> OutputConfig:
+def _output_config(asked: VllmSampling, returned: Returned, limits: LimitsConfig) -> OutputConfig:
     """The engine knows no ranks, so they are looked up among the most likely tokens: greedy it takes one to find the sampled
     one, else as many as may be asked for.
     """
-    if told.log_probs and asked.use_beam_search:
+    if returned.log_probs and asked.use_beam_search:
         raise Unsupported(
             "return_logprobs cannot be had with use_beam_search in this version; ask for return_cumulative_logprob"
         )
     num_top = 0
-    if told.log_probs:
+    if returned.log_probs:
         num_top = max(asked.logprobs or 0, 1) if asked.temperature == 0 else limits.max_top_log_probs
     return OutputConfig(
-        return_log_probs=told.cumulative_logprob or told.log_probs or asked.is_ranked,
+        return_log_probs=returned.cumulative_logprob or returned.log_probs or asked.is_ranked,
         top_log_probs=min(num_top, limits.max_top_log_probs),
         exclude_input_from_output=True,
     )
 
 
 def renderer(
-    asked: VllmSampling, told: Told, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
+    asked: VllmSampling, returned: Returned, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
 ) -> Render:
     """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
 
@@ -171,17 +171,17 @@ def renderer(
         if streaming and any(one.finish is FinishReason.CANCELLED for one in deltas):
             raise Cancelled(CANCELLED)
         arrays: Arrays = [("text_output", text_array([one.text for one in deltas]))]
-        if told.finish_reason:
+        if returned.finish_reason:
             arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in deltas])))
-        if told.cumulative_logprob:
+        if returned.cumulative_logprob:
             arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in deltas], np.float32)))
-        if told.logprobs:
+        if returned.logprobs:
             num_top = asked.logprobs or 0
             bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in deltas]
             arrays.append(("logprobs", text_array(bodies)))
-        if told.num_input_tokens:
+        if returned.num_input_tokens:
             arrays.append(("num_input_tokens", np.array([num_prompt_tokens], np.uint32)))
-        if told.num_output_tokens:
+        if returned.num_output_tokens:
             arrays.append(("num_output_tokens", np.array([len(one.ids) for one in deltas], np.uint32)))
         return arrays
 
