@@ -1,6 +1,6 @@
-"""Everything a request asks for is checked here against limits, before anything is allocated for it. One table of caps.
+"""Checks everything that a request asks for against limits, before anything is allocated for it.
 
-The engine checks again what only it can know (session history, size of the KV pool).
+The engine checks the rest, which depends on its state (session history, size of the KV pool).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from backend.api.sampling import SamplingConfig
 from backend.api.sampling_fields import SAMPLING_FIELDS
 
 UINT64 = 1 << 64
-MAX_END_IDS = 256  # each sampled token is looked for among them
-MAX_RETENTION_RANGES = 256  # each block of the prompt is looked for among them
+MAX_END_IDS = 256  # each sampled token is compared with them
+MAX_RETENTION_RANGES = 256  # each block of the prompt is looked up in them
 SPELLINGS = 4  # a bad word given as text becomes up to four token lists (backend.text.words)
 
 

@@ -41,7 +41,7 @@ class SamplingField(NamedTuple):
     """
 
     name: str
-    dtype: str  # of a tensor of one number; empty for lists and maps
+    dtype: str  # Triton's type of its tensor; empty for lists and maps
     on: str
     names: dict[Wire, str] = {}
     least: float | None = None  # None: checked elsewhere

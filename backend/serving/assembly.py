@@ -53,8 +53,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
     config, run_directory = _with_parameters(role, model_config, engine_config()), RunDirectory.of_this_server()
     owner = role == OWNER and run_directory.claim(args["model_name"])  # another model of that role is a client too
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
-    # The owner's config.pbtxt may have changed the configuration, and the engine tells what holds.
-    configure = lru_cache(maxsize=2)(lambda told: apply_parameters(role, model_config, told).config)
+    # The owner's config.pbtxt may have changed the configuration; the engine reports the one in force.
+    configure = lru_cache(maxsize=2)(lambda engines: apply_parameters(role, model_config, engines).config)
     if executor.hello is not None:
         config = configure(executor.hello.config)
     front, parameters = FRONTS[role], set_parameters(model_config)

@@ -1,4 +1,4 @@
-"""Handles request parameters that no model knows.
+"""Handles unknown request parameters.
 
 Over HTTP `generate` Triton turns each JSON key that is no input of the model into a request parameter, so a mistyped name or one
 of another API arrives here. Names that are known to mean something are refused with the right input's name, because the
@@ -49,7 +49,7 @@ _CHANGES_NOTHING: dict[str, Any] = {
     **dict.fromkeys(("use_beam_search", "early_stopping"), False),
 }
 _JSON_INPUTS = ("sampling_parameters", "request")  # inputs that hold a JSON object with parameters
-_PREFIX = "sampling_param_"  # of the inputs of TensorRT-LLM's newer API
+_PREFIX = "sampling_param_"  # prefix of input names in TensorRT-LLM's newer API
 _NO_MEANING = ("id",)  # generate takes the request id from it, and passes it on
 
 
@@ -105,8 +105,8 @@ class FreeParameters:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The end of a sentence about an unknown name: what the known ones call the same thing, or the one spelled most alike;
-    empty where there is neither.
+    """The end of a sentence about an unknown name: the known name of the same thing, or the one spelled most alike; empty
+    without either.
     """
     same = [other for other in _GROUP.get(name, []) if other in known]
     near = same or difflib.get_close_matches(name[:MAX_SHOWN], known, n=1)

@@ -127,23 +127,23 @@ class ModelServer:
             self._wait_for_other_models()
         self._poller.stop()
         self._housekeeper.stop()
-        self._say_that_it_is_unloaded()
+        self._report_unloading()
         self._text.close()
         self._pump.close()
         self._books.close()
         self._executor.shutdown()
 
-    def _say_that_it_is_unloaded(self) -> None:
-        """From now on nobody misses the signs of life of this stub."""
+    def _report_unloading(self) -> None:
+        """Report that no more signs of life are to be expected from this stub."""
         try:
             self._model.report_health("unloaded", 0, "")
-        except OSError as error:  # The stub must end in any case; at worst the launcher takes it for a dead one.
-            log.warning("the end of this model could not be told: %s", error)
+        except OSError as error:  # The stub must end in any case; at worst the launcher takes it for dead.
+            log.warning("the unloading of this model could not be reported: %s", error)
 
     def _wait_for_other_models(self) -> None:
         """Wait until no request runs in the engine, at most until the end of the grace.
 
-        Triton ends each model as soon as its own requests are over, while those of the text models may still need the engine.
+        Triton ends each model as soon as its own requests are over, while requests of the text models may still need the engine.
         """
         deadline = (self._drain_ends or time.monotonic() + self._model.drain_grace_s) + OTHERS_MARGIN_S
         while time.monotonic() < deadline and self._executor.is_ready():
@@ -180,7 +180,7 @@ class ModelServer:
             self._text.submit(self._text_job(stream, batch, context, parameters))
 
     def _context(self) -> ServingContext:
-        """What parsing needs to know. Raises EngineUnavailable when no request can be served now.
+        """The context for parsing a request. Raises EngineUnavailable when no request can be served now.
 
         Token ids are parsed even while an engine that was there before does not answer, because the executor then refuses
         them with the exact reason. Text is not read for that.

@@ -6,8 +6,8 @@ a row rides on a data response. What the arrays are called and how they are shap
 to Arrays.
 
     SeparateOutput   each sequence of the row answers for itself, with responses of its own
-    JointOutput      each response tells of all sequences
-    BeamsOutput      each response tells of all beams, and of each beam all that there is
+    JointOutput      each response has the changes of all sequences
+    BeamsOutput      each response has all beams from their beginnings
     Answer           the row needs no engine
 """
 
@@ -42,12 +42,12 @@ class RowOutput(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """How many generated tokens the client has been told of, or will be with the next response."""
+        """Number of generated tokens in the responses so far and the next one."""
         ...
 
     @property
     def finish(self) -> FinishReason | None:
-        """How the client is told that the row has ended; None while it goes on, or where it is told nothing of the kind."""
+        """The finish reason that the client receives; None while the row runs, and for rows without one."""
         ...
 
 
@@ -73,12 +73,12 @@ class _Sequences:
 
     @property
     def finish(self) -> FinishReason | None:
-        """That of the sequence that ends last, which ends the row."""
+        """The finish reason of the sequence that ended last, which ends the row."""
         return self._sequences[self._newest].finish
 
 
 class SeparateOutput(_Sequences):
-    """Sequences of which each has responses of its own. Most rows have one."""
+    """Sequences that each have their own responses. Most rows have one sequence."""
 
     def render(self) -> list[Arrays]:
         due = [n for n, sequence in enumerate(self._sequences) if sequence.is_due]
@@ -86,7 +86,7 @@ class SeparateOutput(_Sequences):
 
 
 class JointOutput(_Sequences):
-    """Sequences that share their responses: each tells of all of them, be there anything new of one or not.
+    """Sequences that share their responses: each response covers all of them, even those without changes.
 
     A row that does not stream has one response, when all have ended.
     """

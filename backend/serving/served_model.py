@@ -33,9 +33,9 @@ class ServedModel:
     decoupled: bool = True
     owner: bool = False  # owns the engine, and publishes its metrics
     reports_vllm: bool = False  # publishes vLLM's metrics too
-    labels: Mapping[str, str] = field(default_factory=dict)  # of metrics
+    labels: Mapping[str, str] = field(default_factory=dict)  # labels of its metrics
     drain_grace_s: float = 10.0
-    parameters: Mapping[str, str] = field(default_factory=dict)  # of the model's config.pbtxt
+    parameters: Mapping[str, str] = field(default_factory=dict)  # parameters of its config.pbtxt
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters for requests: name -> PEFT directory
     # Makes the configuration by which requests are read of the engine's, which may come late; None: the given one holds.
     configure: Callable[[EngineConfig], EngineConfig] | None = None

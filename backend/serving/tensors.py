@@ -46,8 +46,8 @@ class Input(NamedTuple):
     dims: tuple[int, ...]
     target: str
     optional: bool = True
-    feature: str = ""  # of a refused input: what it asks for; of an ignored one: why it has no meaning
-    neutral: Neutral = ()  # of a refused input: values that ask for nothing
+    feature: str = ""  # refused input: the feature that it asks for; ignored input: the reason
+    neutral: Neutral = ()  # refused input: values that are accepted because they ask for nothing
 
 
 class Output(NamedTuple):
@@ -67,7 +67,7 @@ class ModelTensors(NamedTuple):
     outputs: tuple[Output, ...]
     max_batch_size: int = 64  # the most rows of one request; 0: inputs have no batch dimension, a request is one row
     always: Literal["decoupled", "unary"] | None = None  # the transaction policy that the protocol prescribes
-    parameters: tuple[tuple[str, str], ...] = ()  # of config.pbtxt: what clients read there
+    parameters: tuple[tuple[str, str], ...] = ()  # entries of config.pbtxt that clients read
 
     @property
     def batched(self) -> bool:

@@ -26,9 +26,9 @@ class OutputDelta(NamedTuple):
 
     text: str
     ids: list[int]
-    log_probs: list[float] | None  # of `ids`; None: not asked for
-    cum_log_prob: float | None  # of all tokens so far
-    top_log_probs: list[list[TopLogProb]] | None  # of `ids`, the most likely first
+    log_probs: list[float] | None  # one for each of `ids`; None: not asked for
+    cum_log_prob: float | None  # sum over all tokens so far
+    top_log_probs: list[list[TopLogProb]] | None  # for each of `ids` the most likely tokens, in that order
     perf: PerfMetrics | None
     finish: FinishReason | None  # why the sequence ended; None while the engine works on it
     stop: str | int | None  # the stop string or the end id that ended it
@@ -67,7 +67,7 @@ class OutputAccumulator:
         self.perf: PerfMetrics | None = None
         self.prompt_log_probs: list[PromptLogProb] | None = None
         self.has_ended = False  # the engine has ended the sequence
-        self.end_is_taken = False  # and a delta has told why
+        self.end_is_taken = False  # a delta has reported the end
         self._with_tensors: list[tuple[Result, int]] = []
         self._restart()
 

@@ -1,4 +1,4 @@
-"""The answers to one prompt where there may be several: sequences that are sampled side by side, the best of them, or beams."""
+"""Several answers to one prompt: sequences that are sampled side by side, the best of them, or beams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backend.text.accumulator import OutputDelta
 def choices_output(
     asked: NamedSampling, new_sequence: Callable[[], SequenceOutput], render: Render, *, streaming: bool, joint: bool
 ) -> RowOutput:
-    """The output of a row. `joint`: each response tells of all sequences; otherwise each sequence has its own."""
+    """The output of a row. `joint`: each response covers all sequences; otherwise each sequence has its own responses."""
     if asked.use_beam_search:
         return BeamsOutput(new_sequence, render, streaming=streaming)
     sequences = [new_sequence() for _ in range(asked.num_generated)]

@@ -6,8 +6,8 @@
 
 With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name.
 
-With `n` above 1 each object has the `index` of its sequence: a response of a stream tells of one sequence, the only one of a
-request that does not stream of all.
+With `n` above 1 each object has the `index` of its sequence: a response of a stream holds one sequence, and the only response of
+a request that does not stream holds all.
 
 One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py). A stop request
 (`stop`: true) ends the request of its id.
@@ -70,7 +70,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream: bool = False
     include_stop_in_output: bool = False
     echo: bool = False
-    prompt_logprobs: int | None = None  # most likely tokens at each place of the prompt; 0: only the prompt's own
+    prompt_logprobs: int | None = None  # most likely tokens at each position of the prompt; 0: only the prompt's own
     timeout_s: float | None = None
     skip_special_tokens: bool = True  # False: special tokens that are generated are part of the text
     tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
@@ -93,7 +93,7 @@ class Choice(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """`discarded_tokens`: those of the sequences that `best_of` has left out, told with the best one."""
+    """`discarded_tokens`: tokens of the sequences that `best_of` has left out, reported with the best one."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -102,7 +102,7 @@ class Usage(Struct, frozen=True):
 
 
 class Generated(Struct, frozen=True):
-    """What is told of one sequence; what is unset is left out."""
+    """The reply for one sequence; unset fields are left out."""
 
     text: str
     token_ids: list[int]
@@ -180,7 +180,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
 
 
 def _tokenized(prompt: _Prompt, context: ServingContext) -> Arrays:
-    told = Generated(
+    reply = Generated(
         "",
         prompt.ids,
         finish_reason="length",
@@ -188,7 +188,7 @@ def _tokenized(prompt: _Prompt, context: ServingContext) -> Arrays:
         usage=Usage(len(prompt.ids), 0, 0),
         max_model_len=most_tokens(context),
     )
-    return [("response", text_array([msgspec.json.encode(told)]))]
+    return [("response", text_array([msgspec.json.encode(reply)]))]
 
 
 def _not_negative(max_tokens: int) -> int:
@@ -206,7 +206,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         ids = asked.prompt_token_ids
         check_ids(
             "prompt token", ids, context.model.vocab_size
-        )  # ahead of the tokenizer, which has no words for others
+        )  # checked first, because the tokenizer's errors for unknown ids are unclear
         is_shown = asked.echo or asked.prompt_logprobs is not None
         text = tools.tokenizer.decode(ids, asked.skip_special_tokens) if is_shown else ""
     elif asked.prompt is not None:
@@ -228,7 +228,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
 
 
 def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer) -> Render:
-    """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
+    """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for."""
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
 
     def render(deltas: Sequence[OutputDelta]) -> Arrays:
@@ -257,7 +257,7 @@ def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], toke
 
 
 class _OfPrompt:
-    """The log-probabilities of the prompt. The engine tells them with the first sequence, a client gets them with each."""
+    """The log-probabilities of the prompt. The engine returns them with the first sequence, a client gets them with each."""
 
     def __init__(self, prompt: _Prompt, tokenizer: Tokenizer, num_sequences: int) -> None:
         self._prompt, self._tokenizer = prompt, tokenizer
@@ -265,7 +265,7 @@ class _OfPrompt:
         self._untold = set(range(num_sequences))
 
     def take(self, deltas: Sequence[OutputDelta]) -> None:
-        """The first call is for a response that the first sequence is part of."""
+        """The first call must be for a response that includes the first sequence."""
         if self._encoded is None:
             self._encoded = msgspec.Raw(msgspec.json.encode(self._choices(deltas[0].prompt_log_probs or [])))
 

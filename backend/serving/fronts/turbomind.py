@@ -125,8 +125,8 @@ def _check_length(batch: Batch, max_tokens: int, max_seq_len: int) -> None:
 
 
 def _end_ids(batch: Batch, eos_ids: tuple[int, ...], bad_words: list[list[int]]) -> tuple[int, ...]:
-    """The request's end_id, which is none if all its bits are set; else those of the model. Whoever bans one of these, as clients
-    do that want an output of full length, wants no end at all.
+    """The request's end_id, which is none if all its bits are set; else the model's end ids. A request that bans one of these, as
+    clients do for an output of full length, has no end ids.
     """
     end_id = batch.scalar("end_id", 0)
     if end_id is None:
