@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter, as far as they can be checked without its weights: before a server starts, and in stubs."""
+"""Checks of a LoRA adapter's files that need none of its weights: before a server starts, and in stubs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class HalfTensor(NamedTuple):
 
 
 def check_adapter_files(directory: Path, max_rank: int) -> None:
-    """Raise ConfigError, InvalidRequest or Unsupported for an adapter that cannot be served. What TensorRT-LLM's converter has
-    written is left to the engine.
+    """Raise ConfigError, InvalidRequest or Unsupported for an adapter that cannot be served. The engine checks the files that
+    TensorRT-LLM's converter writes.
     """
     if (directory / CONFIG_ROWS).is_file():
         return
@@ -43,7 +43,7 @@ def check_adapter_files(directory: Path, max_rank: int) -> None:
 
 
 def check_adapter_name(name: str) -> None:
-    """Raise InvalidRequest for what cannot be the name of an adapter."""
+    """Raise InvalidRequest for a text that cannot be the name of an adapter."""
     if not 1 <= len(name) <= MAX_ADAPTER_NAME or not name.isprintable():
         raise InvalidRequest(
             f"a LoRA adapter cannot be called {shown(name)}; give it a name of 1 to {MAX_ADAPTER_NAME} printable characters"

@@ -1,24 +1,13 @@
-"""What a request with beams may ask for; and what asks for beams without there being any."""
+"""Checks of requests with beams. Fields which sampling alone heeds are refused beside them (sampling_fields.py)."""
 
 from __future__ import annotations
 
 from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 from backend.api.sampling import SamplingConfig
+from backend.api.sampling_fields import SAMPLING_FIELDS
 
-MAX_ENDS = 64  # each of them makes every row tell `beam_width` candidates more
-
-# field -> the values that leave the model's own distribution, which beams are ranked by, as it is
-_NEUTRAL: dict[str, tuple[float | None, ...]] = {
-    "temperature": (None, 1.0),
-    "top_k": (None, 0, 1),
-    "top_p": (None, 1.0),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "no_repeat_ngram_size": (None, 0),
-}
+MAX_ENDS = 64  # each end makes every row return `beam_width` more candidates
 
 
 def check_beams(request: Request, max_beam_width: int) -> None:
@@ -31,10 +20,6 @@ def check_beams(request: Request, max_beam_width: int) -> None:
         )
     if config.beam_width_array is not None:
         raise Unsupported("beam_width_array cannot be had in this version; leave it out, and give one beam_width")
-    for name, most in (("length_penalty", 50), ("beam_search_diversity_rate", 100)):
-        value = getattr(config, name)
-        if value is not None and not abs(value) <= most:  # true for NaN too
-            raise InvalidRequest(f"{name} is {value}, allowed is -{most} to {most}")
     if config.beam_width > 1:
         _check_search(request, config)
 
@@ -45,10 +30,11 @@ def _check_search(request: Request, config: SamplingConfig) -> None:
         raise InvalidRequest(
             f"num_return_sequences is {count}, more than beam_width {config.beam_width}; ask for at most so many"
         )
-    for name, neutral in _NEUTRAL.items():
-        if getattr(config, name) not in neutral:
+    for field in SAMPLING_FIELDS:
+        value = getattr(config, field.name)
+        if field.with_beams and value is not None and value not in field.with_beams:
             raise Unsupported(
-                f"{name} is {getattr(config, name)}, and beams are not sampled but ranked by the model's own "
+                f"{field.name} is {value}, and beams are not sampled but ranked by the model's own "
                 f"probabilities; leave it out, or set beam_width to 1"
             )
     ends = len(set(request.end_ids)) + len(request.stop_words)

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say of it before anything of it is loaded: is it supported and whole, and how large is it."""
+"""Examines a checkpoint's files before anything is loaded: is it supported and complete, and how large is it?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backend.api.weight_files import tensor_shapes, weight_files
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_BITS = {"int8": 8, "int4": 4}
-PARAMETER_BYTES = 4  # of a quantised head's key or value, beside its numbers
+PARAMETER_BYTES = 4  # parameters of one quantised key or value of a head, beside its numbers
 _Count = Annotated[int, Meta(ge=1, le=2**40)]
 
 
@@ -38,7 +38,7 @@ class Checkpoint(Struct, frozen=True):
     """A supported checkpoint. `dtype`: float32, bfloat16 or float16; `kv_dtype`: the type of KV that it asks for."""
 
     architecture: str
-    weight_bytes: int  # of its files
+    weight_bytes: int  # size of its files
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -51,7 +51,7 @@ class Checkpoint(Struct, frozen=True):
         return config.model.max_seq_len or self.max_position
 
     def kv_bytes_per_token(self, config: EngineConfig, *, on_cpu: bool) -> int:
-        """Of all layers. On a CPU float16 is computed in float32."""
+        """Bytes of one token's KV in all layers. On a CPU float16 is computed in float32."""
         dtype = self.dtype if config.model.dtype == "auto" else config.model.dtype
         value_bytes = VALUE_BYTES["float32" if on_cpu and dtype == "float16" else dtype]
         kv_dtype = self.kv_dtype if config.kv_cache.dtype == "auto" else config.kv_cache.dtype
@@ -114,6 +114,6 @@ def _head_dim(file: str, hidden_size: int, heads: int) -> int:
 
 
 def _known_dtype(name: str | None) -> str:
-    """The engine says more of one that is not known, and takes the embedding's where there is none."""
+    """The dtype; float32 for an absent or unknown one, about which the engine decides."""
     name = (name or "float32").removeprefix("torch.")
     return name if name in VALUE_BYTES else "float32"

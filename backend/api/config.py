@@ -20,7 +20,7 @@ Sharing = Literal["namespace", "all", "none"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar", "none"]
 Decoupled = bool | Literal["both"]
 Speculation = Literal["none", "lookup", "draft_model"]
-Windows = int | tuple[int, ...]  # of several, layer i has entry i modulo their number
+Windows = int | tuple[int, ...]  # tokens; with several windows layer i has entry i modulo their number
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
 
@@ -32,7 +32,7 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "auto"  # cpu, cuda, cuda:1; auto = cuda where there is one
     max_seq_len: int | None = None  # tokens of one sequence, prompt and output; unset = the model's own limit
     num_threads: int | None = None  # torch's intra-op threads; unset = physical cores
-    kernels: Kernels = "auto"  # `native` (CPU), `triton` (GPU), `torch`; auto = the best of them that can be had
+    kernels: Kernels = "auto"  # `native` (CPU), `triton` (GPU), `torch`; auto = the best available one
     cuda_graphs: bool = True  # replay steps that only generate as CUDA graphs
     gather_context_logits: bool = False  # requests may ask for the logits of their prompts
     gather_generation_logits: bool = False  # requests may ask for the logits of their output
@@ -49,7 +49,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 32  # tokens; a power of two. The native CPU kernels raise less than 32 to 32
     max_tokens: int | None = None  # cap on KV cells of all sequences together
     num_slots: int | None = None  # cap as a number of whole sequences of max_seq_len tokens
-    free_memory_fraction: float | None = None  # of what is free after the weights; unset = 0.9 on CUDA, 0.25 on a CPU
+    free_memory_fraction: float | None = None  # share of what the weights leave; unset = 0.9 on CUDA, 0.25 on a CPU
     chunk_blocks: int = -1  # blocks obtained at a time: -1 all at once, 1 on demand, k in chunks, 0 = sqrt(num_blocks)
     watermark: float = 0.01  # share of the pool that an admission beside others leaves free
     enable_block_reuse: bool = True  # share blocks between requests with a common prefix
@@ -61,7 +61,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who runs in a step, and how much of each."""
+    """Limits and policies of a step: which sequences run in it, and how many tokens of each."""
 
     max_batch_size: int = 64  # slots of the persistent batch
     max_num_tokens: int = 1024  # tokens of one step over all rows
@@ -69,7 +69,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause when full; `static_batch`: none joins
     batching: Batching = "fused"  # `separate`: prompts and generation in steps of their own; `static`: in lockstep too
     enable_chunked_context: bool = True  # cut long prompts; off: longer than max_num_tokens is refused
-    max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
+    max_chunk_tokens: int | None = None  # tokens of one sequence in one step; unset = max_num_tokens
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
     mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
     max_mixed_context_tokens: int | None = None  # the same of all prompts together; unset = 96 on a CPU without AMX
@@ -95,12 +95,12 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_tokens: int = 4_000_000  # their prompt tokens
     max_words: int = 128  # stop words or bad words of one request
     max_word_tokens: int = 64  # tokens of one of them
-    max_word_bytes: int = 4096  # UTF-8 bytes of all stop strings of one request together; likewise of its bad words
+    max_word_bytes: int = 4096  # UTF-8 bytes of all stop strings of one request together; the same for its bad words
     max_bias_bytes: int = 65_536  # UTF-8 bytes of all embedding_bias_words of one request together
     max_logit_bias: int = 4096  # entries; a dense embedding_bias is counted by its non-zero entries
     max_top_log_probs: int = 20  # alternatives of each position that a request may ask for
-    max_extra_bytes: int = 16_777_216  # of what a request brings besides tokens, to a model that takes it
-    max_tensor_bytes: int = 50_331_648  # of logits and other tensors in one response
+    max_extra_bytes: int = 16_777_216  # extra inputs of one request, for models that take such
+    max_tensor_bytes: int = 50_331_648  # logits and other tensors of one response
     max_live_tensor_bytes: int = 268_435_456  # the same of all requests that run or wait, together
     max_request_batch: int = 64  # rows of one Triton request
     default_timeout_s: float = 600.0  # for requests that name none
@@ -111,7 +111,7 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Idle sessions kept as token ids. Their KV stays cached until the pool needs it."""
 
     max_sessions: int = 20_000  # beyond it the least recently used idle session is erased
-    max_bytes: int = 268_435_456  # of all idle sessions without their KV; beyond it the least recently used is erased
+    max_bytes: int = 268_435_456  # all idle sessions without their KV; beyond it the least recently used is erased
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
@@ -122,9 +122,9 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
     """LoRA adapters that requests bring, and the two caches that hold them (docs/lora.md)."""
 
     enabled: bool = False  # requests may name an adapter
-    max_rank: int = 64  # of an adapter; a higher one is refused
-    host_bytes: int = 1_073_741_824  # of the adapters that are held; the least recently used go first
-    device_fraction: float = 0.05  # of a GPU's free memory, for adapters of sequences that run; a CPU has host_bytes
+    max_rank: int = 64  # an adapter of a higher rank is refused
+    host_bytes: int = 1_073_741_824  # memory of the adapters that are held; the least recently used are evicted first
+    device_fraction: float = 0.05  # share of a GPU's free memory for adapters in use; a CPU uses host_bytes
     host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at rank 1
     device_module_layers: int = 0  # the same unit for running sequences, instead of device_fraction; on a CPU too
     page_rank: int = 8  # an adapter of all projections at this rank fills one page of the caches
@@ -139,7 +139,7 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def directories(self) -> dict[str, str]:
-        """Those of `adapters`, by their names."""
+        """Name -> directory of the configured adapters."""
         return {name: directory for name, _, directory in (each.partition("=") for each in self.adapters)}
 
 
@@ -158,8 +158,8 @@ class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Records of single steps, which an Executor keeps until its program fetches them; the oldest go first. 0 = none."""
 
     max_iterations: int = 0  # statistics of steps
-    max_request_iterations: int = 0  # of all live requests in a step
-    max_kv_events: int = 0  # blocks of the KV cache that can be found from now on, or no longer
+    max_request_iterations: int = 0  # records of all live requests in a step
+    max_kv_events: int = 0  # blocks that entered or left the reusable KV cache
     max_debug_iterations: int = 0  # `debug_tensors` of steps; each step may have limits.max_tensor_bytes of them
     debug_tensors: tuple[str, ...] = ()  # inputs of a step, `logits`, what `model.additional_outputs` names
 
@@ -175,8 +175,8 @@ class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
     compile_bytes: int = 67_108_864  # memory that compiling one guide may take
     compile_processes: int = 3  # guides that are compiled at once; one namespace leaves one of them to the others
     max_compiling: int = 256  # different guides of one namespace that wait to be compiled
-    cache_bytes: int = 67_108_864  # of compiled guides that are kept; those of live requests are kept besides
-    live_bytes: int = 268_435_456  # of compiled guides of live requests; a namespace has no more than it leaves free
+    cache_bytes: int = 67_108_864  # compiled guides that are kept, beside those of live requests
+    live_bytes: int = 268_435_456  # compiled guides of live requests; a namespace has no more than it leaves free
 
 
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,15 +197,15 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cancellation_check_period_ms: int = 50  # how often at most Triton is asked which clients have gone
     stats_period_ms: int = 1000  # how often the metrics are brought up to date
     log_requests: bool = True  # one line in the log for each request that ended
-    strict_parameters: bool = False  # request parameters that nobody knows are refused, not only warned about
+    strict_parameters: bool = False  # unknown request parameters are refused instead of only warned about
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
-    one_response_per_token: bool = True  # of a stream; off: tokens that wait for a busy sender share a response
-    stream_interval_ms: float = 0.0  # streams are told so often at most, all together; in between tokens are collected
+    one_response_per_token: bool = True  # streams only; off: tokens that wait for a busy sender share a response
+    stream_interval_ms: float = 0.0  # least time between two publications of stream tokens, for all streams together
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again
-    step_timeout_s: float = 300.0  # likewise an engine that is in one step for so long
+    step_timeout_s: float = 300.0  # an engine that is in one step for so long is killed and started again too
     attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading
 
 

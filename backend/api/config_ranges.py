@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_COUNT = 10**15  # of tokens, bytes and requests: far more than there can be, and exact in every number format
+MAX_COUNT = 10**15  # tokens, bytes or requests: more than any machine has, and exact in every number format
 MAX_SECONDS = 1e9  # for time spans: finite, so that deadlines in nanoseconds are integers
 
 # key -> (least, greatest) value allowed

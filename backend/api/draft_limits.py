@@ -1,4 +1,4 @@
-"""Drafts are verified by choosing several tokens at once: not every request allows for that."""
+"""Checks which requests allow drafts: verification chooses several tokens at once."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class EverbatchError(Exception):
 
 
 class InvalidRequest(EverbatchError):
-    """A field of a request is outside its limits. Nothing was allocated for it, but where fields turn out to exclude each other
+    """A field of a request is outside its limits. Nothing was allocated for it, unless fields turn out to exclude each other
     only when tokens are chosen.
     """
 
@@ -42,7 +42,7 @@ class Unsupported(InvalidRequest):
 
 
 class NotFound(InvalidRequest):
-    """There is nothing of the name that a request gives."""
+    """The name that a request gives does not exist."""
 
     code = ErrorCode.NOT_FOUND
 

@@ -1,7 +1,7 @@
-"""The types of a request's fields, checked where nothing has decoded it.
+"""Checks the types of a request's fields if the request was not decoded from a socket.
 
-A request that has come over a socket has been checked by the decoder. One that a program of the same process has made may hold
-anything: Python does not look at the types of the fields that a constructor is given.
+A request that has come over a socket has been checked by the decoder. One that was constructed in this process may hold
+anything, because Python does not check constructor arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backend.api.tensor import TensorData
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Request).decode
-_REPORT = re.compile(r"(?P<what>.*) - at `\$\.(?P<where>.*)`", re.DOTALL)  # of msgspec.ValidationError
+_REPORT = re.compile(r"(?P<what>.*) - at `\$\.(?P<where>.*)`", re.DOTALL)  # text of a msgspec.ValidationError
 
 
 def with_checked_types(request: Request) -> Request:
@@ -60,5 +60,5 @@ def _is_plain(value: object) -> bool:
 
 
 def _embedding_bytes(table: object) -> bytes:
-    """The numbers of an embedding table; none where it is of a wrong type, which decoding finds out."""
+    """The bytes of an embedding table; empty for a wrong type, which decoding then reports."""
     return table.data if isinstance(table, TensorData) and isinstance(table.data, bytes) else b""

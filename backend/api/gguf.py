@@ -33,7 +33,7 @@ MAX_SETTINGS, MAX_TENSORS = 1 << 14, 1 << 16
 MAX_TEXT_BYTES = 8 << 20
 MAX_DIMENSIONS = 4  # ggml's own limit
 MAX_ALIGNMENT = 1 << 16
-CONTROL = 3  # of tokenizer.ggml.token_type: special tokens
+CONTROL = 3  # tokenizer.ggml.token_type of special tokens
 END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 TokenId = Annotated[int, Meta(ge=0, le=MAX_ID)]
 AGAIN = "fetch it again"
@@ -66,7 +66,7 @@ TYPES = {
     14: BlockType("Q6_K", 256, 210),
     30: BlockType("BF16", 1, 2),
 }
-# Those that are not: for the error.
+# Types that exist and are not read, for the error message.
 _OTHERS = {
     10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
     22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
@@ -93,7 +93,7 @@ class GgufHeader(NamedTuple):
         return shown(self.path.name)
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """A setting; None if there is none. Raises ConfigError when it is not of `kind`, a type that msgspec checks."""
+        """The value of a setting; None if it is absent. Raises ConfigError when it is not of `kind`, which msgspec checks."""
         value = self.settings.get(key)
         if value is None:
             return None
@@ -144,7 +144,7 @@ def read_header(path: Path) -> GgufHeader:
     """Read and check the header of a GGUF file. Raises ConfigError."""
     name = shown(path.name)
     try:
-        # Without waiting: what is a file now need not be one any more.
+        # O_NONBLOCK, because the path may have become a pipe since it was checked.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             return _Reader(name, file).header(path)
     except OSError as error:
@@ -152,7 +152,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads one value after the other."""
+    """Reads the values of the header one after the other."""
 
     def __init__(self, name: str, file: BinaryIO) -> None:
         self._name, self._file = name, file
@@ -220,7 +220,7 @@ class _Reader:
 
     def _tensors(self, count: int, alignment: int) -> dict[str, TensorPlace]:
         places: dict[str, TensorPlace] = {}
-        end = 0  # of the data so far, less its start
+        end = 0  # end of the tensors so far, from the start of the data
         for _ in range(count):
             name = self._text("the name of a tensor")
             place = f"{self._name}: tensor {shown(name)}"

@@ -10,16 +10,16 @@ from msgspec import Struct
 from backend.api.errors import InvalidRequest
 
 NOT_SET_UP = "GuidedDecoder is not setup"  # TensorRT-LLM's words, which its clients look for
-A_CHOICE = "a choice is a regex red|green, or a json_schema with enum"  # for who asks for a type `choice`
+A_CHOICE = "a choice is a regex red|green, or a json_schema with enum"  # hint for requests with a type `choice`
 MAX_NESTING = 64  # brackets within brackets in a guide's text
 
 
 class GuideType(enum.StrEnum):
-    """What the text of a guide is. The names are those of TensorRT-LLM's Triton input."""
+    """Language of a guide's text. The names are those of TensorRT-LLM's Triton input."""
 
     JSON = "json"  # any JSON object; there is no text
     JSON_SCHEMA = "json_schema"
-    REGEX = "regex"  # of the whole output
+    REGEX = "regex"  # must match the whole output
     EBNF_GRAMMAR = "ebnf_grammar"  # rules as `root ::= ...` (GBNF), or a Lark grammar that begins with `start`
     STRUCTURAL_TAG = "structural_tag"  # free text in which certain beginnings must be followed by JSON of a schema
 
@@ -34,8 +34,8 @@ class Guide(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 class InvalidGuide(InvalidRequest):
-    """A guide is refused. The message begins with the place in the request that is meant, as in
-    `guide.structures[1].schema: ...`, by which whoever made the guide of other fields (gateway/) can name those.
+    """A guide is refused. The message begins with the place in the request, as in `guide.structures[1].schema: ...`, so that
+    the gateway, which makes guides from other fields, can name those fields instead.
     """
 
     def __init__(self, reason: str, place: str = "") -> None:
@@ -50,7 +50,7 @@ def choice_guide(name: str, choices: object) -> Guide:
 
 
 def check_guide(guide: Guide, refusal: str, max_bytes: int, min_tokens: int | None) -> None:
-    """Raise InvalidRequest for a guide that nobody should try to compile. `refusal`: why no guide is taken at all, or ''."""
+    """Raise InvalidRequest for a guide that is not worth compiling. `refusal`: the reason why all guides are refused, or ''."""
     if refusal:
         raise InvalidRequest(refusal)
     if min_tokens is not None and min_tokens > 1:

@@ -1,6 +1,6 @@
-"""Everything a request asks for is checked here against limits, before anything is allocated for it. One table of caps.
+"""Checks everything that a request asks for against limits, before anything is allocated for it.
 
-The engine checks again what only it can know (session history, size of the KV pool).
+The engine checks the rest, which depends on its state (session history, size of the KV pool).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from backend.api.output_limits import check_outputs, check_post_processor, check
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
+from backend.api.sampling_fields import SAMPLING_FIELDS
 
 UINT64 = 1 << 64
-MAX_END_IDS = 256  # each sampled token is looked for among them
-MAX_RETENTION_RANGES = 256  # each block of the prompt is looked for among them
+MAX_END_IDS = 256  # each sampled token is compared with them
+MAX_RETENTION_RANGES = 256  # each block of the prompt is looked up in them
 SPELLINGS = 4  # a bad word given as text becomes up to four token lists (backend.text.words)
 
 
@@ -127,28 +128,14 @@ def _check_words(name: str, words: list[list[int]], max_words: int, limits: Requ
 def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
     if config.num_return_sequences is not None:
         check_num_sequences(config.num_return_sequences, limits.caps.max_queue_size)
-    ranges = {
-        "temperature": (0.0, 100.0),
-        "top_k": (0, (1 << 31) - 1),
-        "top_p": (0.0, 1.0),
-        "min_p": (0.0, 1.0),
-        "seed": (0, UINT64 - 1),
-        "repetition_penalty": (0.01, 100.0),
-        "presence_penalty": (-100.0, 100.0),
-        "frequency_penalty": (-100.0, 100.0),
-        "min_tokens": (0, (1 << 31) - 1),
-        "no_repeat_ngram_size": (0, (1 << 31) - 1),
-        "top_p_decay": (0.0, 1.0),
-        "top_p_min": (0.0, 1.0),
-        "top_p_reset_ids": (0, limits.vocab_size - 1),
-    }
-    for name, (least, greatest) in ranges.items():
-        value = getattr(config, name)
-        if value is not None:
-            _check_range(name, value, least, greatest)
-    for name in ("top_p", "top_p_decay", "top_p_min"):
-        if getattr(config, name) == 0:
-            raise InvalidRequest(f"{name} is 0, allowed is more than 0 to 1; leave it out for no limit")
+    for field in SAMPLING_FIELDS:
+        value = getattr(config, field.name)
+        if field.least is not None and value is not None:
+            greatest = limits.vocab_size - 1 if field.greatest is None else field.greatest
+            _check_range(field.name, value, field.least, greatest)
+    for field in SAMPLING_FIELDS:
+        if field.excludes_zero and getattr(config, field.name) == 0:
+            raise InvalidRequest(f"{field.name} is 0, allowed is more than 0 to 1; leave it out for no limit")
     if config.logit_bias:
         if len(config.logit_bias) > limits.caps.max_logit_bias:
             raise InvalidRequest(

@@ -34,7 +34,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 MAX_NAME_SHOWN = 256
-DTYPES = ("float16", "bfloat16", "float32")  # of weights in a request
+DTYPES = ("float16", "bfloat16", "float32")  # allowed for weights in a request
 
 
 class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -43,8 +43,8 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     `weights` [rows, width]: each row is one projection of one layer, A [rank, k] and behind it B [n, rank], both in C order,
     filled up with anything; the factor alpha / rank is part of B. `config`: for each row its module id, layer and rank, and
     perhaps a 1 for DoRA, which is refused. `path`: instead of both a PEFT directory on the engine's machine.
-    `name`: what its client calls it, for errors; empty: its task id.
-    `content` is the engine's: the hash of what the weights are. Whatever a client says there is overwritten.
+    `name`: the client's name for it, used in errors; empty: its task id.
+    `content`: hash of the weights, set by the engine; a client's value is overwritten.
 
     After TensorRT-LLM's LoraConfig.
     """
@@ -62,12 +62,12 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """The adapter's name in error messages."""
         return repr(self.name[:MAX_NAME_SHOWN]) if self.name else str(self.task_id)
 
 
 def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
-    """Raise InvalidRequest (or Unsupported) for what can be seen to be wrong without the model."""
+    """Raise InvalidRequest (or Unsupported) for errors that can be found without the model."""
     if not is_enabled:
         raise Unsupported(
             f"LoRA is not enabled, the request asks for adapter {lora.shown}; set lora.enabled=true (in the LLM API "
@@ -97,7 +97,7 @@ def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
 
 
 def read_peft_config(directory: Path) -> dict[str, Any]:
-    """What adapter_config.json says of a plain LoRA adapter. Raises ConfigError without one, Unsupported for another kind."""
+    """Read adapter_config.json of a plain LoRA adapter. Raises ConfigError without one, Unsupported for another kind."""
     raw = read_object(directory, ADAPTER_CONFIG)
     if raw is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory, which are somebody else's: read in one place, with limits, before anyone trusts them.
+"""Reads the files of a checkpoint directory, which may come from anywhere, in one place and with limits.
 
 A file is read when it is a regular file of at most so many bytes. A link is followed to a file of the same directory, or, in
 a hub's cache (.../snapshots/REVISION beside .../blobs), to a file of blobs; every other link is refused, because a checkpoint
@@ -21,7 +21,7 @@ from backend.api.errors import ConfigError
 
 MAX_JSON_BYTES = 8 << 20  # parsed, JSON takes up to 24 times as much memory
 MAX_DEPTH = 32
-MAX_ID = 2**31 - 1  # of a token
+MAX_ID = 2**31 - 1  # greatest token id
 MAX_SHOWN = 100  # characters of a name or a value in an error
 
 REMEDY = "correct it, or fetch the checkpoint again"
@@ -61,7 +61,7 @@ def read_bytes(directory: Path, name: str, most_bytes: int) -> bytes | None:
     if path is None:
         return None
     try:
-        # Without waiting: what is a file now need not be one any more.
+        # O_NONBLOCK, because the path may have become a pipe since it was checked.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             content = file.read(most_bytes + 1)
     except OSError as error:

@@ -9,7 +9,7 @@ MAX_SHOWN = 100  # characters of a value that an error repeats
 
 
 def shown(text: str) -> str:
-    """The beginning of a text, as much as an error may repeat."""
+    """The beginning of a text, as long as an error may repeat it."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

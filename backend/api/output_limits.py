@@ -1,4 +1,4 @@
-"""Checks of what a request asks back besides tokens, and of the post-processor that it names."""
+"""Checks outputs that a request asks for besides tokens, and the post-processor that it names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_prompt_log_probs(request: Request, most: int) -> None:
 
 
 def check_post_processor(request: Request, names: tuple[str, ...], is_static: bool) -> None:
-    """Raise for a logits post-processor that there is not, or that cannot run."""
+    """Raise for a logits post-processor that does not exist or cannot run."""
     name = request.logits_post_processor
     if not name:
         return

@@ -1,4 +1,4 @@
-"""Checks of what a prompt brings besides its tokens: embeddings for ids beyond the vocabulary, and positions."""
+"""Checks inputs that accompany a prompt's tokens: embeddings for ids beyond the vocabulary, and positions."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FILE = "config.json"
 COMPRESSED = "compressed-tensors"
 KvDtype = Literal["int8", "int4"]
 MAX_GROUP = 1 << 16  # columns that share a scale
-LEAST_GROUP = 32  # of the 4-bit kernels (kernels/w4a16.py)
+LEAST_GROUP = 32  # smallest group of the 4-bit kernels (kernels/w4a16.py)
 QOQ_GROUP = 128  # columns of a sum (kernels/int8_rows.py)
 FORMATS = (
     "compressed-tensors (int8, symmetric, scaled by channel or group, with activations that are float or dynamic int8 by "
@@ -92,7 +92,7 @@ def unsupported(method: str, reason: str = "") -> ConfigError:
 
 
 def first_obstacle(wrong: dict[str, bool]) -> str | None:
-    """`wrong` maps reasons against a configuration to whether they apply. Returns the first that does, or None."""
+    """The first reason against a configuration that applies, or None. `wrong`: reason -> True if it applies."""
     return next((reason for reason, is_wrong in wrong.items() if is_wrong), None)
 
 

@@ -30,10 +30,10 @@ class TokenRangeRetention(Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RetentionConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What of a request's KV outlives that of others once the request has left it.
+    """Which blocks of a request's KV are evicted later than others after the request has ended.
 
     A block takes the priority of the range that holds its first token; without one the default priority. `decode_priority`:
-    of blocks that begin with an output token. Nothing outlives the tokens ahead of it, which are kept as long.
+    for blocks that begin with an output token. The tokens ahead of a block are kept as long as the block.
 
     After TensorRT-LLM's KvCacheRetentionConfig.
     """
@@ -76,7 +76,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `stop_words`: token lists; the output ends as soon as its tail equals one of them. `bad_words`: token lists that are
     never completed. `timeout_s`: seconds from acceptance until the request is cut with FinishReason.TIMED_OUT.
     `cache_salt`: KV blocks are shared only between requests of the same salt.
-    `priority`: 0 to 1; who waits with a higher one runs first. It moves nobody who runs, or was paused.
+    `priority`: 0 to 1; waiting requests with a higher one are admitted first. Running and paused requests are not affected.
     `retention`: how long its KV outlives that of others; None = like all.
     `logits_post_processor`: the name of a callable of the engine's that changes the logits before a token is chosen;
     BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
@@ -86,11 +86,11 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `max_draft_tokens`: how many of these guesses a step may try, at most; unset: as many as the configuration says.
     `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
     `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
-    `extra_ids`: a number for each input token, which says what else it stands for; 0 = nothing.
+    `extra_ids`: a number for each input token that distinguishes equal ids with different embeddings; 0 = none.
     `guide`: the form that the output must have.
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
-    Refused by models that take none. KV is shared only between requests that are equal in these four; of extra ids, but for
-    zeros at the end.
+    Models that take none refuse them. KV is shared only between requests that agree in these four fields; zeros at the end of
+    `extra_ids` do not count.
     `lora`: the adapter that it runs with; KV is shared only between requests with the same one.
     """
 
@@ -125,12 +125,12 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     @property
     def adapter(self) -> str:
-        """The content of its adapter, once the engine knows it; empty for none."""
+        """Content hash of the adapter, once the engine knows it; empty without an adapter."""
         return "" if self.lora is None else self.lora.content
 
     @property
     def lora_id(self) -> int | None:
-        """What its client calls the adapter; None without."""
+        """The client's id of the adapter; None without an adapter."""
         return None if self.lora is None else self.lora.task_id
 
     @property

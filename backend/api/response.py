@@ -1,4 +1,4 @@
-"""Response and Result: what comes back. Frozen; they cross process boundaries as msgpack."""
+"""Response and Result: the engine's answers. Frozen; they cross process boundaries as msgpack."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PromptLogProb(Struct, frozen=True, array_like=True):
 
     log_prob: float
     rank: int
-    top: list[TopLogProb] = []  # the most likely tokens at its place, as many as were asked for
+    top: list[TopLogProb] = []  # the most likely tokens at this position, as many as were asked for
 
 
 class PerfMetrics(Struct, frozen=True, omit_defaults=True):
@@ -49,17 +49,17 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    num_cached_tokens: int = 0  # history and prompt tokens whose KV was found, and that had not been run for this turn
+    num_cached_tokens: int = 0  # history and prompt tokens whose KV was found, so that this turn did not compute them
     num_context_tokens: int = 0  # tokens run through the context phase, recomputation included
-    num_recomputed_tokens: int = 0  # of these, tokens whose KV had been computed before and was lost
+    num_recomputed_tokens: int = 0  # context tokens that were computed again because their KV was evicted
     num_evictions: int = 0  # how often this turn found KV of its sequence gone
     num_pauses: int = 0
     num_new_blocks: int = 0
-    num_copied_blocks: int = 0  # of the new ones, those that began as a copy of a block of which the head was right
+    num_copied_blocks: int = 0  # new blocks that began as a copy of a block with a matching head
     num_reused_blocks: int = 0
     num_output_tokens: int = 0  # sampled so far
-    num_draft_tokens: int = 0  # guesses that were made at the output: the request's own, and the engine's
-    num_accepted_draft_tokens: int = 0  # those of them that were right
+    num_draft_tokens: int = 0  # draft tokens that steps verified: the request's own and the engine's
+    num_accepted_draft_tokens: int = 0  # draft tokens that verification accepted
     first_iteration: int = 0  # the engine's step, from 0 on, that sampled the first token
 
     @property
@@ -85,7 +85,7 @@ class Result(Struct, frozen=True, omit_defaults=True):
     cum_log_probs: list[float] | None = None  # per beam: sum over all output tokens so far
     log_probs: list[list[float]] | None = None  # per beam, aligned with the generated part of output_token_ids
     top_log_probs: list[list[TopLogProb]] | None = None  # per generated token
-    prompt_log_probs: list[PromptLogProb] | None = None  # of this turn's prompt from its second token on
+    prompt_log_probs: list[PromptLogProb] | None = None  # for this turn's prompt, from its second token on
     decoding_iter: int = 0
     num_prompt_tokens: int = 0  # history + prompt of this turn
     perf_metrics: PerfMetrics | None = None
@@ -93,7 +93,7 @@ class Result(Struct, frozen=True, omit_defaults=True):
     generation_logits: TensorData | None = None  # [1, new tokens, vocab]
     additional_outputs: dict[str, TensorData] | None = None  # name -> [1, new tokens, width]
     additional_context_outputs: dict[str, TensorData] | None = None  # name -> [rows, width], like context_logits
-    history_token_ids: list[int] | None = None  # of the session before this turn; in the first response, if asked for
+    history_token_ids: list[int] | None = None  # tokens of the session before this turn; once, if asked for
 
 
 class Response(Struct, frozen=True, omit_defaults=True):
@@ -104,7 +104,7 @@ class Response(Struct, frozen=True, omit_defaults=True):
     result_or_none: Result | None = None
     error_or_none: str | None = None
     error_code: ErrorCode = ErrorCode.INTERNAL
-    account: PerfMetrics | None = None  # of every response that ends a sequence, or a request that was accepted
+    account: PerfMetrics | None = None  # set in each response that ends a sequence or an accepted request
 
     def has_error(self) -> bool:
         return self.error_or_none is not None

@@ -1,4 +1,4 @@
-"""How tokens are chosen, and what a result carries besides them. Unset fields read as None, as in TensorRT-LLM's bindings."""
+"""Sampling controls, and the outputs that a request asks for. Unset fields read as None, as in TensorRT-LLM's bindings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     of the first is the seed's own.
 
     `beam_width` k > 1: the k best hypotheses by the sum of their log-probabilities are kept from token to token, and the n best
-    are returned (n = `num_return_sequences`, or k). What has ended is ranked by sum / length ** length_penalty, length in
+    are returned (n = `num_return_sequences`, or k). Ended hypotheses are ranked by sum / length ** length_penalty, length in
     output tokens. Early stopping 1 ends the search when k hypotheses have ended; 0 when the best one that goes on could not
     come before the last of them if it ended now; any other number when it could not even at its longest (as Hugging Face's
     True, False and "never"). For the choice only, the diversity rate times its rank among those of its hypothesis (0 = most
@@ -36,9 +36,9 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     frequency_penalty: float | None = None  # over output only
     min_tokens: int | None = None  # end ids and stop words are held back until then
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit
-    length_penalty: float | None = None  # of beams; unset = 0
-    early_stopping: int | None = None  # of beams: 1 (as when unset), 0, or another number
-    beam_search_diversity_rate: float | None = None  # of beams; unset = 0
+    length_penalty: float | None = None  # beams only; unset = 0
+    early_stopping: int | None = None  # beams only: 1 (as when unset), 0, or another number
+    beam_search_diversity_rate: float | None = None  # beams only; unset = 0
     no_repeat_ngram_size: int | None = None  # >= 0; 0 = off; no run of so many tokens occurs twice in prompt and output
     top_p_decay: float | None = None  # (0, 1]; after each output token top_p is multiplied by it ...
     top_p_min: float | None = None  # (0, 1]; ... and falls no lower than this; unset = 1e-6
@@ -49,6 +49,11 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def is_greedy(self) -> bool:
         asked = (self.temperature, self.top_k, self.top_p, self.min_p)
         return all(value is None for value in asked) or self.temperature == 0 or self.top_k == 1
+
+    @property
+    def cuts_distribution(self) -> bool:
+        """True if only some of the tokens can be drawn."""
+        return bool(self.top_k or self.top_p or self.min_p)
 
     @property
     def decays_top_p(self) -> bool:
@@ -71,13 +76,12 @@ class AdditionalOutput(Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the Result holds; everything not asked for is None."""
+    """Outputs of a Result; everything not asked for is None."""
 
     return_log_probs: bool = False  # log-probability of each output token under the model's own distribution
     top_log_probs: int = 0  # besides, the k most likely tokens of each position
-    prompt_log_probs: int | None = (
-        None  # of the prompt's tokens from the second on, with the k most likely ones at each place
-    )
+    # Log-probabilities of the prompt's tokens from the second on, with the k most likely tokens of each position.
+    prompt_log_probs: int | None = None
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
     return_perf_metrics: bool = False
     return_context_logits: bool = False  # logits of the prompt's positions; needs model.gather_context_logits

@@ -26,7 +26,7 @@ def limit_s(busy: bool) -> float:
 @dataclass(frozen=True)
 class CpuDemand:
     """`wanted_ns`: for how long its threads have run or have waited for a processor, up to the last time that they ran.
-    `waiting`: whether one of them runs or waits for a processor now.
+    `waiting`: True if one of them runs or waits for a processor now.
     """
 
     wanted_ns: int = 0
@@ -37,7 +37,7 @@ def cpu_demand(pid: int) -> CpuDemand:
     """The processor time that a process has used or waited for; zero for a process that is stopped or gone."""
     try:
         threads = [Path(f"/proc/{pid}/task/{name}") for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:  # There is no such process, which wants nothing.
+    except OSError:  # The process does not exist, so it demands no processor time.
         return CpuDemand()
     schedules = [_read(thread / "schedstat").split() for thread in threads]
     wanted_ns = sum(int(fields[0]) + int(fields[1]) for fields in schedules if len(fields) > 1)
@@ -51,10 +51,10 @@ class Silence:
         self.end()
 
     def end(self) -> None:
-        """It has given a sign of life."""
+        """End the silence: the process has given a sign of life."""
         self._ticks = 0
         self._began_ns = self._wanted_ns = 0  # time and processor time at the second tick
-        # It was found to do nothing for too long. Then only a sign helps: a moment's work does not make it look well.
+        # Set after it was idle for too long. Only a sign of life clears it, not a moment of work.
         self._idle = False
         self.busy = False
 
@@ -91,5 +91,5 @@ def _state(thread: Path) -> bytes:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # The thread has gone meanwhile, or the process belongs to another user: then it is none of ours.
+    except OSError:  # The thread has ended, or the process belongs to another user and is therefore not one of ours.
         return b""

@@ -1,4 +1,4 @@
-"""What the engine counts. Gauges are the state after a step; names ending in _total only grow."""
+"""Statistics of the engine. Gauges are the state after a step; names ending in _total only grow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backend.api.tensor import TensorData
 
 class KvCacheStats(Struct, frozen=True):
     max_num_blocks: int = 0
-    free_num_blocks: int = 0  # hold nothing
+    free_num_blocks: int = 0  # blocks that hold nothing
     cached_num_blocks: int = 0  # hold KV of an idle sequence or a shared prefix; evictable
     used_num_blocks: int = 0  # held by running sequences
     tokens_per_block: int = 0
@@ -41,16 +41,16 @@ class IterationStats(Struct, frozen=True):
     num_gen_requests: int = 0
     num_ctx_tokens: int = 0
     num_empty_gen_slots: int = 0  # rows of a static batch that have ended before it
-    num_gen_tokens: int = 0  # that rows in the generation phase got, drafts that were right included
+    num_gen_tokens: int = 0  # tokens of rows in the generation phase, accepted draft tokens included
     micro_batch_id: int = 0
     num_sessions: int = 0
     cpu_memory_bytes: int = 0  # resident memory of the engine process, after the latest step
-    gpu_memory_bytes: int = 0  # of torch's allocator on the device; 0 without one
+    gpu_memory_bytes: int = 0  # memory of torch's allocator on the device; 0 without one
     kv_cache: KvCacheStats = KvCacheStats()
 
     @property
     def tokens_per_row(self) -> float:
-        """Of rows in the generation phase; 0 without any."""
+        """Tokens per row in the generation phase; 0 without such rows."""
         return self.num_gen_tokens / self.num_gen_requests if self.num_gen_requests else 0.0
 
 
@@ -62,19 +62,17 @@ class EngineCounters(Struct):
     requests_finished_total: dict[str, int] = {}  # by finish reason name, errors as ERROR
     prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
-    discarded_tokens_total: int = (
-        0  # of these, behind the end of a text, or of a request that failed before it told them
-    )
+    discarded_tokens_total: int = 0  # generated tokens that no client received, as those behind a stop string
     context_tokens_total: int = 0  # tokens run through the context phase
-    cached_tokens_total: int = 0  # prompt or history tokens that were not, because their KV was found
+    cached_tokens_total: int = 0  # prompt or history tokens that were not run, because their KV was found
     recomputed_tokens_total: int = 0  # tokens run again because their KV had been evicted
     sequences_evicted_total: int = (
         0  # returning sequences, and prompts that begin as one did, whose KV had been evicted
     )
     pauses_total: int = 0
     steps_total: int = 0
-    draft_tokens_total: int = 0  # guesses that steps have verified
-    accepted_draft_tokens_total: int = 0  # those of them that were right
+    draft_tokens_total: int = 0  # draft tokens that steps have verified
+    accepted_draft_tokens_total: int = 0  # draft tokens that verification accepted
 
 
 class EngineStats(Struct, frozen=True):
@@ -87,12 +85,12 @@ class EngineStats(Struct, frozen=True):
 
 
 class RequestStage(enum.IntEnum):
-    """How far a request is."""
+    """Progress of a request."""
 
     QUEUED = 0  # waits for its first admission, or was paused
     CONTEXT = 1
     GENERATION = 2
-    COMPLETE = 3  # told once, by the step after which it ended
+    COMPLETE = 3  # reported once, by the step after which it ended
 
 
 class RequestStats(Struct, frozen=True, omit_defaults=True):
@@ -100,17 +98,17 @@ class RequestStats(Struct, frozen=True, omit_defaults=True):
 
     request_id: RequestId
     stage: RequestStage
-    num_computed_tokens: int = 0  # of the prompt
+    num_computed_tokens: int = 0  # prompt tokens that are computed so far
     num_output_tokens: int = 0
     is_scheduled: bool = False  # it ran in this step
     is_paused: bool = False
     num_new_blocks: int = 0
     num_reused_blocks: int = 0
-    num_decoding_steps: int = 0  # that brought output tokens
+    num_decoding_steps: int = 0  # steps that brought output tokens
 
     @property
     def tokens_per_step(self) -> float:
-        """Output tokens for each step that brought some: more than 1 where drafts were right, 0 before the first."""
+        """Output tokens for each step that brought some: more than 1 if drafts were accepted, 0 before the first."""
         return self.num_output_tokens / self.num_decoding_steps if self.num_decoding_steps else 0.0
 
 
@@ -174,7 +172,7 @@ class DebugTensors(Struct, frozen=True):
 
 
 class Records(Struct, frozen=True):
-    """What single steps did, oldest first."""
+    """Records of single steps, oldest first."""
 
     iterations: list[IterationStats] = []
     requests: list[IterationRequests] = []

@@ -1,6 +1,6 @@
-"""Which checkpoints this project can run, as far as their settings tell: checked before a server starts and again by the engine.
+"""Checks by its settings if a checkpoint is supported: before a server starts, and again in the engine.
 
-A checkpoint's config.json is taken as somebody else's: values of a wrong type are left to the engine, whose parser names them.
+Values of a wrong type in config.json are left to the engine, whose parser names them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Triton side: tensor tables, parsing, the response pump, cancellation and metrics.
 
-pb.py is the only module of the project that imports triton_python_backend_utils. The adapters in
+pb.py is the only module of the project that imports triton_python_backend_utils. The files
 model_repository/*/1/model.py call assembly.py. Everything here runs in Triton's stub process, so it imports no torch, and
 no thread but the text threads does work that could delay a stream. The threads are:
 

@@ -1,4 +1,4 @@
-"""How each Triton model is put together; the adapters in model_repository/*/1/model.py call `load_model` from initialize().
+"""How each Triton model is put together; the files model_repository/*/1/model.py call `load_model` in initialize().
 
 The first model of the role `tensorrt_llm` owns the engine process. All others are clients of the same engine and bring their
 own tokenizer, so that no response crosses Triton twice. They are Python models on purpose: a Triton ensemble swallows
@@ -37,6 +37,7 @@ from backend.serving.named_adapters import check_adapters, read_adapters
 from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.served_model import ServedModel
 from backend.serving.upstream_parameters import OWN_TOKENIZER, apply_parameters, set_parameters
 
 log = logging.getLogger("everbatch.serving")
@@ -52,8 +53,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
     config, run_directory = _with_parameters(role, model_config, engine_config()), RunDirectory.of_this_server()
     owner = role == OWNER and run_directory.claim(args["model_name"])  # another model of that role is a client too
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
-    # The owner's config.pbtxt may have changed the configuration, and the engine tells what holds.
-    configure = lru_cache(maxsize=2)(lambda told: apply_parameters(role, model_config, told).config)
+    # The owner's config.pbtxt may have changed the configuration; the engine reports the one in force.
+    configure = lru_cache(maxsize=2)(lambda engines: apply_parameters(role, model_config, engines).config)
     if executor.hello is not None:
         config = configure(executor.hello.config)
     front, parameters = FRONTS[role], set_parameters(model_config)
@@ -66,10 +67,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
     except ConfigError:
         executor.shutdown()
         raise
-    server = ModelServer(
+    model = ServedModel(
         front.tensors,
-        executor=executor,
-        config=config,
         decoupled=is_decoupled(model_config),
         owner=owner,
         labels={"model": args["model_name"], "version": args["model_version"]},
@@ -82,6 +81,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         adapters=named,
         **arguments,
     )
+    server = ModelServer(model, executor, config)
     calm_garbage_collector()
     return server
 
@@ -140,10 +140,7 @@ class ToolsLoader:
 
 
 def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
-    """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread.
-
-    Raises ConfigError when the tokenizer cannot be read.
-    """
+    """The part of a text model's ServedModel that reads its requests. Raises ConfigError when the tokenizer cannot be read."""
     tools.prepare()
 
     def check(batch: Batch, context: ServingContext) -> None:

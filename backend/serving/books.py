@@ -1,6 +1,6 @@
 """Books: publishes the figures of one model as metrics, as request log, and as TensorRT-LLM's line of statistics.
 
-Rows that end are noted by the threads that learn of it. Everything else is the housekeeper's.
+Any thread may note a row that ended. Everything else runs on the housekeeper's thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from backend.serving.families import statistics_line
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.request_log import RequestLog
 
-PUBLISH_S = 0.1  # for so long at a time ended rows are published; those that are left wait for the next time
+PUBLISH_S = 0.1  # longest time for publishing ended rows at once; the rest waits for the next call
 
 
 class Books:
@@ -27,9 +27,9 @@ class Books:
         vllm_hello: Callable[[], Hello | None],
         is_static: bool = False,
     ) -> None:
-        """`labels` name the model and its version. The `owner` publishes the engine's metrics too. `vllm_hello` is asked for the
-        engine's description, and once it returns one vLLM's metrics are published besides. `is_static`: whether the engine's
-        batches are.
+        """`labels` name the model and its version. The `owner` publishes the engine's metrics too. `vllm_hello` returns the
+        engine's description once it is known; from then on vLLM's metrics are published too. `is_static`: True if the
+        engine's batches are static.
         """
         self.ended = EndedRows()
         self._metrics = MetricsPublisher(pb.new_metric_family, labels, owner, is_static)
@@ -45,13 +45,13 @@ class Books:
         self._metrics.publish_rows(self._logged(PUBLISH_S))
 
     def publish_engine(self, stats: EngineStats | None, ready: bool) -> None:
-        """Publish what has changed of the engine's, and write it to Triton's verbose log."""
+        """Publish the engine's changed metrics, and write them to Triton's verbose log."""
         self._metrics.publish_engine(stats, ready)
         if stats is not None:
             pb.log_verbose(statistics_line(stats, self._is_static))
 
     def close(self) -> None:
-        """Log the rows that are left. Nothing is published any more, because Triton is about to forget the model."""
+        """Log the remaining rows without publishing them, because Triton is about to unload the model."""
         for _ in self._logged(budget_s=1.0):
             pass
 

@@ -1,7 +1,7 @@
 """Facts about ended requests, for the metrics and for the request log.
 
-Each row of a Triton request that was handed to the engine ends once, with the engine's final response. That is noted here on
-the thread that learns of it, for some microseconds; everything else is done later, by the housekeeper.
+Each row of a Triton request that was handed to the engine ends once, with the engine's final response. The thread that
+receives the response notes it here, which takes microseconds; the housekeeper does everything else later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EndedRow(NamedTuple):
     reason: str  # end_id, stop_words, length, timed_out, cancelled, error or refused
     code: str  # code of the error, or ""
     num_prompt_tokens: int
-    num_output_tokens: int  # told to the client
+    num_output_tokens: int  # sent to the client
     received_ns: int  # time of CLOCK_MONOTONIC, as in `account`
     ended_ns: int
     wall_time: float  # seconds since 1970, when it ended

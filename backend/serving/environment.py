@@ -54,7 +54,7 @@ def drain_grace_s() -> float:
 
 
 def local_path(path: str) -> str:
-    """A path as this interpreter can open it. That of a stub takes paths for ASCII, whatever the environment says."""
+    """A path that this interpreter can open: in a stub it decodes paths as ASCII, whatever the environment says."""
     return os.fsdecode(path.encode("utf-8", "surrogateescape"))
 
 
@@ -123,9 +123,9 @@ class RunDirectory:
         self._owner.unlink(missing_ok=True)
 
     def report_health(self, model: str, state: Health, num_live: int, why: str = "") -> None:
-        """Tell the launcher how this stub is, why, and how many requests it has yet to answer (deploy/signs.py). Never blocks.
+        """Report this stub's state, its reason and the number of open requests to the launcher (deploy/signs.py). Never blocks.
 
-        Under a plain tritonserver nobody reads it. A launcher that has been stopped reads later signs.
+        A plain tritonserver has no reader for it. A launcher that was suspended reads later signs.
         """
         sign = {"model": model, "state": state, "pid": os.getpid(), "live": num_live, "why": why}
         try:
@@ -154,14 +154,14 @@ class RunDirectory:
         """Wait up to `timeout_s` seconds while the owner starts the engine; return whether the engine is ready.
 
         Triton loads only a few models at a time. An owner that is not among them can only start once this model has loaded,
-        so the wait is short while nobody has claimed the engine.
+        so the wait is short while the engine has no owner.
         """
         started = time.monotonic()
         while not is_ready():
             waited = time.monotonic() - started
             if waited > timeout_s or (waited > OWNER_START_S and not self.has_owner()):
                 return False
-            time.sleep(0.02)  # Polled, because no event tells both that the engine answers and that its owner has died.
+            time.sleep(0.02)  # Polled, because no single event covers both the engine's answer and its owner's death.
         return True
 
 

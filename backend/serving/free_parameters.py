@@ -1,4 +1,4 @@
-"""Handles request parameters that no model knows.
+"""Handles unknown request parameters.
 
 Over HTTP `generate` Triton turns each JSON key that is no input of the model into a request parameter, so a mistyped name or one
 of another API arrives here. Names that are known to mean something are refused with the right input's name, because the
@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from backend.api import InvalidRequest
+from backend.api.sampling_fields import SAMPLING_FIELDS
 from backend.serving.tensors import ModelTensors
 
 log = logging.getLogger("everbatch.serving")
@@ -22,24 +23,11 @@ MAX_SHOWN = 64  # characters of a name that are shown
 
 # Names of one thing in the APIs of TensorRT-LLM, vLLM, TurboMind, OpenAI, Hugging Face and others.
 _SAME = (
+    *(f"{field.name} {field.other_names}" for field in SAMPLING_FIELDS if field.other_names is not None),
     "max_tokens request_output_len max_new_tokens max_completion_tokens max_output_tokens max_length n_predict",
-    "temperature",
-    "top_k runtime_top_k",
-    "top_p runtime_top_p",
-    "min_p",
     "stop_words stop_words_list stop stop_sequences stop_strings stop_str",
     "bad_words bad_words_list bad_words_ids",
-    "seed random_seed",
-    "min_tokens min_length min_new_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "length_penalty len_penalty",
-    "early_stopping",
-    "beam_search_diversity_rate diversity_penalty",
     "truncate_prompt_tokens truncate_input_tokens",
-    "num_return_sequences n best_of",
-    "beam_width num_beams use_beam_search",
     "stream streaming",
     "text_input prompt query inputs QUERY",
     "input_ids prompt_token_ids INPUT_ID",
@@ -48,7 +36,6 @@ _SAME = (
     "pad_id pad_token_id",
     "return_log_probs logprobs",
     "top_log_probs top_logprobs",
-    "embedding_bias_words embedding_bias logit_bias",
     "exclude_input_in_output echo return_full_text",
     "guided_decoding_guide guide response_format json_schema guided_json guided_regex guided_choice guided_grammar "
     "structured_outputs",
@@ -62,7 +49,7 @@ _CHANGES_NOTHING: dict[str, Any] = {
     **dict.fromkeys(("use_beam_search", "early_stopping"), False),
 }
 _JSON_INPUTS = ("sampling_parameters", "request")  # inputs that hold a JSON object with parameters
-_PREFIX = "sampling_param_"  # of the inputs of TensorRT-LLM's newer API
+_PREFIX = "sampling_param_"  # prefix of input names in TensorRT-LLM's newer API
 _NO_MEANING = ("id",)  # generate takes the request id from it, and passes it on
 
 
@@ -118,8 +105,8 @@ class FreeParameters:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The end of a sentence about an unknown name: what the known ones call the same thing, or the one spelled most alike;
-    empty where there is neither.
+    """The end of a sentence about an unknown name: the known name of the same thing, or the one spelled most alike; empty
+    without either.
     """
     same = [other for other in _GROUP.get(name, []) if other in known]
     near = same or difflib.get_close_matches(name[:MAX_SHOWN], known, n=1)

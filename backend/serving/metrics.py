@@ -160,8 +160,8 @@ class MetricsPublisher:
             ready = self._register("everbatch_engine_ready", "1 while the engine answers, else 0", "GAUGE")
             self._ready = ready.Metric(labels=labels)
         self._histograms = [(histogram, self._histogram(histogram)) for histogram in HISTOGRAMS]
-        told = "Tokens of ended requests as clients know them: prompt = sent by them, output = told to them"
-        tokens = self._register("everbatch_client_tokens_total", told, "COUNTER")
+        meaning = "Tokens of ended requests as clients know them: prompt = sent by them, output = sent to them"
+        tokens = self._register("everbatch_client_tokens_total", meaning, "COUNTER")
         self._totals = [
             Totals(*(tokens.Metric(labels={**labels, "kind": kind}) for kind in ("prompt", "output"))),
         ]

@@ -17,7 +17,7 @@ DEFAULT_PROFILE = "trtllm"
 PRESCRIBED = (
     "  # prescribed by its protocol"  # by this the launcher knows that triton.decoupled=false does not change it
 )
-ADAPTER = Path(__file__).with_name("adapter.py")
+MODEL_ENTRY = Path(__file__).with_name("model_entry.py")
 
 
 def render(model: ModelTensors, decoupled: bool = True, name: str = "") -> str:
@@ -61,7 +61,7 @@ def write_repositories(root: Path, decoupled: bool = True) -> list[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(render(MODELS[role], decoupled, name))
             (path.parent / "1").mkdir(exist_ok=True)
-            shutil.copyfile(ADAPTER, path.parent / "1" / "model.py")
+            shutil.copyfile(MODEL_ENTRY, path.parent / "1" / "model.py")
             paths.append(path)
     return paths
 

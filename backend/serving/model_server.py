@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from backend.api import (
@@ -32,7 +32,6 @@ from backend.api import (
 )
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
-from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.environment import Health
 from backend.serving.free_parameters import FreeParameters
 from backend.serving.housekeeper import Housekeeper
@@ -41,7 +40,6 @@ from backend.serving.protocols import EngineClient, TritonRequest
 from backend.serving.pump import ResponsePump
 from backend.serving.reading import Batch
 from backend.serving.requests import (
-    NO_PARAMETERS,
     NameAdapter,
     Parameters,
     ServingContext,
@@ -50,8 +48,8 @@ from backend.serving.requests import (
     read_parameters,
     read_request_id,
 )
+from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
-from backend.serving.tensors import ModelTensors
 from backend.serving.text_pool import Job, TextPool
 
 log = logging.getLogger("everbatch.serving")
@@ -65,69 +63,28 @@ NOT_TAKEN_IN = "the request could not be taken in; see the server's log"
 _END = Result([[]], is_final=True, is_sequence_final=True)
 ANSWERED = Response(RequestId(0), result_or_none=_END)  # ends a row that needs no engine
 
-Check = Callable[[Batch, ServingContext], None]
-Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
 T = TypeVar("T")
 
 
 class ModelServer:
-    def __init__(
-        self,
-        tensors: ModelTensors,
-        parse: Parse,
-        executor: EngineClient,
-        config: EngineConfig,
-        *,
-        decoupled: bool = True,
-        owner: bool = False,
-        labels: dict[str, str] | None = None,
-        drain_grace_s: float = 10.0,
-        check_text: Check | None = None,
-        dialect: Dialect = PLAIN,
-        reports_vllm: bool = False,
-        parameters: Mapping[str, str] = NO_PARAMETERS,
-        configure: Callable[[EngineConfig], EngineConfig] | None = None,
-        prepare: Callable[[], bool] = lambda: True,
-        report_health: Callable[[Health, int, str], None] = lambda state, num_live, why: None,
-        adapters: Mapping[str, str] = NO_PARAMETERS,
-    ) -> None:
-        """Start all threads. Call it on the main thread, because it installs the drain signal.
-
-        `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
-        then `parse`, which is slow, on a text thread. `prepare` is called now and four times a second until it returns that all
-        is there that parsing needs, which it may load. The `owner` publishes the engine's metrics; with
-        `reports_vllm` a model publishes vLLM's too. `parameters` are those of the model's config.pbtxt. `configure` makes of
-        the configuration that the engine tells, maybe later, the one that requests are read by; without it that is `config`.
-        `report_health` gets the state of this model, the number of its live streams, and why it is unavailable, now and then four
-        times a second.
-        `adapters`: name -> PEFT directory of the LoRA adapters that requests may name.
-        """
-        self._tensors = tensors
-        self._parse = parse
+    def __init__(self, model: ServedModel, executor: EngineClient, config: EngineConfig) -> None:
+        """Start all threads. Call it on the main thread, because it installs the drain signal."""
+        self._model = model
         self._executor = executor
         self._config = config
-        self._decoupled = decoupled
-        self._owner = owner
-        self._drain_grace_s = drain_grace_s
-        self._check_text = check_text
-        self._dialect = dialect
-        self._parameters = parameters
-        self._configure = configure
-        self._prepare = prepare
-        self._report_health = report_health
-        self._adapters = adapters
-        self._is_prepared = prepare()
+        self._is_prepared = model.prepare()
         self._draining = False
         self._drain_ends: float | None = None
-        vllm_hello = (lambda: executor.hello) if reports_vllm else (lambda: None)
+        triton, dialect = config.triton, model.dialect
+        vllm_hello = (lambda: executor.hello) if model.reports_vllm else (lambda: None)
         is_static = config.scheduler.batching == "static"
-        self._books = Books(labels or {}, config.triton.log_requests, owner, vllm_hello, is_static)
+        self._books = Books(dict(model.labels), triton.log_requests, model.owner, vllm_hello, is_static)
         self._free_parameters = (
-            None if dialect.reads_parameters else FreeParameters(tensors, config.triton.strict_parameters)
+            None if dialect.reads_parameters else FreeParameters(model.tensors, triton.strict_parameters)
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._pump = ResponsePump(
-            config.triton.sender_threads,
+            triton.sender_threads,
             self._stop_rows,
             self._stop_at,
             self._books.ended.add,
@@ -136,12 +93,11 @@ class ModelServer:
             dialect=dialect,
         )
         self._load = EngineLoad(config)
-        triton = config.triton
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
-        period_s = config.triton.cancellation_check_period_ms / 1000
+        period_s = triton.cancellation_check_period_ms / 1000
         self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, dialect.log_name)
         self._housekeeper = Housekeeper(
-            self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
+            self._tick, triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
         )
         self._housekeeper.listen_for_drain()
         self._give_sign()
@@ -167,29 +123,29 @@ class ModelServer:
 
     def finalize(self) -> None:
         """End the threads, and the engine if this model owns it. Triton calls it once all requests have been answered."""
-        if self._owner:
+        if self._model.owner:
             self._wait_for_other_models()
         self._poller.stop()
         self._housekeeper.stop()
-        self._say_that_it_is_unloaded()
+        self._report_unloading()
         self._text.close()
         self._pump.close()
         self._books.close()
         self._executor.shutdown()
 
-    def _say_that_it_is_unloaded(self) -> None:
-        """From now on nobody misses the signs of life of this stub."""
+    def _report_unloading(self) -> None:
+        """Report that no more signs of life are to be expected from this stub."""
         try:
-            self._report_health("unloaded", 0, "")
-        except OSError as error:  # The stub must end in any case; at worst the launcher takes it for a dead one.
-            log.warning("the end of this model could not be told: %s", error)
+            self._model.report_health("unloaded", 0, "")
+        except OSError as error:  # The stub must end in any case; at worst the launcher takes it for dead.
+            log.warning("the unloading of this model could not be reported: %s", error)
 
     def _wait_for_other_models(self) -> None:
         """Wait until no request runs in the engine, at most until the end of the grace.
 
-        Triton ends each model as soon as its own requests are over, while those of the text models may still need the engine.
+        Triton ends each model as soon as its own requests are over, while requests of the text models may still need the engine.
         """
-        deadline = (self._drain_ends or time.monotonic() + self._drain_grace_s) + OTHERS_MARGIN_S
+        deadline = (self._drain_ends or time.monotonic() + self._model.drain_grace_s) + OTHERS_MARGIN_S
         while time.monotonic() < deadline and self._executor.is_ready():
             stats = self._executor.latest_stats()
             if stats is None or stats.latest.num_active_requests == 0:
@@ -209,7 +165,7 @@ class ModelServer:
         stream.namespace = parameters.namespace
         if self._free_parameters is not None:
             self._free_parameters.check(parameters.others)
-        batch = Batch.read(self._tensors, request.inputs(), self._config.limits.max_request_batch)
+        batch = Batch.read(self._model.tensors, request.inputs(), self._config.limits.max_request_batch)
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
             return
@@ -217,14 +173,14 @@ class ModelServer:
         # A request that only stops sessions takes no place in the engine, but makes room there.
         if not all(batch.scalar("STOP", row) for row in range(batch.num_rows)):
             self._load.check()
-        if self._check_text is None:
-            self._hand_over(stream, self._parse(batch, context, parameters))
+        if self._model.check_text is None:
+            self._hand_over(stream, self._model.parse(batch, context, parameters))
         else:
-            self._check_text(batch, context)
+            self._model.check_text(batch, context)
             self._text.submit(self._text_job(stream, batch, context, parameters))
 
     def _context(self) -> ServingContext:
-        """What parsing needs to know. Raises EngineUnavailable when no request can be served now.
+        """The context for parsing a request. Raises EngineUnavailable when no request can be served now.
 
         Token ids are parsed even while an engine that was there before does not answer, because the executor then refuses
         them with the exact reason. Text is not read for that.
@@ -232,17 +188,19 @@ class ModelServer:
         if self._draining:
             raise EngineUnavailable(SHUTTING_DOWN)
         hello = self._executor.hello
-        if hello is None or (self._check_text is not None and not self._executor.is_ready()):
+        if hello is None or (self._model.check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
-        config = self._configure(hello.config) if self._configure else self._config
-        adapters = {**self._executor.adapters, **self._adapters}
-        return ServingContext(config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters, adapters)
+        config = self._model.configure(hello.config) if self._model.configure else self._config
+        adapters = {**self._executor.adapters, **self._model.adapters}
+        return ServingContext(
+            config, hello.model, self._model.decoupled, hello.max_kv_tokens, self._model.parameters, adapters
+        )
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()
         ids = [batch.scalar("CORRID", row) for row in range(batch.num_rows)]
         return Job(
-            lambda: self._parse(batch, context, parameters),
+            lambda: self._model.parse(batch, context, parameters),
             lambda works: self._guarded(stream, self._hand_over, works),
             lambda code, message: self._pump.fail(stream, code, message),
             wanted=lambda: not stream.is_over,
@@ -313,7 +271,7 @@ class ModelServer:
             if is_request and same_id and candidate.namespace == stream.namespace:
                 self._cancel(candidate)
                 break
-        self._pump.finish_empty(stream, self._dialect.stop_error)
+        self._pump.finish_empty(stream, self._model.dialect.stop_error)
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
@@ -358,26 +316,28 @@ class ModelServer:
 
     def _give_sign(self) -> None:
         state = self._health()
-        self._report_health(state, self.num_live_streams, self._why_unavailable() if state == "unavailable" else "")
+        self._model.report_health(
+            state, self.num_live_streams, self._why_unavailable() if state == "unavailable" else ""
+        )
 
     def _pulse(self) -> None:
         self._give_sign()
         self._text.expire()
         self._books.publish_rows()
-        self._is_prepared = self._is_prepared or self._prepare()  # Last, because it may raise.
+        self._is_prepared = self._is_prepared or self._model.prepare()  # Last, because it may raise.
 
     def _tick(self) -> None:
         if self._drain_ends is not None and time.monotonic() >= self._drain_ends:
             # This comes before the metrics, whose update may fail, because the streams must be ended in any case.
             for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
-        if self._owner:
+        if self._model.owner:
             self._books.publish_engine(self._executor.latest_stats(), self.is_ready())
 
     def _drain(self) -> None:
-        log.warning("draining: %d requests may run for %.0f s more", self.num_live_streams, self._drain_grace_s)
+        log.warning("draining: %d requests may run for %.0f s more", self.num_live_streams, self._model.drain_grace_s)
         self._draining = True
-        self._drain_ends = time.monotonic() + self._drain_grace_s
+        self._drain_ends = time.monotonic() + self._model.drain_grace_s
         self._give_sign()
 
     def _orphaned(self) -> None:

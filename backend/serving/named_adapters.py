@@ -23,11 +23,11 @@ MAX_NAMED = 10
 
 
 class Refusals(NamedTuple):
-    """What is told of a `name` where there are no adapters, and of one that is none of the `known`."""
+    """Texts of errors: for a `name` if there are no adapters, and for a name that is not one of `known`."""
 
     without_any: str
     unknown: str
-    shown: Callable[[list[str]], str]  # of the names that are known
+    shown: Callable[[list[str]], str]  # how the known names are listed
 
 
 def _some(names: list[str]) -> str:

@@ -2,12 +2,12 @@
 
 Only the row's sender thread uses a RowOutput. `feed` takes in the engine's Results in order. `render` returns the responses
 that are to be sent now: none while there is nothing to say, at least one once the engine has ended the row, so that the end of
-a row rides on a data response. What the arrays are called and how they are shaped is the front's: a function from News to
-Arrays.
+a row rides on a data response. What the arrays are called and how they are shaped is the front's: a function from OutputDeltas
+to Arrays.
 
     SeparateOutput   each sequence of the row answers for itself, with responses of its own
-    JointOutput      each response tells of all sequences
-    BeamsOutput      each response tells of all beams, and of each beam all that there is
+    JointOutput      each response has the changes of all sequences
+    BeamsOutput      each response has all beams from their beginnings
     Answer           the row needs no engine
 """
 
@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from backend.api import FinishReason, Result
-from backend.serving.news import News, Reporter
+from backend.serving.sequence_output import SequenceOutput
+from backend.text.accumulator import OutputDelta
 
 Arrays = list[tuple[str, NDArray[Any]]]
-Render = Callable[[Sequence[News]], Arrays]  # the News of each sequence that the response tells of
+Render = Callable[[Sequence[OutputDelta]], Arrays]  # the changes of each sequence in the response
 
 
 class RowOutput(Protocol):
@@ -42,75 +42,75 @@ class RowOutput(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """How many generated tokens the client has been told of, or will be with the next response."""
+        """Number of generated tokens in the responses so far and the next one."""
         ...
 
     @property
     def finish(self) -> FinishReason | None:
-        """How the client is told that the row has ended; None while it goes on, or where it is told nothing of the kind."""
+        """The finish reason that the client receives; None while the row runs, and for rows without one."""
         ...
 
 
 class _Sequences:
     """The sequences of a row, by their index. They end one by one."""
 
-    def __init__(self, reporters: Sequence[Reporter], render: Render) -> None:
-        self._reporters = reporters
+    def __init__(self, sequences: Sequence[SequenceOutput], render: Render) -> None:
+        self._sequences = sequences
         self._render = render
         self._newest = 0  # the sequence of the last Result
 
     def feed(self, result: Result) -> int | None:
         self._newest = result.sequence_index
-        return self._reporters[result.sequence_index].feed(result)
+        return self._sequences[result.sequence_index].append(result)
 
-    def _take(self, sequence: int) -> News:
-        news = self._reporters[sequence].take()
-        return news._replace(sequence=sequence) if sequence else news
+    def _take(self, index: int) -> OutputDelta:
+        delta = self._sequences[index].take()
+        return delta._replace(sequence=index) if index else delta
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(reporter.num_output_tokens for reporter in self._reporters)
+        return sum(sequence.num_tokens for sequence in self._sequences)
 
     @property
     def finish(self) -> FinishReason | None:
-        """That of the sequence that ends last, which ends the row."""
-        return self._reporters[self._newest].finish
+        """The finish reason of the sequence that ended last, which ends the row."""
+        return self._sequences[self._newest].finish
 
 
 class SeparateOutput(_Sequences):
-    """Sequences of which each has responses of its own. Most rows have one."""
+    """Sequences that each have their own responses. Most rows have one sequence."""
 
     def render(self) -> list[Arrays]:
-        due = [n for n, reporter in enumerate(self._reporters) if reporter.is_due]
+        due = [n for n, sequence in enumerate(self._sequences) if sequence.is_due]
         return [self._render([self._take(n)]) for n in due]
 
 
 class JointOutput(_Sequences):
-    """Sequences that share their responses: each tells of all of them, be there anything new of one or not.
+    """Sequences that share their responses: each response covers all of them, even those without changes.
 
     A row that does not stream has one response, when all have ended.
     """
 
-    def __init__(self, reporters: Sequence[Reporter], render: Render, *, streaming: bool) -> None:
-        super().__init__(reporters, render)
+    def __init__(self, sequences: Sequence[SequenceOutput], render: Render, *, streaming: bool) -> None:
+        super().__init__(sequences, render)
         self._streaming = streaming
 
     def render(self) -> list[Arrays]:
-        have_ended = all(reporter.has_ended for reporter in self._reporters)
-        if not (have_ended or (self._streaming and any(reporter.is_due for reporter in self._reporters))):
+        have_ended = all(sequence.has_ended for sequence in self._sequences)
+        if not (have_ended or (self._streaming and any(sequence.is_due for sequence in self._sequences))):
             return []
-        return [self._render([self._take(n) for n in range(len(self._reporters))])]
+        return [self._render([self._take(n) for n in range(len(self._sequences))])]
 
 
 class BeamsOutput:
     """The beams of a row, the best first.
 
     Each Result holds them from their beginnings, because a beam may become the continuation of another one; so does each
-    response. `new_reporter` makes a Reporter that knows nothing yet.
+    response. `new_sequence` makes an empty SequenceOutput.
     """
 
-    def __init__(self, new_reporter: Callable[[], Reporter], render: Render, *, streaming: bool) -> None:
-        self._new_reporter = new_reporter
+    def __init__(self, new_sequence: Callable[[], SequenceOutput], render: Render, *, streaming: bool) -> None:
+        self._new_sequence = new_sequence
         self._render = render
         self._streaming = streaming
         self._latest: Result | None = None
@@ -133,22 +133,12 @@ class BeamsOutput:
         if result is None or not self._is_fresh or not (self._streaming or result.is_final):
             return []
         self._is_fresh = False
-        return [self._render([self._news(result, beam) for beam in range(len(result.output_token_ids))])]
+        return [self._render([self._delta(result, beam) for beam in range(len(result.output_token_ids))])]
 
-    def _news(self, result: Result, beam: int) -> News:
-        reporter = self._new_reporter()
-        reporter.feed(_of_beam(result, beam))
-        return reporter.take()._replace(sequence=beam)
-
-
-def _of_beam(result: Result, beam: int) -> Result:
-    """The part of one beam, as if it were the only one."""
-    return msgspec.structs.replace(
-        result,
-        output_token_ids=[result.output_token_ids[beam]],
-        finish_reasons=(result.finish_reasons[beam],),
-        log_probs=None if result.log_probs is None else [result.log_probs[beam]],
-    )
+    def _delta(self, result: Result, beam: int) -> OutputDelta:
+        sequence = self._new_sequence()
+        sequence.append(result, beam)
+        return sequence.take()._replace(sequence=beam)
 
 
 class Answer:

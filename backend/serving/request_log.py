@@ -1,8 +1,8 @@
 """The request log: one line on standard error for each request that has ended. It never holds text of a request.
 
 With EVERBATCH_LOG_FORMAT=json each line is a JSON object, otherwise `key=value` behind the word `request`. A namespace
-appears as a part of its hash, so that the lines of one client can be found together; who guesses a namespace can tell its
-hash. What clients send themselves (the request id) is escaped as in JSON, so no line can be forged.
+appears as a part of its hash, so that the lines of one client can be found together; a guessed namespace can
+be checked against its hash. Text from clients (the request id) is escaped as in JSON, so no line can be forged.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class RequestLog:
         self._write(json.dumps(self._head() | fields) + "\n" if self._as_json else _as_text(fields))
 
     def _head(self) -> dict[str, Value]:
-        """What every JSON line of a server has (backend/api/log_lines.py)."""
+        """The fields that every JSON line of a server has (backend/api/log_lines.py)."""
         return {"level": "INFO", "process": self._model, "logger": "everbatch.requests", "message": "request ended"}
 
 
 def describe(model: str, row: EndedRow) -> dict[str, Value]:
-    """The fields of a line. What is not known is left out, and an absent time is one that never came."""
+    """The fields of a line. Unknown fields are left out; a time is absent if the event never happened."""
     account = row.account
     fields: dict[str, Value] = {
         "time": datetime.fromtimestamp(row.wall_time, UTC).isoformat(timespec="milliseconds"),
@@ -83,5 +83,5 @@ def _to_stderr(line: str) -> None:
     try:
         sys.stderr.write(line)
         sys.stderr.flush()
-    except OSError:  # The disk is full, say. The launcher tells of it; the request has been answered all the same.
+    except OSError:  # For example, the disk is full. The launcher reports it, and the request has been answered.
         pass

@@ -1,4 +1,4 @@
-"""What every model reads alike: request parameters and ids, and what parsing is given and gives back.
+"""Request parameters and ids, which all models read alike, and the arguments and results of parsing.
 
 The `parse` function of a front is pure: arrays in, Requests out, InvalidRequest for whatever is wrong. Limits on values
 are checked again, and more fully, by backend.api.limits inside Executor.submit; here is what must hold before a list is
@@ -18,7 +18,7 @@ from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
-MANY_LOG_PROBS = 4096  # of a response, which takes some ten milliseconds to build
+MANY_LOG_PROBS = 4096  # log-probabilities of one response; building it takes some ten milliseconds
 MAX_REQUEST_ID = 256  # the most characters of a request id
 MAX_NAMESPACE = 256  # the most characters of a namespace
 MAX_PARAMETERS = 65_536  # the most characters of JSON in which a request's parameters may come
@@ -51,7 +51,7 @@ class Parameters(NamedTuple):
 
     timeout_s: float | None = None
     namespace: str = ""
-    others: dict[str, Any] = {}  # what has no meaning for every model; read-only
+    others: dict[str, Any] = {}  # parameters that only some models understand; read-only
 
 
 class ServingContext(NamedTuple):
@@ -60,8 +60,8 @@ class ServingContext(NamedTuple):
     config: EngineConfig
     model: ModelInfo
     decoupled: bool = True
-    max_kv_tokens: int = 0  # of one sequence: what the KV pool holds; 0 = not known
-    parameters: Mapping[str, str] = NO_PARAMETERS  # those that are set in the model's config.pbtxt
+    max_kv_tokens: int = 0  # tokens of one sequence that the KV pool holds; 0 = not known
+    parameters: Mapping[str, str] = NO_PARAMETERS  # parameters of the model's config.pbtxt
     adapters: Mapping[str, str] = NO_PARAMETERS  # name -> PEFT directory: those that requests may name
 
 
@@ -74,7 +74,7 @@ class StopSession(NamedTuple):
 
 
 class NameAdapter(NamedTuple):
-    """Let requests name the LoRA adapter in a directory; without one, let them not any more."""
+    """Register the LoRA adapter of a directory under a name; without a directory, unregister the name."""
 
     name: str
     directory: str | None = None
@@ -99,8 +99,8 @@ class Work(NamedTuple):
             return True
         if self.request.streaming:
             return False
-        told = 1 + output.top_log_probs if output.return_log_probs else 0
-        return (sampling.num_return_sequences or 1) * self.request.max_tokens * told > MANY_LOG_PROBS
+        per_token = 1 + output.top_log_probs if output.return_log_probs else 0
+        return (sampling.num_return_sequences or 1) * self.request.max_tokens * per_token > MANY_LOG_PROBS
 
 
 def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:

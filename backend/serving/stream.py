@@ -1,4 +1,4 @@
-"""Stream: one Triton request while it is answered, and its rows. What happens to it is decided by the ResponsePump (pump.py)."""
+"""Stream: one Triton request while it is answered, and its rows. The ResponsePump (pump.py) decides what happens to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OutputRow:
     ) -> None:
         self.output = output
         self.num_input_tokens = num_input_tokens
-        self.num_sequences = num_sequences  # that the engine returns, beams included
+        self.num_sequences = num_sequences  # number of sequences that the engine returns, beams included
         self.is_request = (
             is_request  # True if tokens are asked for; a row that stops a session, or is answered at once, is none
         )

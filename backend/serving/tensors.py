@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from backend.api.sampling_fields import Wire, on_wire
+
 # Triton's name of each type, and numpy's name of the same type.
 NUMPY_TYPES = {
     "BOOL": "bool",
@@ -44,8 +46,8 @@ class Input(NamedTuple):
     dims: tuple[int, ...]
     target: str
     optional: bool = True
-    feature: str = ""  # of a refused input: what it asks for; of an ignored one: why it has no meaning
-    neutral: Neutral = ()  # of a refused input: values that ask for nothing
+    feature: str = ""  # refused input: the feature that it asks for; ignored input: the reason
+    neutral: Neutral = ()  # refused input: values that are accepted because they ask for nothing
 
 
 class Output(NamedTuple):
@@ -65,7 +67,7 @@ class ModelTensors(NamedTuple):
     outputs: tuple[Output, ...]
     max_batch_size: int = 64  # the most rows of one request; 0: inputs have no batch dimension, a request is one row
     always: Literal["decoupled", "unary"] | None = None  # the transaction policy that the protocol prescribes
-    parameters: tuple[tuple[str, str], ...] = ()  # of config.pbtxt: what clients read there
+    parameters: tuple[tuple[str, str], ...] = ()  # entries of config.pbtxt that clients read
 
     @property
     def batched(self) -> bool:
@@ -84,3 +86,16 @@ def refused(feature: str, *rows: tuple[str, str, tuple[int, ...]], neutral: Neut
 def ignored(*rows: tuple[str, str, tuple[int, ...]], why: str = "") -> tuple[Input, ...]:
     """Inputs that are accepted and have no meaning here."""
     return tuple(Input(name, dtype, dims, "ignored", feature=why) for name, dtype, dims in rows)
+
+
+def sampling_inputs(wire: Wire, prefix: str = "", integers: str = "INT32", floats: str = "FP32") -> tuple[Input, ...]:
+    """Inputs of the sampling fields that a wire has, in the order of their table.
+
+    `prefix` stands in front of the names on the wire; `integers` and `floats` are its types of plain numbers.
+    """
+    types = {"INT32": integers, "FP32": floats}
+    return tuple(
+        Input(prefix + name, types.get(field.dtype, field.dtype), ONE, f"sampling.{field.name}")
+        for field, name in on_wire(wire)
+        if field.dtype
+    )

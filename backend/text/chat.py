@@ -212,7 +212,7 @@ def _operators_template(path: Path) -> str:
 
 
 def templates_of(header: GgufHeader) -> dict[str, str]:
-    """The same of a GGUF file."""
+    """The templates in a GGUF file, by the names of FILES."""
     held = {name: (header.settings.get(key), f"{header.name}: {key}") for name, key in GGUF_SETTINGS.items()}
     return {name: _checked(source, place) for name, (source, place) in held.items() if source is not None}
 
@@ -252,7 +252,7 @@ def _compile(source: str) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {shown(error.message)}"
         raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the Python that it is compiled to
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # raised by the compiled Python code
         reason = "it is nested too deep, or has a number of more than 4300 digits"
         raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
 

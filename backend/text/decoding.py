@@ -46,7 +46,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 class Stage:
     """One decoder of the chain."""
 
-    forgets = True  # True if all that it does next depends on the last few tokens only (see IncrementalDetokenizer)
+    forgets = True  # True if its state depends on the last few tokens only (see IncrementalDetokenizer)
 
     @property
     def holds(self) -> bool:

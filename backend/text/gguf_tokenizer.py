@@ -5,9 +5,9 @@
     tokenizer.ggml.token_type    of each token: 1 normal, 2 unknown, 3 control, 4 defined by the user, 5 unused, 6 a byte
     tokenizer.ggml.add_bos_token, add_eos_token, add_space_prefix, ..._token_id
 
-Source: llama.cpp's src/llama-vocab.cpp, and where the file says less than the original tokenizer.json (NFC before Qwen2's words),
-that one. Transformers can convert such files too, but it takes seconds to be imported, trusts the file, and cuts words as GPT-2
-does where it does not know the name.
+Sources: llama.cpp's src/llama-vocab.cpp, and the original tokenizer.json where the file holds less (NFC before Qwen2's words).
+Transformers can convert such files too, but it takes seconds to be imported, trusts the file, and cuts words as GPT-2 does if it
+does not know the name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PreTokenizer(NamedTuple):
 
     patterns: tuple[str, ...]
     ignores_merges: bool = False  # a word that is a token needs no merges
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # if the file does not set it
     is_nfc: bool = False
 
 

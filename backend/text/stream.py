@@ -38,6 +38,7 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
+        self._settings = (tokenizer, prompt_ids, stops, include_stop, skip_special_tokens)
         self._new_detokenizer: Callable[[Sequence[int]], IncrementalDetokenizer] = lambda ids: IncrementalDetokenizer(
             tokenizer, ids, skip_special_tokens
         )
@@ -71,6 +72,14 @@ class TextStream:
         text = self._take(self._detokenizer.flush())
         return self._delta(text + self._matcher.flush())
 
+    def num_tokens_of(self, text: str) -> int:
+        """The smallest number of output tokens whose text begins with `text`, which this stream has returned."""
+        return self._fewest_tokens(text, 0)
+
+    def restarted(self) -> TextStream:
+        """A new stream with the same prompt and stop strings, and without output."""
+        return TextStream(*self._settings)
+
     def _take(self, stable: str) -> str:
         safe, matched = self._matcher.push(stable)
         self._num_chars += len(stable)
@@ -92,10 +101,14 @@ class TextStream:
         tokens         0 ....... num_clean  |  replayed, usually one  |  len(ids)
         """
         target = self._since_clean[: self._matcher.end - self._chars_clean]
-        replay = self._new_detokenizer([*self._prompt_ids, *self._ids[: self._num_clean]])
+        return self._fewest_tokens(target, self._num_clean)
+
+    def _fewest_tokens(self, text: str, start: int) -> int:
+        """The smallest n for which the text of the tokens [start, n) begins with `text`."""
+        replay = self._new_detokenizer([*self._prompt_ids, *self._ids[:start]])
         stable = ""
-        for n in range(self._num_clean, len(self._ids)):
+        for n in range(start, len(self._ids)):
+            if (stable + replay.peek()).startswith(text):
+                return n
             stable += replay.push(self._ids[n : n + 1])
-            if (stable + replay.peek()).startswith(target):
-                return n + 1
         return len(self._ids)

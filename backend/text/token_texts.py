@@ -1,7 +1,7 @@
 """TokenTexts: the text of each output token by itself, as log-probabilities show it.
 
 A token that ends inside a character has no text until the one that completes it: the texts of all sampled tokens, one after
-the other, are the text of the output. What the token itself stands for is told by its bytes.
+the other, are the text of the output. A token's own content is in its bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes | None] = {}  # of the tokens that were met
+        self._bytes: dict[int, bytes | None] = {}  # token id -> bytes, for the tokens that have occurred
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=False)
 
     def alternative(self, token_id: int) -> TokenText:
@@ -74,11 +74,11 @@ class PromptTexts:
         self._tokenizer = tokenizer
         self._text = text
         self._shown = IncrementalDetokenizer(tokenizer)
-        self._num_chars = 0  # of the text, which the tokens so far have added
+        self._num_chars = 0  # length of the text that the tokens so far have added
         self._texts = TokenTexts(tokenizer)
 
     def alternative(self, token_id: int) -> TokenText:
-        """What another token would add here; changes nothing."""
+        """The text that another token would add here; changes nothing."""
         return self._texts.alternative(token_id)
 
     def push(self, token_id: int) -> TokenText:

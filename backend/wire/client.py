@@ -26,7 +26,7 @@ class SocketTransport:
 
     def __init__(self, socket_path: str) -> None:
         self._path = socket_path
-        self.engine_pid: int | None = None  # of the latest connection
+        self.engine_pid: int | None = None  # process id at the other end of the latest connection
         self._sock: socket.socket | None = None
         self._outgoing: Outgoing | None = None
         self._lock = threading.Lock()

@@ -99,7 +99,7 @@ class Connection:
             pass  # the reader notices the end and cleans up
 
     def deliver(self, responses: list[Response]) -> None:
-        """Send responses in one message, or in several if it is too large. A response that is too large becomes an error."""
+        """Send responses in one message, or in several if it is too large. One response that is too large becomes an error."""
         try:
             self.send(Responses(responses))
         except InvalidRequest as error:
@@ -249,7 +249,7 @@ class EngineServer:
             if self._is_closed:
                 sock.close()
                 return
-            hello = self._hello(index)  # here, so that it misses no change that others are told
+            hello = self._hello(index)  # made under the lock, so that it misses no change that is broadcast
             connection = self._connections[index] = Connection(index, sock, self._post, self._forget)
             connection.send(hello)
         connection.start()

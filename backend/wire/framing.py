@@ -20,8 +20,8 @@ from backend.api.request import RequestId
 from backend.core.messages import Command, Message
 
 # The largest request that the default limits let through takes about 22 MiB: 16 MiB of extra inputs, 5 bytes for each token of
-# a prompt (5 MiB for a context of a million), 0.3 MiB of words and bias. An answer takes the most when it is not streamed and
-# tells 20 alternatives of each position: 340 bytes a token, 43 MiB for 131,072 tokens.
+# a prompt (5 MiB for a context of a million), 0.3 MiB of words and bias. A response is largest when it is not streamed and
+# holds 20 alternatives of each position: 340 bytes a token, 43 MiB for 131,072 tokens.
 MAX_FRAME_BYTES = 64 << 20
 MAX_DROPPED_BYTES = 4 * MAX_FRAME_BYTES  # a larger frame ends the connection instead of being skipped
 _LENGTH = struct.Struct("<I")
@@ -93,7 +93,7 @@ def _unsendable(value: object, name: str = "the request") -> str:
 
 
 def _shown(number: int) -> str:
-    """The number, or what is known of one that is too long to be read."""
+    """The number, or its length if it is too long to be shown."""
     return str(number) if number.bit_length() <= 256 else "an integer of more than 77 digits"
 
 

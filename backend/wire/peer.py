@@ -1,4 +1,4 @@
-"""Who is at the other end of a socket of this machine, as the kernel says."""
+"""Identifies the process at the other end of a local socket, by the kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Peer(NamedTuple):
-    pid: int  # 0: a process that cannot be seen from here
+    pid: int  # 0: a process outside of this container
     uid: int
 
 

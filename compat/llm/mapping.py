@@ -16,6 +16,7 @@ from backend.api import AdditionalOutput, OutputConfig, Request, SamplingConfig
 from backend.api.guide import Guide, GuideType, choice_guide
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.api.sampling_fields import on_wire
 from backend.core.step import ModelInfo
 from backend.executor.own_processors import OF_REQUEST
 from backend.text.tokenizer import Tokenizer
@@ -26,19 +27,8 @@ from compat.llm.sampling_params import GuidedDecodingParams, SamplingParams
 from compat.llm.speculative import lookahead_drafts
 from compat.llm.updates import TextParams
 
-PLAIN = ("seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-CHOICE = ("temperature", "top_k", "top_p", "min_p")  # fields that a greedy request does not send
-# The engine has these or has not. The values are those that ask for nothing.
-OPTIONAL: dict[str, Any] = {
-    "top_p_min": 1e-6,
-    "top_p_reset_ids": None,
-    "top_p_decay": 1.0,
-    "beam_search_diversity_rate": 0.0,
-    "length_penalty": 0.0,
-    "early_stopping": 1,
-    "no_repeat_ngram_size": 1 << 30,
-    "beam_width_array": None,
-}
+# Sampling fields of one name and meaning on both sides. A greedy request does not send those that ask for sampling.
+_SAME_NAME = [field for field, name in on_wire("llm") if name == field.name]
 DEFAULT_PRIORITY = 0.5
 NOT_HERE = {
     "return_encoder_output": "the models have no encoder",
@@ -98,14 +88,12 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
 
 def sampling_config(params: SamplingParams) -> SamplingConfig:
     """Beams only with `use_beam_search`; otherwise `best_of` sequences are sampled."""
-    fields: dict[str, Any] = {name: getattr(params, name) for name in PLAIN}
-    if not params.is_greedy:
-        fields |= {name: getattr(params, name) for name in CHOICE}
+    sent = [field.name for field in _SAME_NAME if not (params.is_greedy and field.asks_for_sampling)]
+    fields: dict[str, Any] = {name: value for name in sent if (value := getattr(params, name)) is not None}
     if params.use_beam_search:
         fields |= {"beam_width": params.num_sequences, "num_return_sequences": params.n}
     elif params.num_sequences > 1:
         fields["num_return_sequences"] = params.num_sequences
-    fields |= _optional_fields(params)
     return SamplingConfig(**fields, logit_bias=_logit_bias(params.embedding_bias))
 
 
@@ -239,19 +227,6 @@ def _needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
     if tokenizer is None:
         raise ParameterError(f"{name} is text, and there is no tokenizer; give {name}_token_ids, or a tokenizer")
     return tokenizer
-
-
-def _optional_fields(params: SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, neutral in OPTIONAL.items():
-        value = getattr(params, name)
-        if value is None:
-            continue
-        if name in SamplingConfig.__struct_fields__:
-            fields[name] = value
-        elif value != neutral:
-            raise NotHere(f"{name} is {value}, and this version does not have it; leave it out")
-    return fields
 
 
 def _logit_bias(bias: Any) -> dict[int, float] | None:

@@ -10,6 +10,7 @@ from backend.api.draft_limits import drafts_of_lookahead
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.api.sampling_fields import on_wire
 from backend.api.sampling_rules import tensorrt_llm_sampling
 from backend.executor.own_processors import OF_REQUEST
 from backend.executor.tensors import as_data
@@ -20,26 +21,7 @@ from compat.trtllm.request_configs import GuidedDecodingParams, KvCacheRetention
 
 # Attributes with the same name and meaning on both sides.
 _REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens", "priority", "position_ids")
-_SAMPLING = (
-    "beam_width",
-    "num_return_sequences",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "no_repeat_ngram_size",
-    "top_p_decay",
-    "top_p_min",
-    "top_p_reset_ids",
-    "length_penalty",
-    "early_stopping",
-    "beam_search_diversity_rate",
-)
+_SAMPLING = [name for field, name in on_wire("bindings") if field.dtype]
 _OUTPUT = (
     "return_log_probs",
     "exclude_input_from_output",

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from backend.api import load_config
 from backend.serving.fronts.roles import MODELS
-from backend.serving.model_config import ADAPTER, render
+from backend.serving.model_config import MODEL_ENTRY, render
 from backend.text.tokenizer import Tokenizer
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT
@@ -57,7 +57,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("several")
     for role in ("tensorrt_llm", "tensorrt_llm_bls"):
         (root / "models" / role / "1").mkdir(parents=True)
-        shutil.copyfile(ADAPTER, root / "models" / role / "1" / "model.py")
+        shutil.copyfile(MODEL_ENTRY, root / "models" / role / "1" / "model.py")
         text = render(MODELS[role], name=role)
         (root / "models" / role / "config.pbtxt").write_text(text + (PARAMETERS if role == "tensorrt_llm" else ""))
     config = load_config(overrides=[*EXACT, *SERVED])

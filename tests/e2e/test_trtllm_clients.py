@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from backend.api import load_config
 from backend.serving.fronts.roles import MODELS
-from backend.serving.model_config import ADAPTER, render
+from backend.serving.model_config import MODEL_ENTRY, render
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT
 from tests.e2e.starts import wait_ready
@@ -47,7 +47,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("repository")
     for role in ROLES:
         (root / role / "1").mkdir(parents=True)
-        shutil.copyfile(ADAPTER, root / role / "1" / "model.py")
+        shutil.copyfile(MODEL_ENTRY, root / role / "1" / "model.py")
         text = render(MODELS[role], decoupled=role not in UNARY, name=role)
         (root / role / "config.pbtxt").write_text(text + (UPSTREAM if role == "tensorrt_llm" else ""))
     return root

@@ -7,6 +7,7 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
+from backend.api import sampling_rules
 from backend.serving.fronts import everbatch, named_sampling, trtllm_fields, trtllm_inputs, trtllm_outputs
 from backend.serving.pump import ResponsePump
 from backend.serving.requests import Work
@@ -260,11 +261,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_trtllm_inputs.py"],
     ),
     "an_unset_top_p_min_is_taken": (
-        entry(trtllm_fields, "_UNSET", "top_p_min", -1.0),
+        entry(sampling_rules, "_UNSET", "top_p_min", -1.0),
         ["tests/serving/test_trtllm_inputs.py"],
     ),
     "sequences_share_the_text_of_tokens": (
-        change(everbatch, "renderer", ("texts[news.sequence]", "texts[0]")),
+        change(everbatch, "renderer", ("texts[delta.sequence]", "texts[0]")),
         ["tests/serving/test_everbatch_model.py", "tests/serving/test_choices.py"],
     ),
     "a_long_response_is_built_among_the_others": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.text.accumulator import OutputAccumulator
 from compat.llm import LLM, arguments, llm, logits, mapping
 from compat.llm.chat import ChatTokenizer
 from compat.llm.executor import GenerationExecutor
@@ -114,15 +115,15 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         SEQUENCES,
     ),
     "tokens_behind_a_stop_string_stay": (
-        change(SequenceFold, "_end_by", ("    del self._generated[num_kept:]\n", "")),
+        change(OutputAccumulator, "_cut", ("    del self.ids[kept:]\n", "")),
         SEQUENCES,
     ),
     "a_stop_token_stays_in_the_text": (
-        change(SequenceFold, "_end_by_word", ("        self._show_again()\n", "")),
+        change(OutputAccumulator, "withdraw", ("if self._stream is not None:", "if False:")),
         SEQUENCES,
     ),
     "a_new_beam_keeps_the_text_of_the_old_one": (
-        change(SequenceFold, "replace", ("if same < len(self._generated) or self.has_ended:", "if self.has_ended:")),
+        change(OutputAccumulator, "replace", ("same < len(self.ids) or ", "")),
         SEQUENCES,
     ),
     "beams_end_at_their_first_stop_string": (

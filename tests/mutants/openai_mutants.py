@@ -8,8 +8,8 @@ from tests.serving import conftest  # noqa: F401
 # isort: split
 
 from backend.serving.fronts import everbatch
-from backend.serving.news import TextReporter
 from backend.serving.requests import Work
+from backend.serving.sequence_output import SequenceOutput
 from backend.text import chat
 from backend.text.chat import ChatTemplate
 from backend.text.token_texts import PromptTexts
@@ -65,7 +65,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         EVERBATCH,
     ),
     "half_a_character_holds_the_prompt_back": (
-        change(TextReporter, "is_due", ("self._progress.prompt_log_probs is not None", "False")),
+        change(SequenceOutput, "is_due", ("self.prompt_log_probs is not None", "False")),
         EVERBATCH,
     ),
     "special_tokens_are_always_part_of_the_prompt_s_text": (

@@ -7,7 +7,7 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving import cancellation, environment, families, request_log, requests
+from backend.serving import cancellation, environment, families, request_log, requests, sequence_output
 from backend.serving.assembly import ToolsLoader
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.dialect import Dialect
@@ -17,10 +17,10 @@ from backend.serving.fronts.trtllm_outputs import _SoFar
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.model_server import ModelServer
-from backend.serving.news import Progress, TextReporter
 from backend.serving.outputs import BeamsOutput, JointOutput, SeparateOutput
 from backend.serving.pump import ResponsePump
 from backend.serving.text_pool import TextPool
+from backend.text.accumulator import OutputAccumulator
 from tests.mutants.changes import Plant, change, change_everywhere
 
 DETAILS = "tests/serving/test_stub_details.py::"
@@ -120,7 +120,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [DETAILS + "test_a_namespace_may_have_as_many_characters_as_the_limit_says"],
     ),
     "text_that_was_sent_still_counts_as_fresh": (
-        change(TextReporter, "take", ("    self._fresh = False\n", "")),
+        change(OutputAccumulator, "take", ("    self.has_new_text = False\n", "")),
         [DETAILS + "test_text_that_is_held_back_makes_no_empty_response"],
     ),
     "a_client_that_left_is_reported_with_every_sweep": (
@@ -172,7 +172,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [SEVERAL + "test_each_sequence_streams_for_itself_and_its_end_is_told_once"],
     ),
     "an_end_is_told_again": (
-        change(Progress, "take", ("self._has_told_end = self.has_ended", "pass")),
+        change(OutputAccumulator, "take", ("self.end_is_taken = self.has_ended", "pass")),
         [SEVERAL + "test_each_sequence_streams_for_itself_and_its_end_is_told_once"],
     ),
     "a_joint_answer_goes_with_the_first_end": (
@@ -188,7 +188,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [SEVERAL + "test_a_stop_string_stops_its_sequence_in_the_engine_and_the_last_end_is_final"],
     ),
     "logits_of_what_was_cut_off_stay": (
-        change(Progress, "add", ("[0, : len(kept)]", "[0]")),
+        change(sequence_output, "generation_logits", ("[0, :num_kept]", "[0]")),
         [SEVERAL + "test_logits_come_with_the_tokens_that_they_belong_to"],
     ),
     "lengths_count_the_padding": (

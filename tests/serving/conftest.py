@@ -16,7 +16,8 @@ from backend.api import EngineConfig  # noqa: E402
 from backend.api.config import TritonConfig  # noqa: E402
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL  # noqa: E402
 from backend.serving.fronts.trtllm_tokens import parse_token_requests  # noqa: E402
-from backend.serving.model_server import ModelServer, Parse  # noqa: E402
+from backend.serving.model_server import ModelServer  # noqa: E402
+from backend.serving.served_model import Parse, ServedModel  # noqa: E402
 from backend.serving.tensors import ModelTensors  # noqa: E402
 from tests.serving.scripted import ScriptedExecutor  # noqa: E402
 
@@ -39,7 +40,7 @@ def make_server(executor: ScriptedExecutor) -> Iterator[Callable[..., ModelServe
         config: EngineConfig = QUICK,
         **options: Any,
     ) -> ModelServer:
-        made.append(ModelServer(tensors, parse, executor, config, **options))
+        made.append(ModelServer(ServedModel(tensors, parse, **options), executor, config))
         return made[-1]
 
     switch_interval = sys.getswitchinterval()

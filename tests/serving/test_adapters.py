@@ -110,10 +110,11 @@ def test_a_second_model_of_the_owners_role_is_a_client_of_its_engine(
     monkeypatch.setattr(assembly.Executor, "launch", lambda *_: pytest.fail("a second engine was started"))
     running = ScriptedExecutor()
     monkeypatch.setattr(assembly, "_attach", lambda *_: running)
-    monkeypatch.setattr(assembly, "ModelServer", lambda *_, **options: options)
+    monkeypatch.setattr(assembly, "ModelServer", lambda *arguments: arguments)
     config = {"parameters": {"role": {"string_value": "tensorrt_llm"}}}
-    options: Any = assembly.load_model({**ARGS, "model_name": "a_copy", "model_config": json.dumps(config)})
-    assert options["executor"] is running and options["owner"] is False
+    arguments: Any = assembly.load_model({**ARGS, "model_name": "a_copy", "model_config": json.dumps(config)})
+    model, executor, _ = arguments
+    assert executor is running and model.owner is False
 
 
 def test_without_a_launcher_the_models_of_one_server_meet_in_a_private_directory(

@@ -15,6 +15,7 @@ from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.serving.fronts.trtllm_text import check_text_requests
 from backend.serving.fronts.trtllm_tokens import parse_token_requests
 from backend.serving.model_server import ModelServer
+from backend.serving.served_model import ServedModel
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
 
@@ -57,9 +58,8 @@ def test_the_state_is_told_at_once_and_again_and_again(
 def test_the_last_that_a_model_says_is_that_it_was_unloaded(executor: ScriptedExecutor) -> None:
     told: list[tuple[str, int]] = []
     switch_interval = sys.getswitchinterval()
-    ModelServer(
-        TOKEN_MODEL, parse_token_requests, executor, EngineConfig(), report_health=lambda *sign: told.append(sign[:2])
-    ).finalize()
+    model = ServedModel(TOKEN_MODEL, parse_token_requests, report_health=lambda *sign: told.append(sign[:2]))
+    ModelServer(model, executor, EngineConfig()).finalize()
     sys.setswitchinterval(switch_interval)
     assert told[0] == ("ready", 0) and told[-1] == ("unloaded", 0)
 

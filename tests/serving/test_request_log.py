@@ -16,9 +16,9 @@ from backend.api.config import TritonConfig
 from backend.serving import ended
 from backend.serving.ended import EndedRow, EndedRows
 from backend.serving.model_server import ModelServer
-from backend.serving.news import TextReporter
 from backend.serving.outputs import Answer, SeparateOutput
 from backend.serving.request_log import RequestLog, hash_of
+from backend.serving.sequence_output import SequenceOutput
 from backend.serving.stream import Failure, OutputRow, Stream
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ def test_publishing_stops_when_its_time_is_over_and_goes_on_later() -> None:
 
 
 def test_a_reason_is_the_one_that_the_client_was_told() -> None:
-    output = SeparateOutput([TextReporter(TextStream(TOKENIZER, stops=[".b"]), streaming=True)], lambda told: [])
+    output = SeparateOutput([SequenceOutput(TextStream(TOKENIZER, stops=[".b"]), streaming=True)], lambda told: [])
     row, rows = OutputRow(output, num_input_tokens=1), EndedRows()
     last = Result(
         [TOKENIZER.encode("self.b = 1\n    return other")], is_final=True, finish_reasons=(FinishReason.LENGTH,)

@@ -15,10 +15,11 @@ from backend.api.tensor import TensorData
 from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
 from backend.serving.fronts.trtllm_tokens import parse_token_requests
 from backend.serving.model_server import ModelServer
-from backend.serving.news import News, TextReporter, TokenReporter
 from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, RowOutput, SeparateOutput
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.sequence_output import SequenceOutput, context_logits, generation_logits
+from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from tests.serving.fake_triton import InferenceRequest
@@ -42,7 +43,7 @@ def result(sequence: int, ids: list[int], last: bool = False, final: bool = Fals
     )
 
 
-def as_ids(told: Sequence[News]) -> Arrays:
+def as_ids(told: Sequence[OutputDelta]) -> Arrays:
     return [(str(news.sequence), np.array([*news.ids, *([-1] if news.finish else [])])) for news in told]
 
 
@@ -51,8 +52,8 @@ def told(output: RowOutput) -> list[dict[str, list[int]]]:
     return [{name: array.tolist() for name, array in arrays} for arrays in output.render()]
 
 
-def tokens(count: int, streaming: bool) -> list[TokenReporter]:
-    return [TokenReporter(streaming) for _ in range(count)]
+def tokens(count: int, streaming: bool) -> list[SequenceOutput]:
+    return [SequenceOutput(streaming=streaming) for _ in range(count)]
 
 
 def test_each_sequence_streams_for_itself_and_its_end_is_told_once() -> None:
@@ -100,11 +101,11 @@ def test_a_joint_answer_waits_for_the_last_sequence() -> None:
 def test_a_stop_string_ends_its_own_sequence() -> None:
     """` b` is the stop string; the second token of the second sequence completes it, and the first sequence goes on."""
 
-    def render(told: Sequence[News]) -> Arrays:
+    def render(told: Sequence[OutputDelta]) -> Arrays:
         return [(str(news.sequence), np.array([news.text])) for news in told]
 
     output = SeparateOutput(
-        [TextReporter(TextStream(TOKENIZER, stops=[" b"]), streaming=True) for _ in range(2)], render
+        [SequenceOutput(TextStream(TOKENIZER, stops=[" b"]), streaming=True) for _ in range(2)], render
     )
     assert output.feed(result(0, [0])) is None and output.feed(result(1, [0])) is None
     assert output.feed(result(1, [1])) == 2
@@ -122,7 +123,7 @@ def beams(ids: list[list[int]], final: bool = False) -> Result:
 
 def test_beams_are_told_from_their_beginning_in_one_response() -> None:
     """The second Result has a beam that is no continuation of what the first one had in its place."""
-    output = BeamsOutput(lambda: TokenReporter(True), as_ids, streaming=True)
+    output = BeamsOutput(lambda: SequenceOutput(streaming=True), as_ids, streaming=True)
     assert told(output) == []
     output.feed(beams([[5, 6], [5, 7]]))
     assert told(output) == [{"0": [5, 6], "1": [5, 7]}] and told(output) == []
@@ -131,7 +132,7 @@ def test_beams_are_told_from_their_beginning_in_one_response() -> None:
 
 
 def test_beams_that_do_not_stream_answer_at_their_end() -> None:
-    output = BeamsOutput(lambda: TokenReporter(False), as_ids, streaming=False)
+    output = BeamsOutput(lambda: SequenceOutput(streaming=False), as_ids, streaming=False)
     output.feed(beams([[5, 6], [5, 7]]))
     assert told(output) == []
     output.feed(beams([[8, 6, 1], [5]], final=True))
@@ -144,16 +145,16 @@ def test_logits_come_with_the_tokens_that_they_belong_to() -> None:
     def tensor(*shape: int) -> TensorData:
         return TensorData("float32", shape, np.arange(np.prod(shape), dtype=np.float32).tobytes())
 
-    reporter = TextReporter(TextStream(TOKENIZER, stops=[" b"]), streaming=True)
-    reporter.feed(result(0, [0], context_logits=tensor(2, 3), generation_logits=tensor(1, 1, 3)))
-    reporter.feed(result(0, [0], generation_logits=tensor(1, 1, 3)))
-    first = reporter.take()
-    assert first.context_logits is not None and first.context_logits.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert first.generation_logits is not None and first.generation_logits.tolist() == [[0, 1, 2]] * 2
-    reporter.feed(result(0, [1, 2], final=True, generation_logits=tensor(1, 2, 3)))
-    last = reporter.take()
-    assert last.context_logits is None
-    assert last.generation_logits is not None and last.generation_logits.tolist() == [[0, 1, 2]]
+    sequence = SequenceOutput(TextStream(TOKENIZER, stops=[" b"]), streaming=True)
+    sequence.append(result(0, [0], context_logits=tensor(2, 3), generation_logits=tensor(1, 1, 3)))
+    sequence.append(result(0, [0], generation_logits=tensor(1, 1, 3)))
+    first = sequence.take()
+    assert (found := context_logits(first)) is not None and found.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (found := generation_logits(first)) is not None and found.tolist() == [[0, 1, 2]] * 2
+    sequence.append(result(0, [1, 2], final=True, generation_logits=tensor(1, 2, 3)))
+    last = sequence.take()
+    assert context_logits(last) is None
+    assert (found := generation_logits(last)) is not None and found.tolist() == [[0, 1, 2]]
 
 
 # ---- in a server -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from backend.api import OutputConfig, SamplingConfig, SessionConfig
 from backend.serving.fronts.roles import MODELS, PROFILES
 from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE, ENSEMBLE_UINT32, TOKEN_MODEL
-from backend.serving.model_config import ADAPTER, DEFAULT_PROFILE, render, write_repositories
+from backend.serving.model_config import DEFAULT_PROFILE, MODEL_ENTRY, render, write_repositories
 from backend.serving.tensors import NUMPY_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_the_committed_repositories_equal_the_generated_ones(tmp_path: Path) -> 
     assert paths
     for path in paths:
         assert (ROOT / path).read_text() == (tmp_path / path).read_text()
-        assert (ROOT / path.parent / "1" / "model.py").read_text() == ADAPTER.read_text()
+        assert (ROOT / path.parent / "1" / "model.py").read_text() == MODEL_ENTRY.read_text()
     assert {path.parent.parent for path in (ROOT / "deploy").glob("profiles/*/*/config.pbtxt")} <= {
         (ROOT / path).parent.parent for path in paths
     }

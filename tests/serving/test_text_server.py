@@ -12,7 +12,8 @@ from backend.core.step import ModelInfo
 from backend.serving.assembly import ToolsLoader
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE
 from backend.serving.fronts.trtllm_text import parse_text_requests
-from backend.serving.model_server import ModelServer, Parse
+from backend.serving.model_server import ModelServer
+from backend.serving.served_model import Parse
 from backend.text.tokenizer import Tokenizer
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import bools, ints, strings

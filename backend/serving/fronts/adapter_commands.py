@@ -1,4 +1,4 @@
-"""What model `everbatch` takes besides requests: which LoRA adapters requests may name, changed while the server runs.
+"""Commands of model `everbatch` that change, while the server runs, which LoRA adapters requests may name.
 
     {"load_adapter": {"name": "doll", "directory": "doll"}}     a directory below lora.allowed_dir
     {"unload_adapter": "doll"}

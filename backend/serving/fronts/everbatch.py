@@ -6,8 +6,8 @@
 
 With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name.
 
-With `n` above 1 each object has the `index` of its sequence: a response of a stream tells of one sequence, the only one of a
-request that does not stream of all.
+With `n` above 1 each object has the `index` of its sequence: a response of a stream holds one sequence, and the only response of
+a request that does not stream holds all.
 
 One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py). A stop request
 (`stop`: true) ends the request of its id.
@@ -37,11 +37,12 @@ from backend.serving.fronts.limits import (
 )
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.named_adapters import named_adapter
-from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Answer, Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
+from backend.serving.sequence_output import SequenceOutput
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
+from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.token_texts import PromptTexts, TokenText, TokenTexts
 from backend.text.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream: bool = False
     include_stop_in_output: bool = False
     echo: bool = False
-    prompt_logprobs: int | None = None  # most likely tokens at each place of the prompt; 0: only the prompt's own
+    prompt_logprobs: int | None = None  # most likely tokens at each position of the prompt; 0: only the prompt's own
     timeout_s: float | None = None
     skip_special_tokens: bool = True  # False: special tokens that are generated are part of the text
     tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
@@ -92,7 +93,7 @@ class Choice(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """`discarded_tokens`: those of the sequences that `best_of` has left out, told with the best one."""
+    """`discarded_tokens`: tokens of the sequences that `best_of` has left out, reported with the best one."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -101,7 +102,7 @@ class Usage(Struct, frozen=True):
 
 
 class Generated(Struct, frozen=True):
-    """What is told of one sequence; what is unset is left out."""
+    """The reply for one sequence; unset fields are left out."""
 
     text: str
     token_ids: list[int]
@@ -158,8 +159,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
     )
 
-    def new_reporter() -> TextReporter:
-        return TextReporter(
+    def new_sequence() -> SequenceOutput:
+        return SequenceOutput(
             TextStream(
                 tools.tokenizer,
                 prompt.ids,
@@ -175,11 +176,11 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
 
     texts = [] if asked.logprobs is None else [TokenTexts(tools.tokenizer, prompt.ids) for _ in range(asked.n)]
     render = renderer(asked, prompt, texts, tools.tokenizer)
-    return [Work(request, choices_output(asked, new_reporter, render, streaming=asked.stream, joint=not asked.stream))]
+    return [Work(request, choices_output(asked, new_sequence, render, streaming=asked.stream, joint=not asked.stream))]
 
 
 def _tokenized(prompt: _Prompt, context: ServingContext) -> Arrays:
-    told = Generated(
+    reply = Generated(
         "",
         prompt.ids,
         finish_reason="length",
@@ -187,7 +188,7 @@ def _tokenized(prompt: _Prompt, context: ServingContext) -> Arrays:
         usage=Usage(len(prompt.ids), 0, 0),
         max_model_len=most_tokens(context),
     )
-    return [("response", text_array([msgspec.json.encode(told)]))]
+    return [("response", text_array([msgspec.json.encode(reply)]))]
 
 
 def _not_negative(max_tokens: int) -> int:
@@ -205,7 +206,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         ids = asked.prompt_token_ids
         check_ids(
             "prompt token", ids, context.model.vocab_size
-        )  # ahead of the tokenizer, which has no words for others
+        )  # checked first, because the tokenizer's errors for unknown ids are unclear
         is_shown = asked.echo or asked.prompt_logprobs is not None
         text = tools.tokenizer.decode(ids, asked.skip_special_tokens) if is_shown else ""
     elif asked.prompt is not None:
@@ -227,46 +228,46 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
 
 
 def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer) -> Render:
-    """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
+    """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for."""
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
 
-    def render(told: Sequence[News]) -> Arrays:
-        kept = chosen(asked, told)
-        discarded = sum(news.num_tokens for news in told) - sum(news.num_tokens for news in kept)
+    def render(deltas: Sequence[OutputDelta]) -> Arrays:
+        kept = chosen(asked, deltas)
+        discarded = sum(delta.num_tokens for delta in deltas) - sum(delta.num_tokens for delta in kept)
         if of_prompt is not None:
-            of_prompt.take(told)
-        bodies = [msgspec.json.encode(_generated(news, discarded if news.sequence == 0 else 0)) for news in kept]
+            of_prompt.take(deltas)
+        bodies = [msgspec.json.encode(_generated(delta, 0 if delta.sequence else discarded)) for delta in kept]
         return [("response", text_array(bodies))]
 
-    def _generated(news: News, discarded: int) -> Generated:
+    def _generated(delta: OutputDelta, discarded: int) -> Generated:
         end: dict[str, Any] = {}
-        if news.finish is not None:
-            cached = 0 if news.perf is None else news.perf.num_cached_tokens
+        if delta.finish is not None:
+            cached = 0 if delta.perf is None else delta.perf.num_cached_tokens
             end = {
-                "finish_reason": news.finish.openai_name,
-                "stop_reason": news.stop,
-                "usage": Usage(len(prompt.ids), news.num_tokens, cached, discarded or UNSET),
+                "finish_reason": delta.finish.openai_name,
+                "stop_reason": delta.stop,
+                "usage": Usage(len(prompt.ids), delta.num_tokens, cached, discarded or UNSET),
             }
-        index = news.sequence if asked.n > 1 else UNSET
-        choices = _choices(news, texts[news.sequence]) if texts else UNSET
-        prompt_choices = UNSET if of_prompt is None else of_prompt.once(news.sequence)
-        return Generated(news.text, news.ids, index, choices, prompt_choices, **end)
+        index = delta.sequence if asked.n > 1 else UNSET
+        choices = _choices(delta, texts[delta.sequence]) if texts else UNSET
+        prompt_choices = UNSET if of_prompt is None else of_prompt.once(delta.sequence)
+        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **end)
 
     return render
 
 
 class _OfPrompt:
-    """The log-probabilities of the prompt. The engine tells them with the first sequence, a client gets them with each."""
+    """The log-probabilities of the prompt. The engine returns them with the first sequence, a client gets them with each."""
 
     def __init__(self, prompt: _Prompt, tokenizer: Tokenizer, num_sequences: int) -> None:
         self._prompt, self._tokenizer = prompt, tokenizer
         self._encoded: msgspec.Raw | None = None
         self._untold = set(range(num_sequences))
 
-    def take(self, told: Sequence[News]) -> None:
-        """The first call is for a response that the first sequence is part of."""
+    def take(self, deltas: Sequence[OutputDelta]) -> None:
+        """The first call must be for a response that includes the first sequence."""
         if self._encoded is None:
-            self._encoded = msgspec.Raw(msgspec.json.encode(self._choices(told[0].prompt_log_probs or [])))
+            self._encoded = msgspec.Raw(msgspec.json.encode(self._choices(deltas[0].prompt_log_probs or [])))
 
     def once(self, sequence: int) -> msgspec.Raw | UnsetType:
         if sequence not in self._untold or self._encoded is None:
@@ -283,10 +284,10 @@ class _OfPrompt:
         return choices
 
 
-def _choices(news: News, texts: TokenTexts) -> list[Choice]:
+def _choices(delta: OutputDelta, texts: TokenTexts) -> list[Choice]:
     choices = []
-    tops = news.top_log_probs or [[] for _ in news.ids]
-    for token_id, log_prob, top in zip(news.ids, news.log_probs or [], tops):
+    tops = delta.top_log_probs or [[] for _ in delta.ids]
+    for token_id, log_prob, top in zip(delta.ids, delta.log_probs or [], tops):
         others = [_choice(one.token_id, texts.alternative(one.token_id), one.log_prob) for one in top]
         choices.append(_choice(token_id, texts.push(token_id), log_prob, others))
     return choices

@@ -1,4 +1,4 @@
-"""What a front is: how one Triton model of one wire reads requests and answers them.
+"""A front: how one Triton model of one wire reads requests and answers them.
 
 A new wire is a new file here: its table of tensors, `check` and `parse`, the renderer of its outputs. Everything else (threads,
 cancellation, streams, metrics, draining) is the ModelServer's, and the same for all.
@@ -41,8 +41,8 @@ class Front(NamedTuple):
 
 
 class TextFront(NamedTuple):
-    """A model of text. `check` runs on the main thread and raises for what can be told at once; `parse` tokenises and renders,
-    on a text thread, for up to triton.text_timeout_s.
+    """A model of text. `check` runs on the main thread and raises for errors that are quickly found; `parse` tokenises and
+    renders, on a text thread, for up to triton.text_timeout_s.
     """
 
     tensors: ModelTensors

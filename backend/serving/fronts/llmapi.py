@@ -16,16 +16,17 @@ import numpy as np
 from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
 from backend.api.limits import check_num_sequences
 from backend.api.lora import LoraConfig
-from backend.api.sampling_rules import tensorrt_llm_sampling
+from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
 from backend.serving.named_adapters import named_adapter
-from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
-from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
+from backend.serving.sequence_output import SequenceOutput
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused, sampling_inputs
+from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
@@ -40,22 +41,15 @@ TENSORS = ModelTensors(
     inputs=(
         Input("text_input", "STRING", ANY, "request", optional=False),
         Input("streaming", "BOOL", ONE, "request"),
-        Input(PREFIX + "temperature", "FP32", ONE, "sampling.temperature"),
-        Input(PREFIX + "top_k", "INT32", ONE, "sampling.top_k"),
-        Input(PREFIX + "top_p", "FP32", ONE, "sampling.top_p"),
-        Input(PREFIX + "frequency_penalty", "FP32", ONE, "sampling.frequency_penalty"),
-        Input(PREFIX + "presence_penalty", "FP32", ONE, "sampling.presence_penalty"),
+        *sampling_inputs("llmapi", PREFIX),
         Input(PREFIX + "max_tokens", "INT32", ONE, "request"),
         Input(PREFIX + "stop", "STRING", ANY, "request"),
-        Input(PREFIX + "seed", "UINT64", ONE, "sampling.seed"),
         Input(PREFIX + "exclude_input_from_output", "BOOL", ONE, "request"),
         Input(PREFIX + "return_perf_metrics", "BOOL", ONE, "output.return_perf_metrics"),
         Input("return_finish_reason", "BOOL", ONE, "request"),
         Input("return_stop_reason", "BOOL", ONE, "request"),
         Input("return_cumulative_logprob", "BOOL", ONE, "output.return_log_probs"),
         Input("stop", "BOOL", ONE, "request"),
-        Input(PREFIX + "best_of", "INT32", ONE, "sampling.num_return_sequences"),
-        Input(PREFIX + "beam_width", "INT32", ONE, "sampling.beam_width"),
         Input(PREFIX + "logits_post_processor_name", "STRING", ONE, "request"),
         *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
         Input("lora_name", "STRING", ONE, "request"),  # a name of lora.adapters
@@ -129,8 +123,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     )
     echoes = batch.scalar(PREFIX + "exclude_input_from_output", 0) is False and not streaming
 
-    def new_reporter() -> TextReporter:
-        return TextReporter(
+    def new_sequence() -> SequenceOutput:
+        return SequenceOutput(
             TextStream(tools.tokenizer, ids, stops),
             streaming=streaming,
             prefix=text if echoes else "",
@@ -139,9 +133,9 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
 
     render = renderer(batch)
     if has_beams:
-        return [Work(request, BeamsOutput(new_reporter, render, streaming=streaming))]
-    reporters = [new_reporter() for _ in range(best_of)]
-    return [Work(request, JointOutput(reporters, lambda told: render([_most_likely(told)]), streaming=streaming))]
+        return [Work(request, BeamsOutput(new_sequence, render, streaming=streaming))]
+    sequences = [new_sequence() for _ in range(best_of)]
+    return [Work(request, JointOutput(sequences, lambda deltas: render([_most_likely(deltas)]), streaming=streaming))]
 
 
 def _adapter(batch: Batch, context: ServingContext) -> LoraConfig | None:
@@ -151,8 +145,8 @@ def _adapter(batch: Batch, context: ServingContext) -> LoraConfig | None:
     return LoraConfig(int(task_id)) if task_id else None
 
 
-def _most_likely(told: Sequence[News]) -> News:
-    return max(told, key=lambda news: news.cum_log_prob or 0.0)
+def _most_likely(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    return max(deltas, key=lambda delta: delta.cum_log_prob or 0.0)
 
 
 def _check_best_of(sampling: SamplingConfig, streaming: bool, most: int) -> None:
@@ -194,10 +188,7 @@ def _max_tokens(batch: Batch) -> int:
 
 
 def _sampling(batch: Batch) -> SamplingConfig:
-    fields = batch.fields("sampling", 0)
-    if fields.get("top_p", 1.0) <= 0.0:  # as in the other models of this wire: unset
-        del fields["top_p"]
-    return tensorrt_llm_sampling(**fields)
+    return tensorrt_llm_sampling(**without_unset(batch.fields("sampling", 0)))
 
 
 def renderer(batch: Batch) -> Render:
@@ -205,17 +196,17 @@ def renderer(batch: Batch) -> Render:
     names = ("finish_reason", "stop_reason", "cumulative_logprob")
     finish_reason, stop_reason, cumulative = (bool(batch.scalar(f"return_{name}", 0)) for name in names)
 
-    def render(told: Sequence[News]) -> Arrays:
-        arrays: Arrays = [("text_output", text_array([news.text for news in told]))]
+    def render(deltas: Sequence[OutputDelta]) -> Arrays:
+        arrays: Arrays = [("text_output", text_array([delta.text for delta in deltas]))]
         if finish_reason:
-            ends = [str(news.finish.openai_name if news.finish else None) for news in told]
+            ends = [str(delta.finish.openai_name if delta.finish else None) for delta in deltas]
             arrays.append(("finish_reason", text_array(ends)))
         if stop_reason:
-            stops = [news.stop if isinstance(news.stop, str) else "None" for news in told]
+            stops = [delta.stop if isinstance(delta.stop, str) else "None" for delta in deltas]
             arrays.append(("stop_reason", text_array(stops)))
         if cumulative:
-            arrays.append(("cumulative_logprob", np.array([news.cum_log_prob or 0.0 for news in told], np.float32)))
-        perf = told[0].perf
+            arrays.append(("cumulative_logprob", np.array([delta.cum_log_prob or 0.0 for delta in deltas], np.float32)))
+        perf = deltas[0].perf
         return arrays + (_perf_arrays(perf) if perf is not None else [])
 
     return render

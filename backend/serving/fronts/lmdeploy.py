@@ -12,11 +12,12 @@ from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
-from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Arrays, SeparateOutput, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
-from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
+from backend.serving.sequence_output import SequenceOutput
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, sampling_inputs
+from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
@@ -28,10 +29,7 @@ TENSORS = ModelTensors(
         Input("max_tokens", "INT32", ONE, "request", optional=False),
         Input("ignore_eos", "BOOL", ONE, "request", optional=False),
         Input("stream", "BOOL", ONE, "request", optional=False),
-        Input("temperature", "FP64", ONE, "sampling.temperature"),
-        Input("top_p", "FP64", ONE, "sampling.top_p"),
-        Input("top_k", "INT32", ONE, "sampling.top_k"),
-        Input("repetition_penalty", "FP64", ONE, "sampling.repetition_penalty"),
+        *sampling_inputs("lmdeploy", floats="FP64"),
         Input("stop_words", "STRING", ANY, "request"),
         Input("bad_words", "STRING", ANY, "request"),
         Input("skip_special_tokens", "BOOL", ONE, "request"),
@@ -67,7 +65,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         cache_salt=parameters.namespace,
     )
     skip_special = batch.scalar("skip_special_tokens", 0)
-    reporter = TextReporter(
+    sequence = SequenceOutput(
         TextStream(
             tools.tokenizer, prompt, stops, skip_special_tokens=True if skip_special is None else bool(skip_special)
         ),
@@ -75,11 +73,11 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         every_token=context.config.triton.one_response_per_token,
         hidden_ends=request.end_ids,
     )
-    return [Work(request, SeparateOutput([reporter], render))]
+    return [Work(request, SeparateOutput([sequence], render))]
 
 
-def render(told: Sequence[News]) -> Arrays:
-    return [("response", text_array([told[0].text]).reshape(()))]
+def render(deltas: Sequence[OutputDelta]) -> Arrays:
+    return [("response", text_array([deltas[0].text]).reshape(()))]
 
 
 def _read_prompt(batch: Batch, context: ServingContext, tokenizer: Tokenizer) -> list[int]:

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
 from backend.api.guide import A_CHOICE
+from backend.api.sampling_fields import SAMPLING_FIELDS
 from backend.serving.free_parameters import MAX_SHOWN, did_you_mean
 from backend.serving.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
@@ -27,7 +28,8 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Names, defaults and meaning follow vLLM's SamplingParams, as far as the engine knows them.
 
     Without a temperature there is sampling at 1.0; 0 is greedy. Without a seed each request has a random one. Of `best_of`
-    sequences the `n` with the greatest log-probability are told, the best first; with `use_beam_search` of so many beams.
+    sequences the `n` with the greatest log-probability are returned, the best first; with `use_beam_search` it is the number of
+    beams.
     """
 
     max_tokens: int | None = None  # None: as many as fit
@@ -49,8 +51,8 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     n: int = 1
     best_of: int | None = None  # None: n
     use_beam_search: bool = False
-    length_penalty: float = 1.0  # of beams
-    early_stopping: bool | Literal["never"] = False  # of beams
+    length_penalty: float = 1.0  # beams only
+    early_stopping: bool | Literal["never"] = False  # beams only
 
     @property
     def stops(self) -> list[str]:
@@ -63,7 +65,7 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def is_ranked(self) -> bool:
-        """True if the sequences are told by their log-probabilities, rather than as they were sampled."""
+        """True if the sequences are ordered by their log-probabilities, rather than as they were sampled."""
         return self.use_beam_search or self.num_generated > self.n
 
     def sampling_config(self, default_temperature: float | None = 1.0) -> SamplingConfig:
@@ -86,24 +88,28 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _config(self, **given: Any) -> SamplingConfig:
         return SamplingConfig(
             **given,
-            top_p=self.top_p,
+            **{name: getattr(self, name) for name in _AS_GIVEN},
             top_k=None if self.top_k == -1 else self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             min_tokens=self.min_tokens or None,
             logit_bias=_by_id(self.logit_bias) if self.logit_bias else None,
         )
 
     def end_ids(self, context: ServingContext, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """What ends the output: the model's own end ids unless they are to be ignored, then those of the request."""
+        """Tokens that end the output: the model's own end ids unless they are to be ignored, then those of the request."""
         own = () if self.ignore_eos else (*context.model.eos_ids, *tokenizer.eos_ids)
         return tuple(dict.fromkeys([*own, *(self.stop_token_ids or [])]))
 
 
+_WITH_A_RULE = "top_k temperature seed min_tokens logit_bias length_penalty early_stopping".split()
+_AS_GIVEN = [  # the fields that reach the engine as they are
+    field.name
+    for field in SAMPLING_FIELDS
+    if field.name in NamedSampling.__struct_fields__ and field.name not in _WITH_A_RULE
+]
+
+
 def check_choices(asked: NamedSampling, streaming: bool) -> None:
-    """Raise InvalidRequest or Unsupported for numbers of sequences that cannot be had, and for what only beams heed."""
+    """Raise InvalidRequest or Unsupported for impossible numbers of sequences, and for fields that only beams heed."""
     for name, value in (("n", asked.n), ("best_of", asked.best_of)):
         if value is not None and not 1 <= value <= MAX_CHOICES:
             raise InvalidRequest(f"{name} is {value}, allowed is 1 to {MAX_CHOICES}; send several requests")
@@ -112,7 +118,7 @@ def check_choices(asked: NamedSampling, streaming: bool) -> None:
     if streaming and asked.is_ranked:
         name = "use_beam_search" if asked.use_beam_search else "best_of"
         raise Unsupported(
-            f"{name} cannot be had in a stream, because which sequences are told is known at the end only; leave stream out"
+            f"{name} cannot be had in a stream, because the sequences are chosen at its end; leave stream out"
         )
     if asked.use_beam_search:
         _check_beams(asked)
@@ -175,7 +181,7 @@ def _unknown(names: list[str], kind: type[Any]) -> str:
 
 
 def _sentence(name: str, error: Exception, kind: type[Any]) -> str:
-    """msgspec's sentence, with the place in front and what may stand there behind: types and names, of values only an
+    """msgspec's sentence, with the place in front and the allowed names behind it. It repeats no value except an
     enumeration's.
     """
     problem, _, place = str(error).partition(" - at `$")
@@ -186,7 +192,7 @@ def _sentence(name: str, error: Exception, kind: type[Any]) -> str:
 
 
 def _choices(found: msgspec.inspect.Type, path: list[str]) -> str:
-    """What a list of names leads to: the keys of an object, the values of an enumeration; '' for anything else."""
+    """The choices at a path of names: the keys of an object, or the values of an enumeration; '' for anything else."""
     if isinstance(found, msgspec.inspect.UnionType):
         return next((text for each in found.types if (text := _choices(each, path))), "")
     if isinstance(found, msgspec.inspect.StructType):

@@ -21,7 +21,7 @@ from backend.serving.upstream_parameters import is_true
 from backend.serving.word_lists import encode_word_lists
 from backend.text.tokenizer import Tokenizer
 
-MAX_SEQUENCES = 4096  # of one request to postprocessing, rows times beams
+MAX_SEQUENCES = 4096  # rows times beams of one request to postprocessing
 
 PREPROCESSING_TENSORS = ModelTensors(
     "preprocessing",
@@ -131,7 +131,7 @@ def parse_preprocessing(batch: Batch, context: ServingContext, parameters: Param
 
 
 def _end_and_pad_ids(batch: Batch, context: ServingContext, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Of each row: what the request gives, or else the tokenizer's; a tokenizer without a pad token pads with its end id."""
+    """End and pad id of each row: the request's, else the tokenizer's, which pads with its end id if it has no pad token."""
     known_ends = [end for end in (tokenizer.eos_id, *tokenizer.eos_ids, *context.model.eos_ids) if end is not None]
     end_id = known_ends[0] if known_ends else -1
     named = tokenizer.token_to_id(tokenizer.special_tokens.get("pad_token", ""))

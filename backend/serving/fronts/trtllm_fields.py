@@ -13,13 +13,10 @@ from backend.api import (
     SessionStatus,
 )
 from backend.api.limits import check_num_sequences
-from backend.api.sampling_rules import tensorrt_llm_sampling
+from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
 from backend.serving.fronts.trtllm_outputs import RowSettings
 from backend.serving.reading import Batch
 from backend.serving.requests import ServingContext, StopSession
-
-# Clients send these values, or less, for what they leave unset.
-_UNSET = {"top_p": 0.0, "top_p_decay": 0.0, "top_p_min": 0.0, "top_p_reset_ids": -1}
 
 
 def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:
@@ -53,8 +50,7 @@ def read_session(batch: Batch, row: int) -> SessionConfig | None:
 
 def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> SamplingConfig:
     """The row's sampling configuration with this bias, which maps token ids to what is added to their logits."""
-    given = batch.fields("sampling", row).items()
-    fields = {name: value for name, value in given if name not in _UNSET or value > _UNSET[name]}
+    fields = without_unset(batch.fields("sampling", row))
     if "early_stopping" in fields:
         fields["early_stopping"] = int(fields["early_stopping"])
     return tensorrt_llm_sampling(**fields, logit_bias=logit_bias or None)

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
-from backend.serving.news import News, Reporter, TextReporter, TokenReporter
 from backend.serving.outputs import Arrays, BeamsOutput, Render, RowOutput, SeparateOutput, text_array
+from backend.serving.sequence_output import SequenceOutput, context_logits, generation_logits
+from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 
 PADDING = -1
@@ -40,15 +41,15 @@ def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:
 
     so_far = _SoFar(settings)
 
-    def render(told: Sequence[News]) -> Arrays:
-        ids = [prompt_ids + news.ids for news in told]
+    def render(deltas: Sequence[OutputDelta]) -> Arrays:
+        ids = [prompt_ids + delta.ids for delta in deltas]
         return [
             ("output_ids", _padded(ids, np.int32)),
             ("sequence_length", np.array([[len(beam) for beam in ids]], np.int32)),
-            *_common_arrays(settings, told, so_far),
+            *_common_arrays(settings, deltas, so_far),
         ]
 
-    return _row_output(settings, lambda: TokenReporter(settings.streaming), render)
+    return _row_output(settings, lambda: SequenceOutput(streaming=settings.streaming), render)
 
 
 def text_output(
@@ -58,24 +59,24 @@ def text_output(
     accumulate: bool = False,
     every_token: bool = False,
 ) -> RowOutput:
-    """A row of ensemble or tensorrt_llm_bls. `new_stream` makes the stream of one sequence; all else is as in TextReporter."""
+    """A row of ensemble or tensorrt_llm_bls. `new_stream` makes the stream of one sequence; all else is as in SequenceOutput."""
 
-    def new_reporter() -> TextReporter:
-        return TextReporter(
+    def new_sequence() -> SequenceOutput:
+        return SequenceOutput(
             new_stream(), streaming=settings.streaming, prefix=prefix, accumulate=accumulate, every_token=every_token
         )
 
     so_far = _SoFar(settings)
 
-    def render(told: Sequence[News]) -> Arrays:
-        arrays: Arrays = [("text_output", text_array([news.text for news in told]))]
-        ends = [news.finish.openai_name for news in told if news.finish is not None]
+    def render(deltas: Sequence[OutputDelta]) -> Arrays:
+        arrays: Arrays = [("text_output", text_array([delta.text for delta in deltas]))]
+        ends = [delta.finish.openai_name for delta in deltas if delta.finish is not None]
         names = [name for name in ends if name is not None]
         if names:
             arrays.append(("finish_reason", text_array(names)))
-        return arrays + _common_arrays(settings, told, so_far)
+        return arrays + _common_arrays(settings, deltas, so_far)
 
-    return _row_output(settings, new_reporter, render)
+    return _row_output(settings, new_sequence, render)
 
 
 class _SoFar:
@@ -92,46 +93,46 @@ class _SoFar:
         self._log_probs: dict[int, NDArray[np.float32]] = {}
         self._context_logits: dict[int, NDArray[np.float32]] = {}
 
-    def log_probs(self, news: News) -> list[float] | NDArray[np.float32]:
-        new = news.log_probs or []
+    def log_probs(self, delta: OutputDelta) -> list[float] | NDArray[np.float32]:
+        new = delta.log_probs or []
         if not self._repeats:
             return new
-        before = self._log_probs.get(news.sequence, np.empty(0, np.float32))
-        self._log_probs[news.sequence] = np.append(before, np.array(new, np.float32))
-        return self._log_probs[news.sequence]
+        before = self._log_probs.get(delta.sequence, np.empty(0, np.float32))
+        self._log_probs[delta.sequence] = np.append(before, np.array(new, np.float32))
+        return self._log_probs[delta.sequence]
 
-    def context_logits(self, news: News) -> NDArray[np.float32] | None:
+    def context_logits(self, delta: OutputDelta) -> NDArray[np.float32] | None:
         if not self._repeats:
-            return news.context_logits
-        if news.context_logits is not None:
-            self._context_logits[news.sequence] = news.context_logits
-            return news.context_logits
-        known = self._context_logits.get(news.sequence)
-        if known is not None and news.finish is None:
+            return context_logits(delta)
+        new = context_logits(delta)
+        if new is not None:
+            self._context_logits[delta.sequence] = new
+            return new
+        known = self._context_logits.get(delta.sequence)
+        if known is not None and delta.finish is None:
             self._room -= known.nbytes
-        return known if news.finish is not None or self._room >= 0 else None
+        return known if delta.finish is not None or self._room >= 0 else None
 
 
-def _row_output(settings: RowSettings, new_reporter: Callable[[], Reporter], render: Render) -> RowOutput:
+def _row_output(settings: RowSettings, new_sequence: Callable[[], SequenceOutput], render: Render) -> RowOutput:
     if settings.has_beams:
-        return BeamsOutput(new_reporter, render, streaming=settings.streaming)
-    return SeparateOutput([new_reporter() for _ in range(settings.num_sequences)], render)
+        return BeamsOutput(new_sequence, render, streaming=settings.streaming)
+    return SeparateOutput([new_sequence() for _ in range(settings.num_sequences)], render)
 
 
-def _common_arrays(settings: RowSettings, told: Sequence[News], so_far: _SoFar) -> Arrays:
+def _common_arrays(settings: RowSettings, deltas: Sequence[OutputDelta], so_far: _SoFar) -> Arrays:
     """The outputs that tokens and text share."""
-    first = told[0]  # all but the log-probabilities come with a single beam only, or are the same for all
+    first = deltas[0]  # all but the log-probabilities come with a single beam only, or are the same for all
     arrays: Arrays = []
     if first.log_probs is not None:
-        arrays.append(("cum_log_probs", np.array([[news.cum_log_prob for news in told]], np.float32)))
-        arrays.append(("output_log_probs", _padded([so_far.log_probs(news) for news in told], np.float32)))
+        arrays.append(("cum_log_probs", np.array([[delta.cum_log_prob for delta in deltas]], np.float32)))
+        arrays.append(("output_log_probs", _padded([so_far.log_probs(delta) for delta in deltas], np.float32)))
     if first.top_log_probs is not None:
         arrays.extend(_top_arrays(first.top_log_probs))
-    context_logits = so_far.context_logits(first)
-    if context_logits is not None:
-        arrays.append(("context_logits", context_logits[np.newaxis]))
-    if first.generation_logits is not None:
-        arrays.append(("generation_logits", first.generation_logits[np.newaxis, np.newaxis]))
+    if (of_prompt := so_far.context_logits(first)) is not None:
+        arrays.append(("context_logits", of_prompt[np.newaxis]))
+    if (of_output := generation_logits(first)) is not None:
+        arrays.append(("generation_logits", of_output[np.newaxis, np.newaxis]))
     if settings.batch_index is not None:
         arrays.append(_number("batch_index", settings.batch_index))
     if settings.num_sequences > 1:
@@ -139,7 +140,7 @@ def _common_arrays(settings: RowSettings, told: Sequence[News], so_far: _SoFar) 
     if settings.return_num_input_tokens:
         arrays.append(_number("num_input_tokens", settings.num_input_tokens))
     if settings.return_num_output_tokens:
-        arrays.append(_number("num_output_tokens", sum(len(news.ids) for news in told)))
+        arrays.append(_number("num_output_tokens", sum(len(delta.ids) for delta in deltas)))
     if first.perf is not None:
         arrays.extend(_perf_arrays(first.perf))
     return arrays

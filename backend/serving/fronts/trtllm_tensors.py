@@ -6,22 +6,7 @@ follow LMDeploy's TurboMind backend; messages, top_log_probs and lora_name are t
 
 from __future__ import annotations
 
-from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, ignored, refused
-
-_SAMPLING = (
-    Input("temperature", "FP32", ONE, "sampling.temperature"),
-    Input("repetition_penalty", "FP32", ONE, "sampling.repetition_penalty"),
-    Input("presence_penalty", "FP32", ONE, "sampling.presence_penalty"),
-    Input("frequency_penalty", "FP32", ONE, "sampling.frequency_penalty"),
-    Input("min_tokens", "INT32", ONE, "sampling.min_tokens"),
-    Input("min_length", "INT32", ONE, "sampling.min_tokens"),  # its name until v0.19
-    Input("seed", "UINT64", ONE, "sampling.seed"),
-    Input("random_seed", "UINT64", ONE, "sampling.seed"),  # its name until v0.19
-    Input("num_return_sequences", "INT32", ONE, "sampling.num_return_sequences"),
-    Input("beam_width", "INT32", ONE, "sampling.beam_width"),
-    Input("early_stopping", "BOOL", ONE, "sampling.early_stopping"),
-    Input("beam_search_diversity_rate", "FP32", ONE, "sampling.beam_search_diversity_rate"),
-)
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, ignored, refused, sampling_inputs
 
 _RETURNS = (
     Input("return_log_probs", "BOOL", ONE, "output.return_log_probs"),
@@ -144,13 +129,7 @@ TOKEN_MODEL = ModelTensors(
         Input("stop_words_list", "INT32", (2, -1), "request"),
         Input("bad_words_list", "INT32", (2, -1), "request"),
         Input("embedding_bias", "FP32", ANY, "request"),
-        Input("runtime_top_k", "INT32", ONE, "sampling.top_k"),
-        Input("runtime_top_p", "FP32", ONE, "sampling.top_p"),
-        Input("runtime_top_p_decay", "FP32", ONE, "sampling.top_p_decay"),
-        Input("runtime_top_p_min", "FP32", ONE, "sampling.top_p_min"),
-        Input("runtime_top_p_reset_ids", "INT32", ONE, "sampling.top_p_reset_ids"),
-        *_SAMPLING,
-        Input("len_penalty", "FP32", ONE, "sampling.length_penalty"),
+        *sampling_inputs("tensorrt_llm"),
         *_RETURNS,
         Input("stop", "BOOL", ONE, "request"),
         Input("streaming", "BOOL", ONE, "request"),
@@ -179,10 +158,7 @@ _TEXT_INPUTS = (
     Input("stop_words", "STRING", ANY, "request"),
     Input("end_id", "INT32", ONE, "request"),
     *_PAD_ID,
-    Input("top_k", "INT32", ONE, "sampling.top_k"),
-    Input("top_p", "FP32", ONE, "sampling.top_p"),
-    *_SAMPLING,
-    Input("length_penalty", "FP32", ONE, "sampling.length_penalty"),
+    *sampling_inputs("ensemble"),
     *_RETURNS,
     Input("embedding_bias_words", "STRING", ANY, "request"),
     Input("embedding_bias_weights", "FP32", ANY, "request"),

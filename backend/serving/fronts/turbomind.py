@@ -29,7 +29,7 @@ from backend.serving.fronts.token_ids import read_prompt
 from backend.serving.fronts.turbomind_outputs import TurbomindOutput
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, StopSession, Work, required
-from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused, sampling_inputs
 from backend.serving.word_lists import decode_word_list
 
 UINT32_MINUS_ONE = (1 << 32) - 1
@@ -43,11 +43,7 @@ TENSORS = ModelTensors(
         Input("request_output_len", "UINT32", ANY, "request", optional=False),
         Input("step", "INT32", ONE, "session.step"),
         Input("session_len", "UINT32", ONE, "session.session_len"),
-        Input("runtime_top_k", "UINT32", ONE, "sampling.top_k"),
-        Input("runtime_top_p", "FP32", ONE, "sampling.top_p"),
-        Input("temperature", "FP32", ONE, "sampling.temperature"),
-        Input("repetition_penalty", "FP32", ONE, "sampling.repetition_penalty"),
-        Input("random_seed", "UINT64", ONE, "sampling.seed"),
+        *sampling_inputs("turbomind", integers="UINT32"),
         Input("is_return_log_probs", "BOOL", ONE, "output.return_log_probs"),
         Input("end_id", "UINT32", ONE, "request"),
         Input("bad_words_list", "INT32", (2, -1), "request"),
@@ -60,9 +56,6 @@ TENSORS = ModelTensors(
         *refused("beam search", ("beam_width", "UINT32", ONE), neutral=(1,)),
         *refused("beam search", ("beam_search_diversity_rate", "FP32", ONE), neutral=(0.0,)),
         *refused("beam search", ("len_penalty", "FP32", ONE), neutral=(1.0, 0.0)),
-        Input("top_p_decay", "FP32", ONE, "sampling.top_p_decay"),
-        Input("top_p_min", "FP32", ONE, "sampling.top_p_min"),
-        Input("top_p_reset_ids", "UINT32", ONE, "sampling.top_p_reset_ids"),
         *refused("prompt tuning", ("prompt_learning_task_name_ids", "UINT32", ONE), neutral=(0,)),
         *refused(
             "embeddings as input", ("input_embeddings", "INT8", ANY), ("input_embedding_ranges", "UINT32", (-1, 2))
@@ -132,8 +125,8 @@ def _check_length(batch: Batch, max_tokens: int, max_seq_len: int) -> None:
 
 
 def _end_ids(batch: Batch, eos_ids: tuple[int, ...], bad_words: list[list[int]]) -> tuple[int, ...]:
-    """The request's end_id, which is none if all its bits are set; else those of the model. Whoever bans one of these, as clients
-    do that want an output of full length, wants no end at all.
+    """The request's end_id, which is none if all its bits are set; else the model's end ids. A request that bans one of these, as
+    clients do for an output of full length, has no end ids.
     """
     end_id = batch.scalar("end_id", 0)
     if end_id is None:

@@ -14,7 +14,7 @@ log = logging.getLogger("everbatch.serving")
 
 
 class TurbomindOutput:
-    """A RowOutput. The history comes with the engine's first Result; four bytes a token are kept while the turn runs."""
+    """A RowOutput. The history comes with the engine's first Result; it is kept in four bytes a token while the turn runs."""
 
     def __init__(self, prompt: list[int], session: SessionConfig | None = None) -> None:
         self._prompt = prompt

@@ -48,7 +48,7 @@ POSTPROCESSING = ModelTensors(
     inputs=(
         Input("TOKENS_BATCH", "UINT32", (-1, -1), "request", optional=False),
         Input("sequence_length", "UINT32", ANY, "request", optional=False),
-        Input("skip_special_tokens", "INT32", ANY, "request"),  # of clients of v0.5
+        Input("skip_special_tokens", "INT32", ANY, "request"),  # sent by clients of v0.5
     ),
     outputs=(Output("OUTPUT", "STRING", (-1, -1), "always"),),
     max_batch_size=1,
@@ -57,7 +57,7 @@ POSTPROCESSING = ModelTensors(
 
 
 def check_query(batch: Batch, context: ServingContext) -> None:
-    """Raise InvalidRequest or Unsupported for what needs no tokenizer to tell."""
+    """Raise InvalidRequest or Unsupported for errors that can be found without a tokenizer."""
     batch.refuse_what_is_not_built()
     most = MAX_TOKEN_BYTES * context.model.max_seq_len
     batch.check_texts("QUERY", 0, 1, most, "64 for each token of model.max_seq_len")
@@ -130,7 +130,7 @@ def _text_after(tokenizer: Tokenizer, ids: list[int], offset: int, skip_special_
     call that brings its end, so that the texts of all calls of a stream, one after the other, are its text.
     """
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    detokenizer.push(ids[:offset])  # what the client has shown
+    detokenizer.push(ids[:offset])  # tokens that the client has shown
     return detokenizer.push(ids[offset:])
 
 

@@ -21,11 +21,12 @@ from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, promp
 from backend.serving.fronts.vllm_log_probs import log_probs_json
 from backend.serving.fronts.vllm_sampling import TENSOR, VllmSampling, read_sampling
 from backend.serving.named_adapters import NOT_SUPPORTED, VLLMS, named_adapter
-from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import MAX_PARAMETERS, Parameters, ServingContext, Work, required
+from backend.serving.sequence_output import SequenceOutput
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
+from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.token_texts import TokenTexts
 from backend.text.words import words_token_ids
@@ -69,7 +70,7 @@ class Cancelled(EverbatchError):
     code = ErrorCode.CANCELLED
 
 
-class Told(NamedTuple):
+class Returned(NamedTuple):
     """What each response tells besides its text, by the names of the flags."""
 
     finish_reason: bool
@@ -80,7 +81,7 @@ class Told(NamedTuple):
     log_probs: bool  # True if `logprobs` asks for log-probabilities
 
     @classmethod
-    def read(cls, batch: Batch, asked: VllmSampling) -> Told:
+    def read(cls, batch: Batch, asked: VllmSampling) -> Returned:
         flags = {name.removeprefix("return_"): bool(batch.scalar(name, 0)) for name in FLAGS}
         return cls(**flags, log_probs=flags["logprobs"] and asked.logprobs is not None)
 
@@ -101,14 +102,14 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits, streaming)
     text: str = required(batch, "text_input", 0)
     ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
-    told = Told.read(batch, asked)
+    returned = Returned.read(batch, asked)
     most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
     request = Request(
         input_token_ids=ids,
         max_tokens=most if asked.max_tokens is None else min(asked.max_tokens, most),
         streaming=streaming or bool(asked.stops),
         sampling_config=asked.sampling_config(),
-        output_config=_output_config(asked, told, limits),
+        output_config=_output_config(asked, returned, limits),
         end_ids=asked.end_ids(context, tools.tokenizer),
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s,
@@ -118,8 +119,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     )
     prefix = "" if streaming or batch.scalar("exclude_input_in_output", 0) else text
 
-    def new_reporter() -> TextReporter:
-        return TextReporter(
+    def new_sequence() -> SequenceOutput:
+        return SequenceOutput(
             TextStream(tools.tokenizer, ids, asked.stops, asked.include_stop_str_in_output, asked.skip_special_tokens),
             streaming=streaming,
             prefix=prefix,
@@ -127,9 +128,9 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
             hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
         )
 
-    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if told.log_probs else []
-    render = renderer(asked, told, len(ids), texts, streaming=streaming)
-    return [Work(request, choices_output(asked, new_reporter, render, streaming=streaming, joint=True))]
+    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if returned.log_probs else []
+    render = renderer(asked, returned, len(ids), texts, streaming=streaming)
+    return [Work(request, choices_output(asked, new_sequence, render, streaming=streaming, joint=True))]
 
 
 def _encode(text: str, most: int | None, context: ServingContext, tools: TextTools) -> list[int]:
@@ -142,46 +143,46 @@ def _encode(text: str, most: int | None, context: ServingContext, tools: TextToo
     return ids
 
 
-def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> OutputConfig:
+def _output_config(asked: VllmSampling, returned: Returned, limits: LimitsConfig) -> OutputConfig:
     """The engine knows no ranks, so they are looked up among the most likely tokens: greedy it takes one to find the sampled
     one, else as many as may be asked for.
     """
-    if told.log_probs and asked.use_beam_search:
+    if returned.log_probs and asked.use_beam_search:
         raise Unsupported(
             "return_logprobs cannot be had with use_beam_search in this version; ask for return_cumulative_logprob"
         )
     num_top = 0
-    if told.log_probs:
+    if returned.log_probs:
         num_top = max(asked.logprobs or 0, 1) if asked.temperature == 0 else limits.max_top_log_probs
     return OutputConfig(
-        return_log_probs=told.cumulative_logprob or told.log_probs or asked.is_ranked,
+        return_log_probs=returned.cumulative_logprob or returned.log_probs or asked.is_ranked,
         top_log_probs=min(num_top, limits.max_top_log_probs),
         exclude_input_from_output=True,
     )
 
 
 def renderer(
-    asked: VllmSampling, told: Told, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
+    asked: VllmSampling, returned: Returned, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
 ) -> Render:
     """Makes the arrays of a response. `texts`: of the tokens in the log-probabilities of each sequence; empty without them."""
 
-    def render(told_of: Sequence[News]) -> Arrays:
-        news = chosen(asked, told_of)
-        if streaming and any(one.finish is FinishReason.CANCELLED for one in news):
+    def render(every: Sequence[OutputDelta]) -> Arrays:
+        deltas = chosen(asked, every)
+        if streaming and any(one.finish is FinishReason.CANCELLED for one in deltas):
             raise Cancelled(CANCELLED)
-        arrays: Arrays = [("text_output", text_array([one.text for one in news]))]
-        if told.finish_reason:
-            arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in news])))
-        if told.cumulative_logprob:
-            arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in news], np.float32)))
-        if told.logprobs:
+        arrays: Arrays = [("text_output", text_array([one.text for one in deltas]))]
+        if returned.finish_reason:
+            arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in deltas])))
+        if returned.cumulative_logprob:
+            arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in deltas], np.float32)))
+        if returned.logprobs:
             num_top = asked.logprobs or 0
-            bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in news]
+            bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in deltas]
             arrays.append(("logprobs", text_array(bodies)))
-        if told.num_input_tokens:
+        if returned.num_input_tokens:
             arrays.append(("num_input_tokens", np.array([num_prompt_tokens], np.uint32)))
-        if told.num_output_tokens:
-            arrays.append(("num_output_tokens", np.array([len(one.ids) for one in news], np.uint32)))
+        if returned.num_output_tokens:
+            arrays.append(("num_output_tokens", np.array([len(one.ids) for one in deltas], np.uint32)))
         return arrays
 
     return render

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.response import TopLogProb
-from backend.serving.news import News
+from backend.text.accumulator import OutputDelta
 from backend.text.token_texts import TokenTexts
 
 LEAST = -9999.0  # in place of the logarithm of 0, which JSON cannot hold
@@ -24,16 +24,16 @@ class LogProb(Struct):
     decoded_token: str
 
 
-def log_probs_json(news: News, texts: TokenTexts, num_top: int) -> bytes:
+def log_probs_json(delta: OutputDelta, texts: TokenTexts, num_top: int) -> bytes:
     """The log-probabilities of the response's tokens, each with the `num_top` most likely of its position."""
     positions: list[dict[str, LogProb]] = []
-    tops = news.top_log_probs or [[] for _ in news.ids]
+    tops = delta.top_log_probs or [[] for _ in delta.ids]
     last: LogProb | None = None
-    for token_id, log_prob, top in zip(news.ids, news.log_probs or [], tops):
+    for token_id, log_prob, top in zip(delta.ids, delta.log_probs or [], tops):
         position = _most_likely(top[:num_top], texts)
         last = LogProb(max(log_prob, LEAST), _rank(token_id, top), texts.push(token_id).text)
         positions.append(position | {str(token_id): last})
-    if last is not None and news.finish is not None:
+    if last is not None and delta.finish is not None:
         last.decoded_token += texts.flush()
     return msgspec.json.encode(positions)
 

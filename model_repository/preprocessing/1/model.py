@@ -1,4 +1,4 @@
-"""The adapter between Triton and backend/serving, the same for every model: which one it is, its config.pbtxt says (`role`)."""
+"""The model.py of every Triton model: hands it over to backend/serving. config.pbtxt says which model it is (`role`)."""
 
 from __future__ import annotations
 

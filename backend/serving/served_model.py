@@ -1,0 +1,43 @@
+"""ServedModel: the description by which a ModelServer serves one Triton model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from backend.api import EngineConfig
+from backend.serving.dialect import PLAIN, Dialect
+from backend.serving.environment import Health
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.tensors import ModelTensors
+
+Check = Callable[[Batch, ServingContext], None]
+Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """How requests of one model are read and answered, and what the model takes part in.
+
+    `parse` turns a batch into work. A model with `check_text` has text requests: `check_text` runs on the main thread, then
+    `parse`, which is slow, on a text thread. `prepare` loads what parsing needs, and returns True once all of it is there; until
+    then it is called four times a second.
+    """
+
+    tensors: ModelTensors
+    parse: Parse
+    check_text: Check | None = None
+    prepare: Callable[[], bool] = lambda: True
+    dialect: Dialect = PLAIN
+    decoupled: bool = True
+    owner: bool = False  # owns the engine, and publishes its metrics
+    reports_vllm: bool = False  # publishes vLLM's metrics too
+    labels: Mapping[str, str] = field(default_factory=dict)  # labels of its metrics
+    drain_grace_s: float = 10.0
+    parameters: Mapping[str, str] = field(default_factory=dict)  # parameters of its config.pbtxt
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters for requests: name -> PEFT directory
+    # Makes the configuration by which requests are read of the engine's, which may come late; None: the given one holds.
+    configure: Callable[[EngineConfig], EngineConfig] | None = None
+    # Gets state, number of live streams and the reason of unavailability: at the start, then four times a second.
+    report_health: Callable[[Health, int, str], None] = lambda state, num_live, why: None
