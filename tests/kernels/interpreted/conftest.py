@@ -3,3 +3,8 @@
 from kernels.common.triton_runtime import INTERPRETED
 
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+
+if INTERPRETED:
+    from tests.kernels.interpreter import save_time
+
+    save_time()
