@@ -12,7 +12,18 @@ _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _PAGE_IN_CODE = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|png)")
-_FOLDERS_OF_CODE = ("backend", "benchmarks", "client", "compat", "deploy", "gateway", "kernels", "model_repository", "tests", "tools")
+_FOLDERS_OF_CODE = (
+    "backend",
+    "benchmarks",
+    "client",
+    "compat",
+    "deploy",
+    "gateway",
+    "kernels",
+    "model_repository",
+    "tests",
+    "tools",
+)
 _KINDS_OF_CODE = (".py", ".txt", ".yml", ".conf", ".h", ".cpp", ".pbtxt", "")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("backend", "client", "compat", "deploy", "gateway")
+ROOMS = ("backend", "client", "compat", "deploy", "gateway", "kernels")
 GAP = "\0"
 
 

@@ -31,7 +31,9 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: str) -> None:
 
 def test_a_dead_file_and_a_dead_heading_are_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# One `two`, three\n\n[a](#one-two-three) [b](#four) [c](none.md) [d](page.md#five) [e](https://host/x#y)\n")
+    page.write_text(
+        "# One `two`, three\n\n[a](#one-two-three) [b](#four) [c](none.md) [d](page.md#five) [e](https://host/x#y)\n"
+    )
     assert links.dead_links(page) == ["#four", "none.md", "page.md#five"]
 
 

@@ -10,7 +10,9 @@ from tests.docs import messages
 from tests.docs.pages import text_of
 
 OURS, _, TRITONS = text_of("troubleshooting.md").partition("\n## Triton's own messages\n")
-QUOTED = [quoted for cell in re.findall(r"^\| (.*?) \| ", OURS, re.MULTILINE) for quoted in re.findall(r"`([^`]+)`", cell)]
+QUOTED = [
+    quoted for cell in re.findall(r"^\| (.*?) \| ", OURS, re.MULTILINE) for quoted in re.findall(r"`([^`]+)`", cell)
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter. Only in a process of its own: tests/kernels/test_triton.py starts it."""
+"""Kernels in Triton's interpreter. Only in a process of its own: tests/kernels/triton_child.py starts it."""
 
 from kernels.common.triton_runtime import INTERPRETED
 
