@@ -175,7 +175,7 @@ def _straight(
 
 
 @jit(do_not_specialize=["splits", "stride_table"])
-def _decode_kernel(
+def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     q,  # [rows, heads, HEAD_DIM]
     pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, ROW]
     words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, kv_heads], or None: a plain pool
