@@ -7,6 +7,7 @@ ever found, and so nothing is ever killed, by name alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -96,10 +97,10 @@ def send_signal(process: Process, signal_number: int) -> None:
     """Signal the process unless it is gone or its pid has been given to another one."""
     if not process.alive():
         return
-    try:
+    with contextlib.suppress(
+        ProcessLookupError
+    ):  # It ended since the line above, so there is nothing to signal any more.
         os.kill(process.pid, signal_number)
-    except ProcessLookupError:  # It ended since the line above, so there is nothing to signal any more.
-        pass
 
 
 def describe_end(status: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
@@ -176,10 +177,6 @@ class ConsoleReporter:
         self._print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {markup}")
 
     def _print(self, markup: str, end: str = "\n") -> None:
-        try:
+        # The disk is full, or the reader has gone, for which rich ends the program (SystemExit).
+        with contextlib.suppress(OSError, SystemExit):
             self._console.print(markup, highlight=False, soft_wrap=True, end=end)
-        except (
-            OSError,
-            SystemExit,
-        ):  # The disk is full, or the reader has left (then rich asks for the end).
-            pass

@@ -43,7 +43,7 @@ class Client:
 
     @property
     def namespace(self) -> str:
-        """ "" for everybody, where no keys are asked for."""
+        """Empty for every client of a server that asks for no keys."""
         return namespace_of(self.name) if self.name else ""
 
     def may_use(self, model: str) -> bool:

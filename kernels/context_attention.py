@@ -168,7 +168,7 @@ def context_attention(
 
 
 @jit(do_not_specialize=["rows", "table_stride"])
-def _context_attention_kernel(
+def _context_attention_kernel(  # noqa: C901 (device code is compiled as one function)
     q,  # [tokens, heads, head_dim]
     pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, WIDTH]
     words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, kv_heads], or None: a plain pool

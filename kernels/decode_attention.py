@@ -17,7 +17,7 @@ QServe, Lin et al. 2024); scale and least are folded into the products instead:
 The products multiply n + bias; the bias is subtracted together with adding `least`. The low and high halves of an int4 byte are
 the two halves of head_dim, so each product is two dots.
 
-The number of instructions bounds this loop (docs/kv4-decode.md). Therefore
+The number of instructions bounds this loop (docs/lab/kv4-decode.md). Therefore
 
     both products are transposed    K q^T and V^T p^T: keys, then columns, fill the 16 rows of a matrix instruction, and the heads
                                     of a kv head its 8 columns; as rows they would be padded to 16
@@ -175,7 +175,7 @@ def _straight(
 
 
 @jit(do_not_specialize=["splits", "stride_table"])
-def _decode_kernel(
+def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     q,  # [rows, heads, HEAD_DIM]
     pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, ROW]
     words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, kv_heads], or None: a plain pool

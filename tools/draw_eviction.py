@@ -1,4 +1,4 @@
-"""Draws docs/eviction.png from a real run: three sessions of the default model over a pool that holds the KV of about two.
+"""Draws docs/design/eviction.png from a real run: three sessions of the default model over a pool that holds the KV of about two.
 
     .venv/bin/python -m tools.draw_eviction
 
@@ -19,7 +19,7 @@ from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from benchmarks import pictures
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "eviction.png"
+OUT = Path(__file__).resolve().parents[1] / "docs" / "design" / "eviction.png"
 NUM_BLOCKS, BLOCK_SIZE = 10, 8
 COLOURS = {1: "#2a6fdb", 2: "#c4511d", 3: "#2a8c55"}
 NAMES = {1: "A", 2: "B", 3: "C"}
@@ -124,4 +124,4 @@ def _dress(pyplot: Any, axes: Any, num_steps: int) -> None:
 
 if __name__ == "__main__":
     draw(run())
-    print(f"written: docs/{OUT.name}")
+    print(f"written: docs/design/{OUT.name}")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train Everbatch's default model: a small Llama that has read the CPython standard library.
+r"""Train Everbatch's default model: a small Llama that has read the CPython standard library.
 
 The script needs no network and no GPU. It collects the running interpreter's own library, trains a byte-level BPE
 tokenizer and a Llama of about 5 million parameters, and exports both in Hugging Face's layout. A run that was
 interrupted goes on from its checkpoint when it is started again with the same arguments. The two variables keep glibc
 from handing every large tensor back to the kernel after use, which makes training slower.
 
-    MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 nice -n 10 \\
+    MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 nice -n 10 \
         python tools/train_default_model.py --steps 6000 --minutes 64 --out models/default --work .run/train
 """
 

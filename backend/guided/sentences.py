@@ -68,7 +68,7 @@ def _pattern(found: re.Match[str], find: _Find) -> str:
 
     def is_meant(schema: _Schema) -> bool:
         names = schema.get("patternProperties")
-        return schema.get("pattern") == shown or isinstance(names, dict) and shown in names
+        return schema.get("pattern") == shown or (isinstance(names, dict) and shown in names)
 
     return f"the pattern {shown[:_SHOWN]}{find(is_meant) or ''}: {found[2]}; correct it"
 

@@ -90,7 +90,7 @@ class GgufTensors(Mapping[str, Tensor]):
         self,
         header: GgufHeader,
         config: ModelConfig,
-        layers: GgufLayers = GgufLayers({}),  # noqa: B008 (immutable)
+        layers: GgufLayers = GgufLayers({}),
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Quantised tensors that are read as floats become `dtype`; floats keep their type."""

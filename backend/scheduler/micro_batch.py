@@ -14,9 +14,9 @@ than for a next one, so chunks grow with the number of waiting prompts, up to a 
                                  max_context_tokens, max_mixed_context_tokens, mixed_context_tokens * waiting prompts
 
 Without matrix units (AMX) a model of 135 M parameters takes about 0.7 ms for each context token, and max_mixed_context_tokens is
-96. With 512 the longest gaps in a stream are three times as long at the same throughput (docs/cpu-speed.md). With AMX a context
-token costs a quarter of that and a small step mostly waits for weights, so 512 tokens may run: a model of 1.1 B takes 78 ms + 0.7
-ms for each, so 32 prompts of 128 tokens lose 1 % of their tokens/s, where 128 tokens in every step would lose 10 %.
+96. With 512 the longest gaps in a stream are three times as long at the same throughput (docs/lab/cpu-speed.md). With AMX a
+context token costs a quarter of that and a small step mostly waits for weights, so 512 tokens may run: a model of 1.1 B takes
+78 ms + 0.7 ms for each, so 32 prompts of 128 tokens lose 1 % of their tokens/s, where 128 tokens in every step would lose 10 %.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections import deque
@@ -78,7 +79,5 @@ class Outgoing:
 
 def hang_up(sock: socket.socket) -> None:
     """Shut a socket down, which wakes threads that block on it; closing alone would not."""
-    try:
+    with contextlib.suppress(OSError):  # the other end was first
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the other end was first

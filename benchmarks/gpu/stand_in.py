@@ -69,7 +69,7 @@ def convert(value: Any, kind: Any) -> Any:
     return _convert(value, kind, "$")
 
 
-def _convert(value: Any, kind: Any, path: str) -> Any:
+def _convert(value: Any, kind: Any, path: str) -> Any:  # noqa: C901 (a case for each kind of type)
     kind = getattr(kind, "__supertype__", kind)  # typing.NewType
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:

@@ -5,6 +5,7 @@ With pages of 4 KiB, address translation costs about a tenth of the bandwidth, s
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from math import prod
 
@@ -42,10 +43,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     except (OSError, OverflowError):
         raise MemoryError(f"{num_bytes} bytes cannot be mapped") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without large pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without large pages
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -whole.data_ptr() % LARGE_PAGE
     return whole[start : start + num_bytes].view(dtype).view(shape)

@@ -33,7 +33,7 @@ def distrust_of_directory(directory: Path) -> str | None:
 
 def open_trusted(path: Path) -> BinaryIO:
     """Open a file to read. Raises OSError for a link, for what is not a file, and for a file that others may have written."""
-    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller closes it)
     if reason := _distrust(path, os.fstat(file.fileno()), stat.S_ISREG):
         file.close()
         raise PermissionError(reason)

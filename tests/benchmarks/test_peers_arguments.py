@@ -114,7 +114,7 @@ def test_llamacpp_and_ik_llamacpp_read_the_same_files_and_openvino_one_for_each_
 
     monkeypatch.setattr(models.commands, "run", pretend)
     model = models.of_directory(checkpoint)
-    form = lambda engine, setting: models.form_for(  # noqa: E731
+    form = lambda engine, setting: models.form_for(
         PEERS[engine], Path("env/bin/python"), model, "int4", setting, Progress()
     )
     assert form("llamacpp", "q4_0") == form("ik_llamacpp", "q4_0") != form("llamacpp", "q4_k_m")

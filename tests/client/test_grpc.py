@@ -23,7 +23,7 @@ class Refusing(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelStreamInfer(
         self, requests: Iterator[service_pb2.ModelInferRequest], context: grpc.ServicerContext
-    ) -> Iterator[service_pb2.ModelStreamInferResponse]:  # noqa: N802, Triton's name
+    ) -> Iterator[service_pb2.ModelStreamInferResponse]:
         self.metadata.append({key: value for key, value in context.invocation_metadata()})
         next(requests)
         yield service_pb2.ModelStreamInferResponse(error_message=self.message)

@@ -271,7 +271,7 @@ def test_serve_starts_the_endpoint_unless_its_port_is_zero(monkeypatch: pytest.M
 
 
 def test_the_model_is_named_as_clients_know_it_and_never_by_a_path(tmp_path: Path) -> None:
-    options = lambda model: serve.ServeOptions(model, openai_port=1)  # noqa: E731
+    options = lambda model: serve.ServeOptions(model, openai_port=1)
     assert options("").served_names == ("everbatch",)
     assert options("owner/name").served_names == ("everbatch", "owner/name")
     assert options(str(tmp_path)).served_names == ("everbatch", tmp_path.name)

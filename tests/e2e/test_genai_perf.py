@@ -1,7 +1,7 @@
 """genai-perf 0.0.8 in its modes: it runs clean, and what it counts is what was asked for and what the server counts.
 
 EVERBATCH_GENAI_PERF names the `bin` directory of an environment that has it, EVERBATCH_PERF_ANALYZER that of
-test_perf_analyzer; without both the tests are skipped. docs/triton.md says how to install it (0.9 GB, so `.ci/run`
+test_perf_analyzer; without both the tests are skipped. docs/genai-perf.md says how to install it (0.9 GB, so `.ci/run`
 does not).
 
 It counts tokens of texts that it tokenises again, which need not be the tokens that the model said: two tokens that stand

@@ -323,7 +323,7 @@ def line_and_metrics(server: TritonServer) -> list[tuple[dict[str, Any], Values]
 
 
 def statistics_lines(server: TritonServer) -> list[dict[str, Any]]:
-    """Triton 24.10 writes every message of a model as a quoted string, `I1122 ... "{\\"Active Request Count\\":0, ...}"`."""
+    r"""Triton 24.10 writes every message of a model as a quoted string, `I1122 ... "{\"Active Request Count\":0, ...}"`."""
     lines = server.log_path.read_text(errors="replace").splitlines()
     found = [line for line in lines if "Active Request Count" in line and line.endswith('}"')]
     return [json.loads(json.loads(line[line.index('"{') :])) for line in found]

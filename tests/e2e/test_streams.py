@@ -143,7 +143,7 @@ def test_a_stop_string_across_token_borders_ends_the_text_and_frees_the_request(
 def test_a_batch_of_rows_becomes_independent_requests(server: TritonServer) -> None:
     with TokenClient(server.grpc_url) as client:
         rows = np.array([[10, 20, 30, 0], [40, 50, 60, 70]], dtype=np.int32)
-        column = lambda *values, dtype=np.int32: np.array(values, dtype=dtype).reshape(-1, 1)  # noqa: E731
+        column = lambda *values, dtype=np.int32: np.array(values, dtype=dtype).reshape(-1, 1)
         stream = client.send(
             {
                 "input_ids": rows,

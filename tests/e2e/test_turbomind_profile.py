@@ -109,7 +109,7 @@ def test_a_session_that_was_evicted_between_turns_answers_as_an_unbroken_one(ser
         return replies
 
     unbroken = talk(51, is_broken=False)
-    recomputed = lambda: scrape(server.metrics_url)["everbatch_tokens_total{kind=recomputed}"]  # noqa: E731
+    recomputed = lambda: scrape(server.metrics_url)["everbatch_tokens_total{kind=recomputed}"]
     before = settled(server.metrics_url)["everbatch_tokens_total{kind=recomputed}"]
     assert talk(52, is_broken=True) == unbroken
     assert eventually(lambda: recomputed() > before, 30)

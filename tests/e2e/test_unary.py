@@ -41,7 +41,7 @@ def test_model_infer_returns_the_whole_answer(unary_server: TritonServer) -> Non
 def test_many_unary_requests_share_the_batch(unary_server: TritonServer) -> None:
     with grpcclient.InferenceServerClient(unary_server.grpc_url) as client:
         asks = [tensors(input_ids=[i + 1, 2], input_lengths=2, request_output_len=8) for i in range(12)]
-        infer = lambda ask: ids_of(client.infer("tensorrt_llm", ask))  # noqa: E731
+        infer = lambda ask: ids_of(client.infer("tensorrt_llm", ask))
         with ThreadPoolExecutor(12) as pool:
             together = list(pool.map(infer, asks))
         assert together == [infer(ask) for ask in asks]

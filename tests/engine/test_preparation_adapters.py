@@ -336,7 +336,7 @@ def test_a_failed_step_sends_the_adapters_again() -> None:
 
 def test_a_session_runs_with_one_adapter() -> None:
     core = make_core(Reader())
-    turn: Callable[[int, str, bool], Request] = lambda task, path, start: msgspec.structs.replace(  # noqa: E731
+    turn: Callable[[int, str, bool], Request] = lambda task, path, start: msgspec.structs.replace(
         request(task, path), session=SessionConfig(5, start=start)
     )
     assert not serve(core, turn(1, "a", True))[1].has_error()

@@ -52,7 +52,7 @@ def test_the_least_recently_used_session_is_evicted_and_comes_back_unchanged() -
         converse(driver, name, turns[name][:1])
     driver.turn(1, [5], 0)  # touch 1: now 2 is the least recently used
     driver.run()
-    lost = lambda name: driver.core.kv.num_evicted_blocks(driver.session(name))  # noqa: E731
+    lost = lambda name: driver.core.kv.num_evicted_blocks(driver.session(name))
     converse(driver, 4, turns[4][:1])
     assert lost(2) > 0 and lost(1) == lost(3) == 0
     assert driver.log(2)[:8] == turns[2][0], "the token ids are kept"
@@ -256,7 +256,7 @@ def test_a_turn_tells_the_tokens_before_it_once_and_only_if_asked() -> None:
     driver.run()
     rewound = driver.ask([6], 0, session=SessionConfig(1, step=4), output_config=asked)
     driver.run()
-    told = lambda request: [response.result.history_token_ids for response in driver.responses[request]]  # noqa: E731
+    told = lambda request: [response.result.history_token_ids for response in driver.responses[request]]
     assert told(first) == [[], None, None]
     assert told(second) == [log, None, None]
     assert told(rewound) == [log[:4]]

@@ -86,7 +86,7 @@ def test_a_prompt_is_scored_with_what_was_generated_behind_it(
     body |= {"echo": True, "logprobs": 1, "n": 2, "stream": stream, "stream_options": {"include_usage": True}}
     found, usage = scored_choices(served, body if stream else body | {"stream_options": None})
     num_prompts = (
-        len(prompt) if isinstance(prompt[0], list) or isinstance(prompt, list) and prompt == ["ab", "ab"] else 1
+        len(prompt) if isinstance(prompt[0], list) or (isinstance(prompt, list) and prompt == ["ab", "ab"]) else 1
     )
     assert sorted(found) == list(range(2 * num_prompts)) and usage["completion_tokens"] == 2 * num_prompts * max_tokens
     text = "ab" if "ab" in prompt else ""

@@ -150,7 +150,8 @@ def test_a_stream_whose_server_dies_ends_with_an_error_event(path: str, prompts:
             data += connection.recv(1000)
         triton.stop()
         while not data.endswith(b"0\r\n\r\n"):
-            assert (more := connection.recv(1000)), "the connection was cut"
+            more = connection.recv(1000)
+            assert more, "the connection was cut"
             data += more
     events = re.findall(rb"data: (\{.*\})\n\n", data)
     last = json.loads(events[-1])

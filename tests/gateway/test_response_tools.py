@@ -94,7 +94,7 @@ def test_the_model_is_shown_the_tools_and_guided_to_call_them(client: openai.Ope
         "function": {"name": "weather", "description": "Of a city", "parameters": PLACE, "strict": True},
     }
     tag = json.loads(auto["guide"]["text"])
-    assert tag["triggers"] == ["<tool_call>"] and [one["schema"] for one in tag["structures"]][0] == PLACE
+    assert tag["triggers"] == ["<tool_call>"] and tag["structures"][0]["schema"] == PLACE
     response = client.responses.create(**values, tool_choice={"type": "function", "name": "clock"})
     tag = json.loads(triton.last().body["guide"]["text"])
     assert tag["free_text"] is False and len(tag["structures"]) == 1 and '"clock"' in tag["structures"][0]["begin"]

@@ -1,4 +1,4 @@
-"""The requests that once did harm, one by one; the numbers are those of the rows in docs/reliability.md."""
+"""The requests that once did harm, one by one; the numbers are those of the rows in docs/lab/reliability.md."""
 
 from __future__ import annotations
 

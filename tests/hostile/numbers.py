@@ -129,7 +129,7 @@ def records() -> Iterator[tuple[str, Callable[[], trtllm.Request]]]:
         for argument, (record, given) in _RECORDS.items():
             for field in record._fields.values():
                 inner = partial(record, **{**given, field.alias: value})
-                make = lambda argument=argument, inner=inner: trtllm.Request(**prompt, **{argument: inner()})  # noqa: E731
+                make = lambda argument=argument, inner=inner: trtllm.Request(**prompt, **{argument: inner()})
                 yield f"{record.__name__}.{field.name} = {name}", make
 
 

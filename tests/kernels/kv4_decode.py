@@ -1,4 +1,4 @@
-"""Counts the instructions of decode attention's loop: docs/kv4-decode.md. Prints its table:
+"""Counts the instructions of decode attention's loop: docs/lab/kv4-decode.md. Prints its table:
 
 EVERBATCH_TRITON=1 python -m tests.kernels.kv4_decode
 """

@@ -74,7 +74,7 @@ def test_a_byte_holds_the_weights_that_its_place_in_the_tile_says() -> None:
 def test_a_layer_is_read_as_it_was_written(weight: w4a8.Weight4A8) -> None:
     tensors = layout.to_qserve(weight)
     for read, written in zip(layout.from_qserve(**tensors), weight, strict=True):
-        assert read is written is None or read.dtype == written.dtype and torch.equal(read, written)
+        assert read is written is None or (read.dtype == written.dtype and torch.equal(read, written))
 
 
 def test_the_tensors_of_groups_are_in_the_order_of_lanes() -> None:

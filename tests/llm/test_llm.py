@@ -268,7 +268,7 @@ def test_the_end_is_the_end() -> None:
 
 @pytest.mark.parametrize("is_shown, is_terminal, bar", [(True, True, True), (False, True, False), (True, False, False)])
 def test_the_bar_is_for_terminals_and_counts_to_the_end(is_shown: bool, is_terminal: bool, bar: bool) -> None:
-    console = Console(force_terminal=is_terminal, width=80, record=True, file=open("/dev/null", "w"))
+    console = Console(force_terminal=is_terminal, width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     assert list(with_bar("abc", 3, is_shown, console)) == list("abc")
     text = console.export_text()
     assert ("Processed requests" in text) is bar

@@ -86,7 +86,7 @@ def test_a_capture_that_fails_turns_graphs_off_and_names_the_first_cause(caplog:
         try:
             raise RuntimeError("operation not permitted\nmore")
         finally:
-            raise RuntimeError("operation failed due to a previous error")  # noqa: B012 (as torch does)
+            raise RuntimeError("operation failed due to a previous error")
 
     graphs = Graphs(lambda: capture)
     assert [graphs.run("a", constant(3)).item() for _ in range(3)] == [3] * 3

@@ -161,7 +161,7 @@ def test_many_draws_follow_the_distribution(config: SamplingConfig, kept: int) -
     if config.temperature is not None:
         drawn = kernel.draw(weights, u)
     else:
-        fill = lambda value, dtype: torch.full((num,), value, dtype=dtype)  # noqa: E731
+        fill = lambda value, dtype: torch.full((num,), value, dtype=dtype)
         filters = (fill(config.top_k or 8, torch.int64), fill(config.top_p or 1.0, torch.float64), u * 0)
         drawn = kernel.draw_filtered(weights, u, *filters, k_max=8)
     expected = probabilities ** (1 / temperature)

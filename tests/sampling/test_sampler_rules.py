@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_the_filters_leave_the_tokens_that_hugging_face_leaves(run: Run, config:
     ends = probabilities[order].cumsum(0)
     middles = ends - probabilities[order] / 2
     weights = kernel.weights_of(torch.from_numpy(logits)[None].expand(len(order), -1), torch.ones(len(order)))
-    fill = lambda value: torch.full((len(order),), value)  # noqa: E731
+    fill = lambda value: torch.full((len(order),), value)
     k = config.get("top_k", VOCAB)
     filters = (fill(k), fill(config.get("top_p", 1.0)).double(), fill(config.get("min_p", 0.0)).double())
     assert kernel.draw_filtered(weights, middles, *filters, k_max=k).tolist() == order
@@ -341,6 +342,6 @@ def test_wrong_shapes_and_unknown_slots_are_refused(make_sampler: MakeSampler) -
 
 
 def test_the_mathematics_imports_nothing_but_torch() -> None:
-    source = open(kernel.__file__, encoding="utf-8").read()
+    source = Path(kernel.__file__).read_text(encoding="utf-8")
     imports = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
     assert imports == ["from __future__ import annotations", "import torch", "from torch import Tensor"]

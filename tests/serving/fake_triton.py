@@ -91,7 +91,7 @@ class MetricFamily:
         self.metrics: list[Metric] = []
         MetricFamily.created.append(self)
 
-    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802, Triton's name
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:
         self.metrics.append(Metric(labels, buckets))
         return self.metrics[-1]
 

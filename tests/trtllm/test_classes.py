@@ -97,7 +97,7 @@ def test_attributes_are_fixed_or_not_as_documented(facts: Facts) -> None:
     record = facts.cls(**facts.arguments)
     fixed = facts.read_only
     for name, value in facts.arguments.items():
-        if fixed or name in ("input_token_ids", "max_tokens") and facts.cls is trtllm.Request:
+        if fixed or (name in ("input_token_ids", "max_tokens") and facts.cls is trtllm.Request):
             with pytest.raises(AttributeError, match="has no setter"):
                 setattr(record, ATTRIBUTES.get(name, name), value)
         else:

@@ -21,7 +21,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.feature("000-57")
 def test_the_basic_example_prints_the_prompt_and_ten_tokens(checkout: Path) -> None:
     printed = run_as_a_user(checkout, *command_of(EXAMPLES / "executor_basic.py"))
-    (tokens,) = eval(printed)  # noqa: S307 (a list of lists of numbers, which the example has printed)
+    (tokens,) = eval(printed)
     assert tokens[:4] == [1, 2, 3, 4] and len(tokens) == 14
 
 

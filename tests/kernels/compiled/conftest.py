@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here. Only in a process of its own: tests/kernels/test_triton.py starts it."""
+"""Kernels compiled for GPUs that are not here. Only in a process of its own: tests/kernels/triton_child.py starts it."""
 
 from kernels.common.triton_runtime import AVAILABLE, INTERPRETED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,13 @@ from kernels.context_attention import Case
 from tests.kernels.numbers import assert_near, random_tensor
 
 SMALL = Tiles(16, 16, 4, 2)  # many tiles out of few tokens
+SEEN_BY_ALL = [(None, 0), (5, 0), (16, 0), (37, 0), (5, 16), (5, 1), (16, 20), (37, 3)]  # (window, sink tokens)
+BITS = (16, 8, 4)
+# Each window once, and each format several times; EVERBATCH_SWEEPS=1: every window in every format.
+SWEEP = os.environ.get("EVERBATCH_SWEEPS") == "1"
+WINDOWS_AND_BITS = [
+    (*seen, bits) for n, seen in enumerate(SEEN_BY_ALL) for m, bits in enumerate(BITS) if SWEEP or m == n % len(BITS)
+]
 
 
 class Inputs(NamedTuple):
@@ -78,10 +86,7 @@ def test_tokens_attend_what_they_may_see(case: Case) -> None:
     assert_near(out, expected)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize(
-    "window, sink_tokens", [(None, 0), (5, 0), (16, 0), (37, 0), (5, 16), (5, 1), (16, 20), (37, 3)]
-)
+@pytest.mark.parametrize("window, sink_tokens, bits", WINDOWS_AND_BITS)
 def test_rows_have_as_many_tiles_as_they_need(
     window: int | None, sink_tokens: int, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
