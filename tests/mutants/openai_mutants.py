@@ -159,7 +159,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     # Parties, keys, models.
     "who_comes_through_a_proxy_is_of_this_machine": (
-        change(core.Gateway, "is_of_this_machine", (" and not visit.is_forwarded", "")),
+        change(core.Gateway, "is_of_this_machine", (" and not context.is_forwarded", "")),
         KEYS,
     ),
     "everybody_is_of_this_machine": (change(core.Gateway, "is_of_this_machine", ("self._is_private and ", "")), KEYS),
