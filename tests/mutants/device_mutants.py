@@ -5,7 +5,6 @@ from __future__ import annotations
 from backend.worker import pipeline
 from backend.worker.device_runner import DeviceRunner, QueuedStep
 from backend.worker.extras import GatheringPass, Pass
-from backend.worker.group import InProcessWorkerGroup
 from backend.worker.pipeline import Runner
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -24,20 +23,12 @@ KINDS = [RUNNER + "test_steps_of_greedy_rows_and_of_random_ones_have_the_torch_t
 DRAFT_MODEL = ["tests/kernels/interpreted/test_draft_model.py::test_who_was_paused_is_computed_again_by_both_models"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "rows_with_positions_of_their_own_replay_a_graph": (
-        change(DeviceRunner, "_only_generates", ("not self.batch.brings_inputs(rows) and ", "")),
-        ["tests/kernels/interpreted/test_prompt_inputs.py"],
-    ),
     "drafts_run_as_if_there_were_none": (
         change_everywhere(pipeline.samples_of, ("has_drafts = True", "pass")),
         TOKENS,
     ),
     "what_is_behind_a_wrong_draft_stays": (
         change(pipeline, "accept_drafts", ("mine[1 : 1 + num_accepted]", "mine[1:]")),
-        TOKENS,
-    ),
-    "each_draft_is_chosen_as_the_first": (
-        change_everywhere(pipeline.samples_of, ("[row.slot] + index)", "[row.slot])")),
         TOKENS,
     ),
     "accepted_drafts_are_not_appended": (change(Runner, "_append", ("output.further.values()", "()")), TOKENS),
@@ -52,10 +43,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "logits_of_prompts_are_sampled": (
         change(GatheringPass, "sampled", ("values[self.sampling_rows]", "values[: len(self.sampling_rows)]")),
         ["tests/model/test_gathered_logits.py"],
-    ),
-    "what_neighbours_gather_is_dropped": (
-        change(DeviceRunner, "_run", ("gathered += each.gather(logits, outputs, self.batch)", "pass")),
-        LOGITS,
     ),
     "neighbours_are_not_processed": (
         change(
@@ -73,10 +60,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(DeviceRunner, "launch", ("self._mask(ran.logits, guided)", "ran.logits")),
         GUIDES,
     ),
-    "guides_do_not_go_on_beside_drafts": (
-        change_everywhere(pipeline.output_of, ("failed + guided.accept(samples, further)", "failed")),
-        GUIDES,
-    ),
     "graphs_of_all_kinds_are_one": (
         change(DeviceRunner, "_generation_step", ("(inputs.key, kind)", "inputs.key")),
         STEPS,
@@ -85,16 +68,8 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(DeviceRunner, "_generation_step", ("(inputs.key, kind)", "kind")),
         STEPS,
     ),
-    "special_rows_are_chosen_in_the_graph": (
-        change(DeviceRunner, "_generation_step", ("kind is Kind.SPECIAL", "False")),
-        STEPS,
-    ),
     "all_kinds_are_greedy": (
         change(DeviceRunner, "_generation_step", ("kind=kind", "kind=Kind.GREEDY")),
-        KINDS,
-    ),
-    "tokens_of_the_graph_are_not_appended": (
-        change(DeviceRunner, "_tokens", ("self._append_chosen(inputs.device_numbers, tokens)", "pass")),
         KINDS,
     ),
     "each_graph_keeps_its_logits": (
@@ -109,10 +84,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(
             Runner, "prepare", ("else self.draft_model.guess(step)", "else [self.draft_model.guess(step), step][1]")
         ),
-        DRAFT_MODEL,
-    ),
-    "the_draft_model_of_a_gpu_is_left_out": (
-        change(InProcessWorkerGroup, "_make_draft_model", ("if self._draft is None:", "if True:")),
         DRAFT_MODEL,
     ),
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from backend.text.accumulator import OutputAccumulator
-from compat.llm import LLM, arguments, llm, logits, mapping
+from compat.llm import LLM, arguments, llm, mapping
 from compat.llm.chat import ChatTokenizer
 from compat.llm.executor import GenerationExecutor
-from compat.llm.folding import RequestFold, SequenceFold
-from compat.llm.postprocessing import PostprocPool, PostprocProcess, PostprocWorker
-from compat.llm.requests import GenerationRequest
+from compat.llm.folding import SequenceFold
+from compat.llm.postprocessing import PostprocPool, PostprocWorker
 from compat.llm.result import CompletionOutput, GenerationResult
 from compat.llm.result_queue import ResultQueue
 from compat.llm.sampling_params import SamplingParams
@@ -31,10 +30,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(LLM, "generate", ("[outputs.get(n) for n in range(len(prompts))]", "list(outputs.values())")),
         ["tests/llm/test_llm.py"],
     ),
-    "a_chat_gets_a_second_beginning": (
-        change(ChatTokenizer, "apply_chat_template", ("add_special_tokens=False", "add_special_tokens=True")),
-        ["tests/llm/test_chat.py"],
-    ),
     "a_chat_has_no_tools": (
         change(ChatTokenizer, "apply_chat_template", ("add_generation_prompt, tools", "add_generation_prompt")),
         ["tests/llm/test_chat.py"],
@@ -43,40 +38,13 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(GenerationExecutor, "_get_next_client_id", (" % UINT64", "")),
         EXECUTOR,
     ),
-    "ids_given_without_the_lock_of_their_request": (
-        change(GenerationRequest, "set_id", ("if self._id is not None:", "if False:")),
-        ["tests/llm/test_requests.py", *EXECUTOR],
-    ),
-    "a_final_response_leaves_the_request_behind": (
-        change(
-            GenerationExecutorWorker,
-            "_deliver",
-            (
-                "self._results.pop(output.client_id, None) if output.is_final else self._results.get(output.client_id)",
-                "self._results.get(output.client_id)",
-            ),
-        ),
-        EXECUTOR,
-    ),
-    "the_engine_goes_on_after_a_stop_string": (
-        change(GenerationExecutorWorker, "_deliver", ("if output.wants_cancel:", "if False:")),
-        SEQUENCES,
-    ),
     "a_fault_of_the_dispatcher_leaves_others_waiting": (
         change(GenerationExecutorWorker, "_dispatch", ("        self._fail_all(self._failure)\n", "")),
-        ["tests/llm/test_executor.py::test_a_fault_of_the_dispatcher_is_raised_to_all_who_wait_and_to_all_who_come"],
-    ),
-    "who_comes_after_a_fault_waits_for_ever": (
-        change(GenerationExecutorWorker, "_check_open", ("if self._failure is not None:", "if False:")),
         ["tests/llm/test_executor.py::test_a_fault_of_the_dispatcher_is_raised_to_all_who_wait_and_to_all_who_come"],
     ),
     "the_timeout_begins_anew_with_each_token": (
         change(GenerationResult, "result", ("max(0.0, end - time.monotonic())", "timeout")),
         ["tests/llm/test_results.py::test_the_timeout_is_for_the_whole_result_and_not_for_each_token"],
-    ),
-    "of_several_processors_each_gets_the_models_logits": (
-        change(logits, "in_order", ("logits if returned is None else returned", "logits")),
-        LOGITS,
     ),
     "processors_of_requests_are_kept_for_ever": (
         change(GenerationExecutorWorker, "_hand_on", ("arrival.response.is_final and", "False and")),
@@ -85,18 +53,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "rows_of_cut_tokens_stay": (
         change(CompletionOutput, "_cut_rows", ("self.generation_logits[:count]", "self.generation_logits")),
         LOGITS,
-    ),
-    "the_prompt_ends_without_its_last_entry": (
-        change(SequenceFold, "_of_prompt", ("known if self._first is None else", "known if True else")),
-        ["tests/llm/test_log_probs.py"],
-    ),
-    "who_was_told_early_never_hears_of_the_prompt": (
-        change(SequenceFold, "_of_prompt", ("known is None or self._prompt_is_told", "self._prompt_is_told")),
-        SEQUENCES,
-    ),
-    "only_one_waiter_hears_of_the_end": (
-        change(GenerationResult, "_apply", ("if self._done:", "if False:")),
-        ["tests/llm/test_results.py::test_all_who_wait_for_a_result_are_told_of_its_end"],
     ),
     "the_diff_of_an_earlier_step_stays": (
         change(GenerationResult, "_take_in", ("    for output in self._outputs:\n        output.begin_step()\n", "")),
@@ -118,18 +74,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(OutputAccumulator, "_cut", ("    del self.ids[kept:]\n", "")),
         SEQUENCES,
     ),
-    "a_stop_token_stays_in_the_text": (
-        change(OutputAccumulator, "withdraw", ("if self._stream is not None:", "if False:")),
-        SEQUENCES,
-    ),
-    "a_new_beam_keeps_the_text_of_the_old_one": (
-        change(OutputAccumulator, "replace", ("same < len(self.ids) or ", "")),
-        SEQUENCES,
-    ),
-    "beams_end_at_their_first_stop_string": (
-        change(RequestFold, "is_final", ("if self._params.beams:", "if False:")),
-        SEQUENCES,
-    ),
     "every_token_is_told_whatever_the_interval": (
         change(SequenceFold, "is_due", (">= self._params.stream_interval", ">= 1")),
         RESULTS,
@@ -148,20 +92,8 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(GenerationExecutorWorker, "shutdown", ("self._thread.join(END_GRACE_S)", "self._thread.join()")),
         POSTPROCESSING,
     ),
-    "the_end_of_a_process_is_not_told": (
-        change(PostprocProcess, "_listen", ("        self._on_lost(self)\n", "        pass\n")),
-        ["tests/llm/test_postprocessing.py::test_the_requests_of_a_process_that_ends_fail_and_so_do_those_that_follow"],
-    ),
-    "greedy_requests_send_what_samples": (
-        change(mapping, "sampling_config", ("if not (params.is_greedy and field.asks_for_sampling)", "")),
-        MAPPING,
-    ),
     "beams_without_beam_search": (
         change(mapping, "sampling_config", ("if params.use_beam_search:", "if params.num_sequences > 1:")),
-        MAPPING,
-    ),
-    "a_dense_bias_is_sent_whole": (
-        change(mapping, "_logit_bias", (" if value != 0", "")),
         MAPPING,
     ),
     "stop_strings_wait_for_the_end": (

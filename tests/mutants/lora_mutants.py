@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from backend.api import adapter_files
-from backend.api import lora as api_lora
-from backend.api.request import Request
-from backend.engine import prefetch
-from backend.engine.intake import Intake
-from backend.engine.loop import EngineLoop
 from backend.engine.names import AdapterNames
-from backend.engine.preparation import Preparation
 from backend.engine.read_ahead import ReadAhead
 from backend.kvcache import adapters as cached_adapters
 from backend.kvcache.adapters import AdapterCache, AdapterLru
@@ -19,13 +13,11 @@ from backend.layers.lora import Stacks
 from backend.models import lora, npy
 from backend.scheduler.scheduler import Scheduler
 from backend.serving import named_adapters
-from backend.serving.fronts import llmapi, trtllm_tokens
-from backend.wire.engine_server import EngineServer
+from backend.serving.fronts import llmapi
 from backend.worker import adapter_pages, adapters
 from backend.worker.adapter_pages import AdapterPages, PagePool
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.copy_streams import CopyStreams
-from deploy import serve
 from gateway.core import Gateway
 from tests.mutants.changes import change, change_everywhere
 
@@ -45,17 +37,11 @@ MUTANTS = {
         change(AdapterLru, "put", ("next(each for each in self._bytes", "next(each for each in [*self._bytes][::-1]")),
         CACHE,
     ),
-    "who_is_in_use_goes": (change(AdapterLru, "put", ("each not in self._users and", "")), CACHE),
-    "use_is_not_noted": (change(AdapterLru, "use", ("self._bytes.move_to_end(content)", "pass")), CACHE),
     "one_user_less_is_none": (change(AdapterLru, "leave", ("-= 1", "= 0")), CACHE),
     "names_of_all_clients_are_one": (
         change(
             AdapterCache, "resolve", ("self._names.get(name)", "{n[1]: c for n, c in self._names.items()}.get(name[1])")
         ),
-        CACHE,
-    ),
-    "what_leaves_the_host_stays_on_the_device": (
-        change(AdapterCache, "_forget", ("if content in self.device", "if False")),
         CACHE,
     ),
     "a_failed_step_has_brought_its_adapters": (
@@ -66,64 +52,9 @@ MUTANTS = {
         change(Scheduler, "_admit", ("if not self.adapters.has_room(", "if False and (")),
         WAITING,
     ),
-    "a_session_changes_its_adapter": (
-        change(Intake, "_accept_turn", ("known.adapter != request.adapter", "False")),
-        WAITING,
-    ),
-    "later_requests_overtake": (change(Preparation, "enter", ("waiting.line in self._lines", "False")), WAITING),
-    "the_cancelled_run": (change(Preparation, "_advance", ("if not first.has_left:", "if True:")), WAITING),
     "all_adapters_are_read_ahead": (
         change(ReadAhead, "_has_room", ("return own < free if own else free > 0", "return True")),
         READING,
-    ),
-    "who_leaves_takes_the_adapter_along": (change(Preparation, "_close_ranks", ("or is_meant", "")), WAITING),
-    "who_leaves_is_read_for_all_the_same": (
-        change(Preparation, "_close_ranks", ("self._reading.let_go(each.adapter)", "pass")),
-        WAITING,
-    ),
-    "a_drain_leaves_requests_in_preparation_behind": (
-        change(EngineLoop, "_is_over", (" or self._core.preparation", "")),
-        WAITING,
-    ),
-    "what_nobody_means_keeps_its_room": (
-        change(ReadAhead, "let_go", ("self._held.pop(coming, None)", "pass")),
-        READING,
-    ),
-    "a_namespace_takes_all_room": (
-        change(ReadAhead, "_has_room", ("return own < free if own else free > 0", "return free > 0")),
-        READING,
-    ),
-    "a_reader_waits_with_its_adapter": (change(ReadAhead, "note", ("self._num_reading -= 1", "pass")), READING),
-    "more_read_than_there_are_readers": (
-        change(ReadAhead, "_begin", ("self._num_reading < self._num_readers and ", "")),
-        READING,
-    ),
-    "a_reader_s_place_is_never_given_back": (
-        change(ReadAhead, "note", ("self._unread.done(coming.namespace)", "pass")),
-        READING,
-    ),
-    "adapters_in_the_cache_take_room_here": (
-        change(Preparation, "_put", ("self._reading.let_go(adapter)", "pass")),
-        READING,
-    ),
-    "readers_outlive_the_engine": (
-        change(ReadAhead, "close", ("self._threads = None", "pass")),
-        READING,
-    ),
-    "the_loop_sleeps_past_a_deadline": (
-        change(EngineLoop, "_sleep", ("if earliest_ns is not None:", "if False:")),
-        WAITING,
-    ),
-    "kv_of_other_adapters_is_met": (
-        change(Request, "adapter", ('"" if self.lora is None else self.lora.content', '""')),
-        MODEL,
-    ),
-    "ids_of_all_are_nobody_s": (change(AdapterCache, "resolve", (" or self._names_for_all.get(name[1])", "")), CACHE),
-    "ids_of_all_outlive_their_adapter": (
-        change(
-            AdapterCache, "_forget", ("self._names_for_all.items() if each != content", "self._names_for_all.items()")
-        ),
-        CACHE,
     ),
     "more_adapters_are_prefetched_than_fit": (
         change(AdapterCache, "put_for_all", ("if num_bytes >", "if False and num_bytes >")),
@@ -134,18 +65,6 @@ MUTANTS = {
         EVENTS,
     ),
     "alpha_is_one_for_all": (change(lora, "_scale", ("alpha = value", "pass")), MODEL),
-    "adapters_of_other_kinds_begin": (
-        change(serve, "with_adapters", ("check_adapter_files(Path(directory), lora.max_rank)", "pass")),
-        ["tests/deploy/test_serve_options.py"],
-    ),
-    "other_kinds_are_plain_adapters": (
-        change(api_lora, "read_peft_config", ("if raw.get(key) not in plain:", "if False:")),
-        ["tests/model/test_lora_prefetch.py"],
-    ),
-    "a_name_is_forgotten": (
-        change(trtllm_tokens, "read_lora", ("    if name:", "    if False:")),
-        ["tests/serving/test_trtllm_inputs.py"],
-    ),
     "an_id_beside_a_name_counts": (
         change(llmapi, "_adapter", ("    if name:", "    if name and not task_id:")),
         ["tests/serving/test_llmapi_model.py"],
@@ -165,24 +84,10 @@ MUTANTS = {
         HELD,
     ),
     "any_alpha_is_a_number": (change(lora, "_scale", ("not abs(alpha) <= MAX_ALPHA", "False")), HOSTILE),
-    "factors_may_be_infinite": (change(lora, "read_adapter", ("part.b * part.scale", "part.b")), HOSTILE),
-    "arrays_are_as_long_as_they_say": (change(npy, "_read", ("needed != there or", "False or")), HOSTILE),
     "arrays_in_fortran_s_order_are_in_c_s": (change(npy, "_read", ("if is_transposed", "if False")), HOSTILE),
     "two_tensors_of_one_name_are_one": (
         change_everywhere(adapter_files.half_tensors, ("is not half", "is None")),
         HOSTILE,
-    ),
-    "named_adapters_are_not_read_at_the_start": (
-        change(
-            prefetch,
-            "make_adapters",
-            ("adapters.check_fits(workers.prepare_adapter(LoraConfig(0, path=directory, name=name)))", "pass"),
-        ),
-        ["tests/model/test_lora_prefetch.py"],
-    ),
-    "high_ranks_are_found_by_requests": (
-        change_everywhere(adapter_files.check_adapter_files, ('if each.half == "A"', "if False")),
-        ["tests/serving/test_named_adapters.py"],
     ),
     "adapters_of_a_list_are_not_checked": (
         change_everywhere(named_adapters.check_adapters, ("if lora.enabled else ()", "if False else ()")),
@@ -192,13 +97,6 @@ MUTANTS = {
         change(AdapterPages, "hold", ("self._copy(index, b)", "self._copy(0, b)")),
         PAGES,
     ),
-    "pages_have_no_room_for_what_is_not_divided": (
-        change_everywhere(
-            adapter_pages.page_bytes, ("whole + max(size(place, max_rank) for place in known.values())", "whole")
-        ),
-        PAGES,
-    ),
-    "pages_are_never_given_back": (change(PagePool, "give_back", ("self._free.extend(pages)", "pass")), PAGES),
     "pages_of_live_adapters_are_given_back": (
         change(AdapterPages, "belong_to", ("weakref.finalize(owner, self", "weakref.finalize(Layers(), self")),
         PAGES,
@@ -235,34 +133,13 @@ MUTANTS = {
         change(CopyStreams, "begin", ("for stream in self.streams", "for stream in []")),
         PAGES,
     ),
-    "links_lead_out_of_the_allowed_directory": (
-        change_everywhere(adapter_files.allowed_directory, ("(root / directory).resolve()", "(root / directory)")),
-        NAMED,
-    ),
-    "any_directory_is_allowed": (
-        change_everywhere(adapter_files.allowed_directory, ("root not in path.parents or ", "")),
-        NAMED,
-    ),
     "names_are_loaded_without_an_allowed_directory": (
         change(AdapterNames, "_check_allowed", ("self._lora.enabled and self._lora.allowed_dir", "True")),
         NAMED,
     ),
-    "a_name_is_taken_over": (change(AdapterNames, "_check_free", ("known != directory", "False")), NAMED),
     "loads_outlive_the_engine_unanswered": (
         change(AdapterNames, "close", ("for request_id in self._loading", "for request_id in ()")),
         NAMED,
-    ),
-    "any_number_is_loaded_at_once": (
-        change(AdapterNames, "_begin", ("len(self._loading) >= MAX_LOADING", "False")),
-        NAMED,
-    ),
-    "clients_are_not_told_of_names": (
-        change(AdapterNames, "take_change", ("self.directories if changed else None", "None")),
-        NAMED,
-    ),
-    "later_clients_miss_names": (
-        change(EngineServer, "publish_adapters", ("self._broadcast(Adapters(adapters))", "pass")),
-        ["tests/wire/test_adapter_names.py"],
     ),
     "the_rank_is_not_divided_by": (change(lora, "_scale", ("else rank)", "else 1)")), MODEL),
 }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from backend.engine import sessions
 from backend.executor import engine_supervisor
 from backend.kvcache import sizing
-from backend.worker import loaded_model, native_tier, tier
+from backend.worker import native_tier, tier
 from deploy import server_log
 from kernels.cpu import decoder, linear
 from tests.mutants.changes import Plant, change, change_everywhere
@@ -20,53 +19,21 @@ _EXECUTOR = "tests/model/test_executor.py::"
 
 # name -> (what plants it, tests that must fail)
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "small_blocks_stay_small": (
-        change(tier.Choice, "block_size", ("max(wanted, UNIT)", "wanted")),
-        [_SETTINGS + "[blocks of 16]"],
-    ),
-    "large_blocks_become_small": (
-        change(tier.Choice, "block_size", ("max(wanted, UNIT)", "UNIT")),
-        [_CHOICE + "test_the_native_kernels_raise_small_blocks_and_say_so[64-64-auto]"],
-    ),
     "the_engine_keeps_the_configured_blocks": (
         change_everywhere(sizing.with_usable_blocks, ("if size else config", "if False else config")),
         [_SETTINGS + "[blocks of 16]"],
-    ),
-    "a_small_pool_is_told_of_smaller_blocks": (
-        change(sizing, "_remedy", ("block_size > usual", "block_size >= usual")),
-        [_EXECUTOR + "test_a_pool_that_is_too_small_is_not_told_to_take_blocks_that_the_kernels_do_not_have"],
     ),
     "float16_is_rounded": (
         change(tier.Choice, "computes_in", ("torch.float32 if", "torch.bfloat16 if")),
         [_SETTINGS + "[float16]"],
     ),
-    "float16_is_not_mentioned": (
-        change(loaded_model, "_remarks", ("choice.computes_in(dtype) != dtype", "False")),
-        [_CHOICE + "test_a_float16_model_is_computed_in_float32_and_that_is_said[auto]"],
-    ),
-    "torch_operators_are_not_mentioned": (
-        change(loaded_model, "_remarks", ('choice.name == "torch"', "False")),
-        [_CHOICE + "test_the_torch_tier_is_had_for_the_asking"],
-    ),
-    "infinity_is_held_in_float16": (
-        change(linear, "_is_float16", ("half.isfinite().all() and ", "")),
-        [_LINEAR + "test_a_weight_with_a_number_that_float16_does_not_hold_stays_float32[inf]"],
-    ),
     "only_the_first_rows_are_looked_at": (
         change(linear, "_is_float16", ("row_slices(*weight.shape)", "[slice(0, 1)]")),
         [_LINEAR + "test_a_weight_with_a_number_that_float16_does_not_hold_stays_float32[65520.0]"],
     ),
-    "float16_is_held_in_float32": (
-        change(linear, "_is_float16", ("return True", "return False")),
-        [_LINEAR + "test_a_float32_weight_that_float16_holds_takes_half_the_memory_and_yields_the_same_bits"],
-    ),
     "hidden_states_are_those_of_other_rows": (
         change(native_tier.NativeTier, "run", ("compute(hidden, logits)", "compute(hidden.flip(0), logits)")),
         [_HIDDEN],
-    ),
-    "angles_are_those_of_the_places": (
-        change(decoder.NativeDecoder, "step", ("given.positions is None else", "True else")),
-        [_PROMPTS],
     ),
     "embeddings_are_of_the_token_before": (
         change(
@@ -91,9 +58,5 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "a_remark_is_told_at_each_start_anew": (
         change(server_log, "remarks", ("list(dict.fromkeys(", "list(tuple(")),
         ["tests/deploy/test_server_log.py::test_what_the_engine_remarks_is_found_once_each_also_in_json"],
-    ),
-    "blocks_of_sessions_weigh_nothing": (
-        change(sessions, "idle_bytes", (" + BYTES_PER_BLOCK * -(-num_tokens // block_size)", "")),
-        ["tests/engine/test_session_memory.py", "tests/model/test_session_memory.py"],
     ),
 }

@@ -9,12 +9,9 @@ from tests.serving import conftest  # noqa: F401
 
 from backend.serving.fronts import everbatch
 from backend.serving.requests import Work
-from backend.serving.sequence_output import SequenceOutput
 from backend.text import chat
 from backend.text.chat import ChatTemplate
-from backend.text.token_texts import PromptTexts
-from gateway import chunks, core, invalid, items, keys, logprobs, response_events, tools, translate
-from gateway.store import Conversation
+from gateway import chunks, core, invalid, keys, logprobs, response_events, translate
 from gateway.triton_client import Piece
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -60,18 +57,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(everbatch._OfPrompt, "once", ("sequence not in self._untold", "sequence")),
         EVERBATCH,
     ),
-    "the_prompt_is_told_with_each_response": (
-        change(everbatch._OfPrompt, "once", ("self._untold.remove(sequence)", "pass")),
-        EVERBATCH,
-    ),
-    "half_a_character_holds_the_prompt_back": (
-        change(SequenceOutput, "is_due", ("self.prompt_log_probs is not None", "False")),
-        EVERBATCH,
-    ),
-    "special_tokens_are_always_part_of_the_prompt_s_text": (
-        change(PromptTexts, "push", ('name.encode() if is_held else b""', "name.encode()")),
-        EVERBATCH,
-    ),
     "a_long_prompt_s_scores_take_no_time": (
         change(Work, "takes_long", ("* of_prompt > MANY_LOG_PROBS", "* 0 > MANY_LOG_PROBS")),
         EVERBATCH,
@@ -104,35 +89,14 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         TAKEN,
     ),
-    "both_names_of_a_limit_count_as_one": (change(translate, "_limits", ("if len(given) == 2:", "if False:")), TAKEN),
     # Functions in /v1/responses.
-    "calls_of_one_answer_are_answers_of_their_own": (
-        change_everywhere(items.turns_of, ('if not turns or turns[-1]["role"] != "assistant":', "if True:")),
-        RESPONSE_TOOLS,
-    ),
     "white_space_between_calls_is_a_message": (
         change(response_events._Output, "add", ("self._blank.strip() or", "True or")),
-        RESPONSE_TOOLS,
-    ),
-    "a_message_does_not_end_where_a_call_begins": (
-        change(response_events.ResponseWriter, "events", ("if before is not None:", "if False:")),
-        RESPONSE_TOOLS,
-    ),
-    "an_answer_of_nothing_has_no_message": (
-        change(response_events._Output, "add", ("if is_last and not self.entries:", "if False:")),
         RESPONSE_TOOLS,
     ),
     "later_texts_of_a_message_replace_earlier_ones": (
         change(response_events._Output, "_grown", ("message.texts.append(text)", "message.texts[:] = [text]")),
         ["tests/gateway/test_responses.py"],
-    ),
-    "a_named_function_is_one_of_all": (
-        change(tools, "_chosen", ("asked.named in (None, one.name)", "True")),
-        RESPONSE_TOOLS,
-    ),
-    "the_page_begins_with_the_item_before": (
-        change_everywhere(items.listed, ("ordered[place + 1 :]", "ordered[place:]")),
-        RESPONSE_TOOLS,
     ),
     "to_count_is_to_generate": (change(translate, "counting", ('"tokenize": True', '"max_tokens": 1')), RESPONSE_TOOLS),
     # Conversations.
@@ -153,24 +117,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(core.Gateway, "before", ('Stored("", found.items, (), None, b"")', "None")),
         CONVERSATIONS,
     ),
-    "a_conversation_s_items_count_for_nothing": (
-        change(Conversation, "size", ("+ _size_of(self.items)", "")),
-        CONVERSATIONS,
-    ),
     # Parties, keys, models.
-    "who_comes_through_a_proxy_is_of_this_machine": (
-        change(core.Gateway, "is_of_this_machine", (" and not context.is_forwarded", "")),
-        KEYS,
-    ),
-    "everybody_is_of_this_machine": (change(core.Gateway, "is_of_this_machine", ("self._is_private and ", "")), KEYS),
-    "tenants_are_of_this_machine": (change(core.Gateway, "_party", ("self.keys is None and ", "")), KEYS),
     "a_key_may_name_what_there_is_not": (
         change(keys, "_parsed", ("served is not None and", "not served and")),
         KEYS,
-    ),
-    "the_length_of_the_model_is_asked_for_each_time": (
-        change(core.Gateway, "max_model_len", ("self._model_len is None or", "True or")),
-        ADAPTERS,
     ),
     "a_length_that_is_not_known_stays_so": (
         change(core.Gateway, "_ask_model_len", ("return None", "return 0")),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from backend.api import output_limits
 from backend.api.request import Request
 from backend.core.gathered import Gathered
-from backend.core.sequence import Sequence
 from backend.engine import gathered
 from backend.models.llama import Llama
 from backend.sampling.slots import SlotParameters
-from backend.worker import extras, post_processors, prompt_inputs
-from backend.worker.debug_tensors import DebugFetch
-from backend.worker.extras import Extras, GatheringPass, Part, SlotWants
+from backend.worker import extras
+from backend.worker.extras import GatheringPass, Part, SlotWants
 from backend.worker.post_processors import PostProcessors
-from backend.worker.prompt_inputs import PromptInputs
 from kernels import sampling
 from tests.mutants.changes import change
 
@@ -30,10 +26,6 @@ DEBUG = "tests/model/test_debug_tensors.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
 
 MUTANTS = {
-    "too_few_results_are_enough": (
-        change(PostProcessors, "_run_batch", ("strict=True", "strict=False")),
-        [PROCESSORS + "test_a_batched_one_that_returns_too_few_tensors_fails_for_all"],
-    ),
     "a_processor_that_exits_ends_the_engine": (
         change(PostProcessors, "_run_one", ("(Exception, SystemExit)", "Exception")),
         RAISES,
@@ -46,10 +38,6 @@ MUTANTS = {
         change(GatheringPass, "_fetch_debug", ("begin(self._debug.rows,", "begin(self.rows,")),
         [DEBUG + "test_the_logits_are_there_beside_those_of_a_prompt_that_a_request_gets"],
     ),
-    "debug_tensors_without_a_limit": (
-        change(DebugFetch, "begin", ("if num_bytes <= left:", "if True:")),
-        [DEBUG + "test_what_does_not_fit_is_dropped_and_the_log_names_the_limit_once"],
-    ),
     "context_rows_are_one_off": (
         change(GatheringPass, "gather", ("(last - positions[0])", "(last - positions[0] - 1)")),
         ROWS,
@@ -58,27 +46,9 @@ MUTANTS = {
         change(SlotWants, "context_rows", ("min(end, row", "min(1 << 40, row")),
         ROWS,
     ),
-    "context_rows_begin_anew_with_each_chunk": (
-        change(Gathered, "add", ("if part.position > known:", "if part.position >= known:")),
-        ROWS,
-    ),
     "prompt_log_probs_are_of_the_token_behind": (
         change(GatheringPass, "gather", ("positions[0] + 1 : positions[-1] + 2", "positions[0] : positions[-1] + 1")),
         [PROMPT_LOG_PROBS + "test_they_equal_log_softmax_and_topk_of_a_plain_forward"],
-    ),
-    "prompts_with_log_probs_take_over_cached_kv": (
-        change(Sequence, "max_found_tokens", ("most if self.gathered is None else", "most if True else")),
-        [PROMPT_LOG_PROBS + "test_a_prompt_whose_kv_is_cached_is_computed_again_and_serves_others_afterwards"],
-    ),
-    "prompt_log_probs_are_computed_for_ever": (
-        change(Gathered, "_misses", ("self._next[name] < self._ends[name]", "True")),
-        [
-            "tests/core/test_gathered.py::test_log_probs_of_the_prompt_end_ahead_of_its_last_position_and_need_all_before"
-        ],
-    ),
-    "every_sequence_tells_the_prompt": (
-        change(Gathered, "leave_prompt_log_probs", ("self._names.pop(PROMPT_LOG_PROBS, None)", "pass")),
-        [PROMPT_LOG_PROBS + "test_of_several_sequences_the_first_tells_them"],
     ),
     "a_pass_has_as_many_rows_as_the_prompt": (
         change(extras, "passes", ("<= MAX_ROWS", "<= 1 << 40")),
@@ -92,28 +62,10 @@ MUTANTS = {
         change(Gathered, "take", ("self._tensor(name, self._generation", "self._tensor(name, dict(self._generation)")),
         STREAM,
     ),
-    "others_promises_are_forgotten": (change(gathered, "promise", ("taken + total >", "total >")), CAPS),
     "a_response_may_be_of_any_size": (change(gathered, "promise", ("largest > ", "0 > ")), CAPS),
-    "a_slot_keeps_its_last_owners_wishes": (
-        change(Extras, "set_row", ("self._slots.pop(row.slot, None)", "pass")),
-        [PROCESSORS + "test_the_slot_of_a_request_with_one_goes_to_a_request_without"],
-    ),
-    "greedy_rows_ignore_the_processor": (
-        change(GatheringPass, "needed", ("is_needed or slot in self.processed", "is_needed")),
-        FORCE,
-    ),
-    "what_is_returned_is_dropped": (
-        change(post_processors, "_take_over", ("logits.copy_(returned)", "pass")),
-        FORCE,
-    ),
     "a_failure_is_swallowed": (
         change(PostProcessors, "_run_one", ("return [_failure(row, error)]", "return []")),
         RAISES,
-    ),
-    "a_failed_row_goes_on": (change(gathered, "apply", ("flight.dropped.add(seq.seq_id)", "pass")), RAISES),
-    "static_batches_take_processors": (
-        change(output_limits, "check_post_processor", ("if is_static:", "if False:")),
-        [PROCESSORS + "test_static_batches_refuse_it_and_the_others_of_the_batch_finish"],
     ),
     "hidden_states_are_not_normed": (
         change(Llama, "logits_and", ("compute(normed, logits)", "compute(hidden, logits)")),
@@ -132,14 +84,6 @@ MUTANTS = {
     "zeros_behind_extra_ids_keep_kv_apart": (
         change(Request, "namespace", ("while extra_ids and not", "while False and not")),
         ["tests/api/test_limits.py"],
-    ),
-    "a_slot_keeps_its_last_owners_positions": (
-        change(PromptInputs, "set_row", ("self._slots.pop(row.slot, None)", "pass")),
-        [PROMPTS + "test_the_slot_of_a_prompt_with_inputs_goes_to_one_without"],
-    ),
-    "output_repeats_the_last_position": (
-        change(prompt_inputs, "_positions", ("given[-1] + 1 + places", "given[-1] + places")),
-        [PROMPTS + "test_position_ids_take_the_place_of_the_tokens_own"],
     ),
     "top_p_never_decays": (
         change(SlotParameters, "decay_top_p", (".decay is not None", ".decay is False")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backend.api import gguf as header
-from backend.api import quantised
 from backend.models import compressed_tensors, config, gguf_config, gptq
 from tests.mutants.changes import Plant, SetAttribute, change
 
@@ -53,10 +52,6 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
         change(gptq.GptqLayers, "take", ("(zeros + 1) & 15", "zeros + 1")),
         [_EVERY_ZERO + "[16-gptq]"],
     ),
-    "zero_points_of_version_2_are_those_of_1": (
-        change(gptq.GptqLayers, "take", ("self.version == 1", "True")),
-        [_EVERY_ZERO + "[16-gptq_v2]"],
-    ),
     "padding_of_zero_points_is_rows": (
         change(compressed_tensors.Int4Layers, "take", ("flatten(1)[:, :n].repeat", "flatten(1).repeat")),
         [_ZEROS + "test_rows_that_fill_no_whole_word_are_read_without_the_padding[9]"],
@@ -77,10 +72,6 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
         ),
         [_VALUES + "test_the_base_of_rotary_positions_is_read_wherever_it_stands"],
     ),
-    "the_base_inside_the_section_is_not_read": (
-        change(config, "_rope", ("scaling.rope_theta or raw.rope_theta", "raw.rope_theta")),
-        [_VALUES + "test_the_base_of_rotary_positions_is_read_wherever_it_stands"],
-    ),
     "frequencies_of_llama_3_are_exchanged": (
         change(
             config,
@@ -91,21 +82,5 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
             ),
         ),
         [_VALUES + "test_each_number_of_llama_3_s_scaling_has_its_place"],
-    ),
-    "any_kv_scheme_is_ours": (
-        change(quantised, "_kv_dtype", (" or given != _KV_SCHEME", "")),
-        [_VALUES + "test_a_kv_cache_that_is_quantised_in_another_way_is_refused"],
-    ),
-    "the_older_scale_of_positions_is_not_read": (
-        change(gguf_config, "_rope", (' or settings.get("rope.scale_linear", float)', "")),
-        [_SETTINGS + "test_positions_are_scaled_by_either_name_of_the_factor[scale_linear]"],
-    ),
-    "a_scaling_of_no_kind_is_scaled": (
-        change(gguf_config, "_rope", ('if kind == "linear":', "if True:")),
-        [_SETTINGS + "test_positions_are_not_scaled_where_the_file_says_none"],
-    ),
-    "a_file_s_base_is_the_usual_one": (
-        change(gguf_config, "_rope", ('settings.get("rope.freq_base", Factor) or ', "")),
-        [_SETTINGS + "test_positions_are_scaled_by_either_name_of_the_factor[scaling.factor]"],
     ),
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from backend.sampling import prompt_log_probs, slots, torch_choice
-from backend.worker import adapters, debug_tensors, draft_model, extras, group, input_batch, post_processors
+from backend.sampling import slots, torch_choice
+from backend.worker import adapters, draft_model, input_batch, post_processors
 from tests.mutants.changes import Plant, change
 
 _RULES = "tests/sampling/test_sampler_rules.py::"
@@ -40,14 +40,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(torch_choice.TorchChoice, "_with_log_probs", ("[: rows[i].top_log_probs]", "")),
         ["tests/sampling/test_sampler_rules.py"],
     ),
-    "top_log_probs_bring_the_token_s_own": (
-        change(
-            torch_choice.TorchChoice,
-            "_with_log_probs",
-            ("own_value if rows[i].return_log_probs else None", "own_value"),
-        ),
-        ["tests/sampling/test_sampler_rules.py"],
-    ),
     "bad_words_are_aligned_to_the_left": (
         change(
             slots.SlotParameters, "_words", ("[0] * (width - len(word)) + word", "word + [0] * (width - len(word))")
@@ -55,14 +47,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [
             "tests/sampling/test_rows_beside_rows.py::test_bad_words_of_several_lengths_are_masked_by_the_row_s_own_tokens"
         ],
-    ),
-    "more_alternatives_than_tokens": (
-        change(slots.SlotParameters, "set_row", ("min(row.top_log_probs, self.vocab_size)", "row.top_log_probs")),
-        ["tests/sampling/test_rows_beside_rows.py::test_no_more_alternatives_are_told_than_there_are_tokens"],
-    ),
-    "equal_tokens_have_their_worst_rank": (
-        change(prompt_log_probs, "packed_rows", ("log_probs > own", "log_probs >= own")),
-        ["tests/sampling/test_rows_beside_rows.py::test_tokens_that_are_equally_likely_share_the_best_rank"],
     ),
     "adapters_stay_on_the_device": (
         change(adapters.DeviceAdapters, "update", ("self._held.pop(content)", "self._held[content]")),
@@ -79,21 +63,9 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         [_MODEL + "test_lora.py"],
     ),
-    "what_a_sequence_wants_stays_with_the_slot": (
-        change(extras.Extras, "set_row", ("self._slots.pop(row.slot, None)", "pass")),
-        [_MODEL + "test_post_processors.py", _MODEL + "test_gathered_logits.py"],
-    ),
-    "copied_blocks_are_unknown_to_the_draft_model": (
-        change(draft_model.DraftModel, "_follow", ("self._filled[destination] = self._filled[source]", "pass")),
-        [_MODEL + "test_draft_model.py"],
-    ),
     "embedded_prompts_stay_with_the_slot": (
         change(draft_model.DraftModel, "_follow", ("self._embedded.discard if", "(lambda slot: None) if")),
         [_MODEL + "test_draft_model.py"],
-    ),
-    "each_debug_tensor_has_all_the_room": (
-        change(debug_tensors.DebugFetch, "begin", ("tensor, left - num_bytes", "tensor, left")),
-        [_MODEL + "test_what_is_gone.py::test_debug_tensors_of_a_step_share_the_room_that_it_has"],
     ),
     "the_batched_processor_is_forgotten": (
         change(
@@ -108,13 +80,5 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             ("[row.client_id for row in rows]", "[rows[0].client_id for row in rows]"),
         ),
         [_MODEL + "test_post_processors.py"],
-    ),
-    "weights_stay_after_the_shutdown": (
-        change(group.InProcessWorkerGroup, "shutdown", ("self._loaded = self._draft = None", "pass")),
-        [_MODEL + "test_what_is_gone.py::test_the_pool_and_the_weights_are_gone_after_a_shutdown"],
-    ),
-    "the_pool_stays_after_the_shutdown": (
-        change(group.InProcessWorkerGroup, "shutdown", ("self.runner = None", "pass")),
-        [_MODEL + "test_what_is_gone.py::test_the_pool_and_the_weights_are_gone_after_a_shutdown"],
     ),
 }
