@@ -44,7 +44,7 @@ def _row(alike: list[ForeignParameter]) -> str:
 
 
 def _becomes(parameter: ForeignParameter) -> tuple[str, str]:
-    """What becomes of a parameter, and the note about it. Parameters for which both are alike share a row."""
+    """The fate of a parameter, and the note about it. Parameters for which both are alike share a row."""
     if parameter.fate == "refused" and parameter.neutral:
         return "refused", f"{parameter.note}; {', '.join(f'`{value}`' for value in parameter.neutral)} may be set"
     return f"sets `{parameter.target}`" if parameter.target else parameter.fate, parameter.note

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
-QUIET_S = 60.0  # of service, after which earlier ends are forgotten
+QUIET_S = 60.0  # seconds of service after which earlier ends are forgotten
 WINDOW_S = 600.0
 
 

@@ -27,7 +27,7 @@ def workers_of(
     batched: Callable[..., Any] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> InProcessWorkerGroup:
-    """With the checkpoint that the configuration names. `progress`: is told the phases of loading.
+    """With the checkpoint that the configuration names. `progress` is called with each phase of loading.
 
     Raises ConfigError, which says `File does not exist` when there is no such directory.
     """

@@ -1,4 +1,4 @@
-"""Watch: tells whether the engine gives signs of life. The owner of the engine process kills one that gives none.
+"""Watch: notices that the engine gives no sign of life. The owner of the engine process kills it then.
 
     silent for a moment             the engine is taken to be well
     for too long (api/silence.py)   the Executor is not ready: new requests are refused, and those in flight wait
@@ -50,7 +50,7 @@ class Watch:
         self._silence = Silence()
         self._turn_age_s = 0.0
         self._num_signs = 0
-        self.pid: int | None = None  # of the engine process, once that is known
+        self.pid: int | None = None  # the engine process's id, once it is known
         self._has_killed = False
         self.is_connected = False  # Silence without a connection is not worth a warning.
         self._stopping = threading.Event()
@@ -66,7 +66,7 @@ class Watch:
         return not self._silence.is_too_long
 
     def describe(self) -> str:
-        """How long the engine has been silent, for whoever finds that it is not fresh."""
+        """A sentence about how long the engine has been silent, for errors and the log."""
         return (
             f"the engine has given no sign of life for {self.silent_s:.1f} s, the limit is {self._silence.limit_s:g} s"
         )

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tooling import prose
 
-BUDGET = 298
+BUDGET = 20
 
 
 def test_no_more_sentences_that_cannot_be_read_alone() -> None:

@@ -71,7 +71,7 @@ class Cancelled(EverbatchError):
 
 
 class Returned(NamedTuple):
-    """What each response tells besides its text, by the names of the flags."""
+    """Outputs of each response besides its text, by the names of the flags."""
 
     finish_reason: bool
     cumulative_logprob: bool
