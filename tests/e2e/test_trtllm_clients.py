@@ -205,8 +205,7 @@ def test_triton_counts_what_each_of_the_three_models_served(server: TritonServer
         )
         ids, lengths = generated.as_numpy("output_ids"), generated.as_numpy("sequence_length")
         infer(client, "postprocessing", TOKENS_BATCH=ids, SEQUENCE_LENGTH=lengths)
-    served = lambda: [successes(server, model) - old for model, old in zip(models, before)]
-    assert eventually(lambda: served() == [3, 3, 3], 30), served()
+    assert eventually(lambda: [successes(server, model) - old for model, old in zip(models, before)] == [3, 3, 3], 30)
 
 
 def successes(server: TritonServer, model: str) -> int:
