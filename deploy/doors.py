@@ -20,9 +20,9 @@ _LISTENING = "0A"
 _SO_ATTACH_FILTER = 26
 _FILTER = ctypes.create_string_buffer(  # instructions of the kernel's packet filter: code, two jumps, argument
     struct.pack("HBBI", 0x30, 0, 0, 13)  # load the byte with the flags of the TCP header
-    + struct.pack("HBBI", 0x45, 0, 1, 0x02)  # has it SYN?
-    + struct.pack("HBBI", 0x06, 0, 0, 0)  # yes: nothing of the packet is taken
-    + struct.pack("HBBI", 0x06, 0, 0, 0xFFFFFFFF),  # no: all of it
+    + struct.pack("HBBI", 0x45, 0, 1, 0x02)  # does it open a connection (SYN)?
+    + struct.pack("HBBI", 0x06, 0, 0, 0)  # yes: drop the packet
+    + struct.pack("HBBI", 0x06, 0, 0, 0xFFFFFFFF),  # no: accept the packet
     32,
 )
 

@@ -64,9 +64,7 @@ def _own_python(root: Path, arguments: list[str]) -> Path:
     if not is_complete(root / ".venv", hashes(root, kit)) and (text := written_help.asked(arguments)) is not None:
         try:
             print(text, flush=True)
-        except (
-            BrokenPipeError
-        ):  # The reader has left, as `head` does; the interpreter must not fail on its last flush either.
+        except BrokenPipeError:  # The reader has left, as `head` does. The interpreter's last flush must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0 if arguments else 2)
     return ensure(root, kit)

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-KEPT = 10  # files, of which one is being written
+KEPT = 10  # log files, the one being written included
 MAX_BYTES = 64 << 20
 DISK_SHARE = 64  # A file takes at most a 64th of its file system, so those of two logs take about a third.
 MIN_FREE_BYTES = 4096  # With less, no line fits any more.

@@ -36,7 +36,7 @@ class Readiness:
         self.told_ready = True
 
     def tell(self, ready: bool) -> None:
-        """Let the server say `ready` from now on. Raises ProbeFailed when it does not take it; then try again."""
+        """Have the server report itself ready, or not ready, from now on. Raises ProbeFailed if it refuses; call again then."""
         if self._model is None or ready == self.told_ready:
             return
         if ready:
@@ -44,7 +44,9 @@ class Readiness:
             self._post("unload", {}, (200,))
         else:
             broken = {"backend": SENTINEL, "input": [_TENSOR], "output": [_TENSOR]}
-            self._post("load", {"config": json.dumps(broken), **_FILE}, (400,))  # 400: the load has failed, as it must
+            self._post(
+                "load", {"config": json.dumps(broken), **_FILE}, (400,)
+            )  # 400: the load failed, which ends readiness
         self.told_ready = ready
 
     def _post(self, action: str, parameters: dict[str, str], expected: tuple[int, ...]) -> None:

@@ -2,7 +2,8 @@
 
 Runs in the child between fork and exec of the server (instead of subprocess's preexec_fn, which is unsafe beside
 threads). Keeps the pid. Order: ask for SIGKILL at the parent's death, then look whether the parent died before that,
-raise the stack limit, then exec; a command with marks of secret flags is stopped there for its parent (deploy/secret_flags.py).
+raise the stack limit, then exec. A command with placeholders for secret flags is stopped at the exec until its parent has
+filled them in (deploy/secret_flags.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status, and {"error": {message, type, param, code}}."""
+"""The shape of an error to OpenAI's clients: a status, and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 

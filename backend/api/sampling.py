@@ -31,9 +31,9 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     top_p: float | None = None  # (0, 1]
     min_p: float | None = None  # [0, 1]
     seed: int | None = None  # uint64; unset = 0, as in TensorRT-LLM
-    repetition_penalty: float | None = None  # > 0; over prompt and output
-    presence_penalty: float | None = None  # over output only
-    frequency_penalty: float | None = None  # over output only
+    repetition_penalty: float | None = None  # > 0; counts tokens of prompt and output
+    presence_penalty: float | None = None  # counts tokens of the output only
+    frequency_penalty: float | None = None  # counts tokens of the output only
     min_tokens: int | None = None  # end ids and stop words are held back until then
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit
     length_penalty: float | None = None  # beams only; unset = 0
@@ -79,7 +79,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Outputs of a Result; everything not asked for is None."""
 
     return_log_probs: bool = False  # log-probability of each output token under the model's own distribution
-    top_log_probs: int = 0  # besides, the k most likely tokens of each position
+    top_log_probs: int = 0  # number of most likely tokens to return for each output token
     # Log-probabilities of the prompt's tokens from the second on, with the k most likely tokens of each position.
     prompt_log_probs: int | None = None
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids

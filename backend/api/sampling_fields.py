@@ -44,8 +44,8 @@ class SamplingField(NamedTuple):
     dtype: str  # Triton's type of its tensor; empty for lists and maps
     on: str
     names: dict[Wire, str] = {}
-    least: float | None = None  # None: checked elsewhere
-    greatest: float | None = None  # None, beside `least`: the greatest token id
+    least: float | None = None  # smallest allowed value; None: not checked by this table
+    greatest: float | None = None  # None: the greatest token id, if there is a `least`
     unset: float | None = None  # TensorRT-LLM's clients send this value, or less, for a field that they leave unset
     with_beams: tuple[float, ...] | None = None  # the only values that beams allow; None: they allow all
     asks_for_sampling: bool = False

@@ -220,7 +220,7 @@ def never_fits(kv: KVCacheManager, needed: int, num_prompt: int, max_output: int
 
 
 def _kept_history(known: Sequence | None, request: Request) -> tuple[int, list[int]]:
-    """(Tokens of the session's log that stay, token ids that this turn adds)."""
+    """Returns (number of tokens of the session's log that stay, token ids that this turn adds)."""
     if known is None:
         return 0, request.input_token_ids
     session, prompt = request.session, request.input_token_ids

@@ -12,7 +12,7 @@ from typing import Any
 
 from backend.api.errors import ConfigError
 
-OF_REQUEST = "of the request itself"  # type of a Request's `logits_post_processor`
+OF_REQUEST = "of the request itself"  # name in Request.logits_post_processor if the request brings its own callable
 PostProcessor = Callable[..., Any]
 _NUM_ARGUMENTS = 5
 

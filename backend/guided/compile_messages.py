@@ -57,10 +57,10 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     job: int
     ending: Ending
-    portable: bytes = b""  # COMPILED: input of GuideBackend.load
-    num_bytes: int = 0  # COMPILED: memory that the guide holds
-    text: str = ""  # REFUSED: a sentence for the client; FAILED: lines for the log, the last with the exception
-    place: str = ""  # REFUSED: the place in the guide's text
+    portable: bytes = b""  # if COMPILED: input of GuideBackend.load
+    num_bytes: int = 0  # if COMPILED: memory that the guide holds
+    text: str = ""  # if REFUSED: a sentence for the client; if FAILED: lines for the log, the last with the exception
+    place: str = ""  # if REFUSED: the place in the guide's text
 
 
 _encode = msgspec.msgpack.Encoder().encode

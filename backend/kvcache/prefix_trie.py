@@ -74,7 +74,8 @@ class PrefixTrie:
     def match(
         self, namespace: str, token_ids: Seq[int], max_tokens: int, partial: bool = True
     ) -> tuple[list[BlockHandle], BlockHandle | None, int]:
-        """Find the longest known prefix of token_ids[:max_tokens], in whole blocks and, if `partial`, the head of one more.
+        """Find the longest known prefix of token_ids[:max_tokens] (a prefix hit): whole blocks and, if `partial`, the
+        head of one more.
 
         Returns (full blocks in order, the block that continues them in part or None, tokens of it that match).
         """

@@ -23,7 +23,7 @@ def mlp(x: Tensor | Int8Rows, weights: MlpWeights, may_quantize: bool = True, ad
     gate_up = weights.gate_up(x)
     if adapt is None:
         return weights.down(silu_mul_int8(gate_up) if may_quantize and weights.down.takes_int8 else silu_mul(gate_up))
-    assert isinstance(x, Tensor)  # a model that takes adapters does not quantise it
+    assert isinstance(x, Tensor)  # with adapters no activations are quantised ahead
     adapt(gate_up, x, "gate_up")
     activated = silu_mul(gate_up)
     y = weights.down(activated)

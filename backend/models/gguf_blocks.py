@@ -75,7 +75,7 @@ def super_blocks(blocks: Tensor, kind: str) -> SuperBlocks:
 
 
 def scales(blocks: Tensor, kind: str) -> Tensor:
-    """The float16 that each block has, of uint8 [rows, bytes]: [rows, blocks, 1 or 2]."""
+    """The float16 scales stored in each block. blocks: uint8 [rows, bytes]. Returns [rows, blocks, 1 or 2]."""
     blocks = blocks.view(blocks.shape[0], -1, BLOCK_BYTES[kind])
     part = blocks[..., -2:] if kind == "Q6_K" else blocks[..., : 4 if kind in _TWO else 2]
     return part.contiguous().view(torch.float16)

@@ -19,7 +19,10 @@ class Acceptance:
         self._seen = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
 
     def see(self, seq: Sequence) -> tuple[int, int]:
-        """Learn from all that steps have verified so far. Returns the numbers of right guesses and of wrong ones that count."""
+        """Learn from the guesses verified since the last call.
+
+        Returns the number of right ones, and 1 if a wrong one followed, else 0: guesses behind the first wrong one mean nothing.
+        """
         if seq.num_tokens == self._seen[0]:
             return 0, 0
         now = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses

@@ -1,4 +1,4 @@
-"""The parts of a protocol other than tensors: the form of its errors, and some behaviour that its clients rely on."""
+"""A protocol apart from its tensors: the shape of an error to its clients, and some behaviour that they rely on."""
 
 from __future__ import annotations
 

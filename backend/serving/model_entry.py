@@ -21,7 +21,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         _find_backend()
-        from backend.serving.assembly import load_model  # here, so that a mere import of this file stays light
+        from backend.serving.assembly import load_model  # late: an import of this file alone stays cheap
 
         self._server = load_model(args)
 

@@ -32,7 +32,7 @@ class ServedModel:
     dialect: Dialect = PLAIN
     decoupled: bool = True
     owner: bool = False  # owns the engine, and publishes its metrics
-    reports_vllm: bool = False  # publishes vLLM's metrics too
+    reports_vllm: bool = False  # also publishes metrics under vLLM's names
     labels: Mapping[str, str] = field(default_factory=dict)  # labels of its metrics
     drain_grace_s: float = 10.0
     parameters: Mapping[str, str] = field(default_factory=dict)  # parameters of its config.pbtxt

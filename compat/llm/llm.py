@@ -277,7 +277,7 @@ class LLM:
             raise ParameterError(f"best_of is {params.best_of} beams, the limit is {widest} (max_beam_width); lower it")
 
     def _with_metrics(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, which also ask for metrics where the LLM was made with `return_perf_metrics`."""
+        """`params`, or a copy that also asks for metrics if the LLM was made with `return_perf_metrics`."""
         if not self.args.returns_metrics or params.return_perf_metrics:
             return params
         return SamplingParams(**{**vars(params), "return_perf_metrics": True})

@@ -23,7 +23,7 @@ class TritonPythonModel:
     def auto_complete_config(config: Any) -> Any:
         """Triton calls it, in a process of its own, unless it runs with --disable-auto-complete-config."""
         _find_backend()
-        from backend.serving.vllm_backend import complete_config  # here, so that a mere import of this file stays light
+        from backend.serving.vllm_backend import complete_config  # late: an import of this file alone stays cheap
 
         return complete_config(config)
 

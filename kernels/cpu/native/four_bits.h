@@ -1,4 +1,4 @@
-// Weights of four bits, q of 0 .. 15, of one of three kinds. A weight is its scale times
+// Weights of four bits (W4A8, V4_K), q of 0 .. 15, of one of three kinds. A weight is its scale times
 //
 //     EVEN      q - 8
 //     ZEROS     q - zero, where each group of a column has its zero point of 0 .. 16
