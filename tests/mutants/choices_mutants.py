@@ -18,9 +18,9 @@ CHAT = ["tests/gateway/test_chat.py"]
 COMPLETIONS = ["tests/gateway/test_completions.py"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "the_least_likely_are_the_best": (change(vllm, "chosen", ("-(news.cum_log_prob", "(news.cum_log_prob")), FRONTS),
+    "the_least_likely_are_the_best": (change(vllm, "chosen", ("-(delta.cum_log_prob", "(delta.cum_log_prob")), FRONTS),
     "the_best_keep_their_numbers": (
-        change(everbatch, "chosen", ("[news._replace(sequence=place) for place, news in enumerate(best)]", "best")),
+        change(everbatch, "chosen", ("[delta._replace(sequence=place) for place, delta in enumerate(best)]", "best")),
         FRONTS,
     ),
     "vllm_s_sequences_answer_one_by_one": (
@@ -44,11 +44,13 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FRONTS,
     ),
     "only_the_first_cancelled_sequence_counts": (
-        change(vllm, "renderer", ("for one in news):\n            raise", "for one in news[:1]):\n            raise")),
+        change(
+            vllm, "renderer", ("for one in deltas):\n            raise", "for one in deltas[:1]):\n            raise")
+        ),
         FRONTS,
     ),
     "discarded_tokens_are_told_of_each": (
-        change(everbatch, "renderer", ("discarded if news.sequence == 0 else 0", "discarded")),
+        change(everbatch, "renderer", ("0 if delta.sequence else discarded", "discarded")),
         FRONTS,
     ),
     "the_first_end_is_that_of_all_replies": (

@@ -153,7 +153,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/llm/test_postprocessing.py::test_the_requests_of_a_process_that_ends_fail_and_so_do_those_that_follow"],
     ),
     "greedy_requests_send_what_samples": (
-        change(mapping, "sampling_config", ("if not params.is_greedy:", "if True:")),
+        change(mapping, "sampling_config", ("params.is_greedy and field", "False and field")),
         MAPPING,
     ),
     "beams_without_beam_search": (

@@ -38,7 +38,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [INPUTS + "test_each_response_of_a_stream_has_the_log_probabilities_of_all_tokens_so_far"],
     ),
     "the_last_response_has_no_context_logits": (
-        change(_SoFar, "context_logits", ("if news.finish is not None or self._room", "if self._room")),
+        change(_SoFar, "context_logits", ("if delta.finish is not None or self._room", "if self._room")),
         [INPUTS + "test_each_response_of_a_stream_has_the_log_probabilities_of_all_tokens_so_far"],
     ),
     "ids_are_clamped_though_nobody_has_asked": (
@@ -168,7 +168,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_request_log.py"],
     ),
     "every_sequence_is_told_of_with_every_response": (
-        change(SeparateOutput, "render", (" if reporter.is_due", "")),
+        change(SeparateOutput, "render", (" if sequence.is_due", "")),
         [SEVERAL + "test_each_sequence_streams_for_itself_and_its_end_is_told_once"],
     ),
     "an_end_is_told_again": (

@@ -46,7 +46,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [ROUND_TRIP + "test_no_stop_string_is_streamed_and_no_text_is_lost"],
     ),
     "the_token_behind_a_stop_string_counts": (
-        change(TextStream, "_tokens_up_to_stop", ("(stable + replay.peek()).startswith", "stable.startswith")),
+        change(TextStream, "_fewest_tokens", ("(stable + replay.peek()).startswith", "stable.startswith")),
         [ROUND_TRIP + "test_no_stop_string_is_streamed_and_no_text_is_lost"],
     ),
     "an_answers_reasoning_has_one_name": (
