@@ -60,11 +60,15 @@ class SequenceOutput(OutputAccumulator):
 
 def context_logits(delta: OutputDelta) -> NDArray[np.float32] | None:
     """[positions of the prompt, vocabulary]; None if the delta has none."""
+    if not delta.with_tensors:
+        return None
     return _joined([_array(result.context_logits) for result, _ in delta.with_tensors if result.context_logits])
 
 
 def generation_logits(delta: OutputDelta) -> NDArray[np.float32] | None:
     """[as many as `ids`, vocabulary]; None if the delta has none."""
+    if not delta.with_tensors:
+        return None
     kept = [(result.generation_logits, num_kept) for result, num_kept in delta.with_tensors]
     return _joined([_array(logits)[0, :num_kept] for logits, num_kept in kept if logits is not None])
 

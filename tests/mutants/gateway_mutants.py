@@ -200,8 +200,8 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         ["tests/serving/test_trtllm_inputs.py"],
     ),
-    "an_unset_top_p_min_is_taken": (
-        entry(sampling_rules, "_UNSET", "top_p_min", -1.0),
+    "an_unset_reset_id_is_taken": (
+        entry(sampling_rules, "_UNSET", "top_p_reset_ids", -2),
         ["tests/serving/test_trtllm_inputs.py"],
     ),
     "sequences_share_the_text_of_tokens": (
