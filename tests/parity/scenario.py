@@ -46,9 +46,15 @@ class RecordingTier:
         return self._tier.kv_block()
 
     def run(
-        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
+        self,
+        batch: InputBatch,
+        rows: list[Row],
+        num_logits: Sequence[int],
+        pools: list[Tensor],
+        wants_logits: bool,
+        outputs: dict[str, Tensor] | None = None,
     ) -> tuple[NDArray[np.int64] | None, Tensor | None]:
-        greedy, logits = self._tier.run(batch, rows, num_logits, pools, wants_logits=True)
+        greedy, logits = self._tier.run(batch, rows, num_logits, pools, True, outputs)
         slots = [row.slot for row, count in zip(rows, num_logits) if count]
         for slot, of_slot in zip(slots, logits, strict=True):
             self._record(slot, of_slot.clone())
