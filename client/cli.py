@@ -62,7 +62,7 @@ NO_END = -1  # as end_id: no token ends the output
 
 
 def locate() -> Located | None:
-    """The server that a command without --url is meant for. Whoever starts servers puts a function of its own in this place."""
+    """The server that a command without --url talks to. deploy/, which starts servers, replaces this function."""
     return None
 
 

@@ -33,5 +33,7 @@ class Located(NamedTuple):
 def introduced(located: Located | None, protocol: str | None, model_name: str) -> str:
     """One line about the server that will answer, for a person who has given no address."""
     if located is None:
-        return f"no server was started from here; asking whoever is at {DEFAULT_URLS[protocol or 'grpc']}, model {model_name}"
+        return (
+            f"no server was started from here; asking the one at {DEFAULT_URLS[protocol or 'grpc']}, model {model_name}"
+        )
     return f"{located.model} answers, at {located.url(protocol)}"

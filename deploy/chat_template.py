@@ -25,8 +25,8 @@ def check_own(config: EngineConfig) -> None:
 
 
 def exists(config: EngineConfig) -> bool:
-    """True if requests may send chats. A template that cannot be read counts: the server says what is wrong with it. Of a server
-    without a checkpoint nothing is known.
+    """True if the model has a chat template, also one that cannot be read: the server reports what is wrong with that. True
+    for a server without a checkpoint, which may have one.
     """
     if not config.model.path:
         return True

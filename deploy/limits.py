@@ -21,5 +21,6 @@ def raise_open_files() -> str | None:
         return None
     return (
         f"warning: a process may have {soft} files open here, and every client's connection is one: with that many clients "
-        f"nobody else is answered; allow {NEEDED} or more (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker)"
+        f"further ones get no answer; allow {NEEDED} or more (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of "
+        "docker)"
     )

@@ -19,7 +19,8 @@ class BackOff:
 
         A process that served for more than QUIET_S before it ended begins anew.
         """
-        self._ends: deque[float] = deque(maxlen=max_restarts)
+        self._max_restarts = max_restarts
+        self._ends: deque[float] = deque(maxlen=max_restarts or 1)
         self._delay_s = FIRST_DELAY_S
 
     def delay_after_end(self, now_s: float, served_s: float) -> float | None:
@@ -30,7 +31,7 @@ class BackOff:
         if served_s > QUIET_S:
             self._ends.clear()
             self._delay_s = FIRST_DELAY_S
-        if len(self._ends) == self._ends.maxlen and now_s - self._ends[0] < WINDOW_S:
+        if len(self._ends) == self._max_restarts and now_s - self._ends[0] < WINDOW_S:
             return None
         self._ends.append(now_s)
         delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)

@@ -242,8 +242,8 @@ class Executor:
         return self.is_ready()
 
     def latest_stats(self) -> EngineStats | None:
-        """Statistics. Those of an engine in this process are current; an engine process sends them once a second: the newest that
-        have arrived, None before the first.
+        """Statistics of the engine: current ones if it runs in this process, else the last that the engine process has sent
+        (once a second), None before the first.
         """
         return self._transport.ask_stats() or self._stats
 

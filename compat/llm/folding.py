@@ -44,7 +44,7 @@ class SequenceFold:
         return self.has_ended or abs(new) >= self._params.stream_interval
 
     def append(self, result: Result) -> None:
-        """Take in the new tokens of a sampled sequence. What comes after its end is dropped."""
+        """Append the new tokens of a sampled sequence. Results that arrive after its end are dropped."""
         output = self._output
         if output.finish is None:
             self._note_first(result)

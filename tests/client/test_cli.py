@@ -238,7 +238,7 @@ def test_without_an_address_the_server_of_the_checkout_is_asked_and_named(locate
 
 def test_where_no_server_is_known_the_default_address_is_named() -> None:
     done = run("generate", "x")
-    assert "no server was started from here; asking whoever is at 127.0.0.1:8001, model ensemble" in done.stderr
+    assert "no server was started from here; asking the one at 127.0.0.1:8001, model ensemble" in done.stderr
 
 
 @pytest.mark.parametrize(

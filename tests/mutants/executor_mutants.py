@@ -66,7 +66,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
         EXECUTOR,
     ),
     "never_given_up": (
-        change(BackOff, "delay_after_end", ("== self._ends.maxlen", "== -1")),
+        change(BackOff, "delay_after_end", ("== self._max_restarts", "== -1")),
         SUPERVISOR,
     ),
 }
