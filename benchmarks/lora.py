@@ -26,8 +26,9 @@ from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, S
 from backend.api.lora import LoraConfig
 from backend.api.request import RequestId
 from backend.api.tensor import TensorData
+from backend.architectures.description import ModelConfig
 from backend.engine.core import EngineCore
-from backend.models.config import ModelConfig, read_model_config
+from backend.models.config import read_model_config
 from backend.models.lora import MODULES, Layers, places
 from backend.worker.adapters import AdapterReader
 from backend.worker.group import InProcessWorkerGroup

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.models.loader import DEFAULT_MODEL
 from backend.quant.calibration import forward_rows
 
@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 
 @torch.inference_mode()
-def row_logits(model: Llama, rows: Tensor, kv_bits: int | None = None) -> Tensor:
+def row_logits(model: Decoder, rows: Tensor, kv_bits: int | None = None) -> Tensor:
     """rows [rows, length] int64, each a text of its own -> logits [rows, length, vocab] float32. `kv_bits`: 8, 4 or floats."""
     hidden, _ = forward_rows(model, rows, kv_bits)
     return model.logits(hidden).unflatten(0, rows.shape)

@@ -42,8 +42,8 @@ from backend.layers.linear import (
     make_torch_linear,
 )
 from backend.models.config import read_model_config
+from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
-from backend.models.llama import Llama
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.peers.errors import Skipped
 from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
@@ -148,7 +148,7 @@ def random_tokens(like: Tensor) -> Tensor:
     return torch.randint(vocab_size, (min(8, len(like)), ROW_TOKENS), generator=torch.Generator().manual_seed(2))
 
 
-def random_rows(model: Llama) -> Tensor:
+def random_rows(model: Decoder) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(model.config.vocab_size, (2, ROW_TOKENS // 2), generator=generator)
 
@@ -174,7 +174,7 @@ def llamacpp_logits(directory: Path, rows: Tensor) -> Iterable[Tensor]:
 
 
 def measure(
-    directory: Path, rows: Callable[[Llama], Tensor], is_text: bool, every: list[Format]
+    directory: Path, rows: Callable[[Decoder], Tensor], is_text: bool, every: list[Format]
 ) -> dict[str, Measured]:
     """Every format on one checkpoint, and llama.cpp where it is installed."""
     load = lambda format: load_directory(

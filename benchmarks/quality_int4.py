@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
-from backend.models.llama import Llama
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.peers import commands, environments, models
 from benchmarks.peers.engines import GIB, PEERS, EngineSpec
@@ -99,7 +99,7 @@ class Texts:
         return self._result(engine.name, setting, said[-1], measured)
 
     def _by_torch(self, linears: LinearOptions, dtype: str) -> list[Tensor]:
-        model: Llama = load_directory(self.model.directory, None, dtype, torch.device("cpu"), linears)
+        model: Decoder = load_directory(self.model.directory, None, dtype, torch.device("cpu"), linears)
         return [row_logits(model, part).float() for part in self.rows.split(ROWS_AT_ONCE)]
 
     def _compare(self, logits: Sequence[Tensor]) -> Measured:

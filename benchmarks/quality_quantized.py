@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from backend.quant.run import KV_BITS, Wanted, quantize_checkpoint
 from backend.quant.text import built_in_texts, rows_of
@@ -54,12 +54,12 @@ class Result(NamedTuple):
 class Texts:
     """Rows of tokens and the float model's logits of them."""
 
-    def __init__(self, model: Llama, rows: Tensor) -> None:
+    def __init__(self, model: Decoder, rows: Tensor) -> None:
         self.rows = rows
         self._expected = [row_logits(model, part) for part in rows.split(ROWS_AT_ONCE)]
         self.perplexity = self._compare(self._expected).perplexity
 
-    def measure(self, model: Llama, kv_bits: int | None) -> tuple[Measured, float]:
+    def measure(self, model: Decoder, kv_bits: int | None) -> tuple[Measured, float]:
         """Returns the results and the rise of perplexity."""
         found = self._compare(row_logits(model, part, kv_bits) for part in self.rows.split(ROWS_AT_ONCE))
         return found, found.perplexity / self.perplexity - 1
@@ -116,5 +116,5 @@ def document_of(results: list[Result], perplexities: tuple[float, float]) -> dic
     return {"perplexity": {"held_out": perplexities[0], "random": perplexities[1]}, "made": rows}
 
 
-def _load(directory: Path) -> Llama:
+def _load(directory: Path) -> Decoder:
     return load_directory(directory, None, "float32", torch.device("cpu"))

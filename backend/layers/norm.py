@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from kernels.int8_rows import Int8Rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_int8, rms_norm, rms_norm_int8
+
+
+class NormWeights(NamedTuple):
+    weight: Tensor  # [size], the offset of Block.norm_offset included
+    bias: Tensor | None = None  # [size]
 
 
 def add_norm(

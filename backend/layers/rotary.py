@@ -5,20 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
+from backend.architectures.description import RopeConfig
 
-class RopeConfig(Struct, frozen=True):
-    """`kind` is transformers' rope_type: default, linear (uses factor) or llama3 (uses all but `factors`); or factors."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    factors: tuple[float, ...] = ()  # kind `factors`: divisors of the frequencies, [head_dim / 2]
+RotaryTables = tuple[Tensor, Tensor]  # (cos, sin), each float32 [max_seq_len, rotary_dim / 2]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -34,7 +25,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return inv_freq
 
 
-def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> RotaryTables:
     """(cos, sin), each float32 [num_positions, head_dim / 2]."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))

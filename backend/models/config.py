@@ -1,22 +1,18 @@
-"""ModelConfig: the settings in config.json of the Llama-shaped families. Settings that are not supported raise an error."""
+"""Reads a config.json of the Llama-shaped families. Settings that are not supported raise an error."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
-from backend.api.config import Windows
 from backend.api.errors import ConfigError
 from backend.api.model_files import REMEDY, convert, parse_object, read_object, shown, token_ids
-from backend.api.quantised import FILE, KvDtype
+from backend.api.quantised import FILE
 from backend.api.supported import ACTIVATION, architecture, check_support
-from backend.layers.rotary import RopeConfig
+from backend.architectures.description import Block, LayerConfig, ModelConfig, RopeConfig
 from backend.models.quantization import parse_quantization
-from backend.models.quantized import QuantizedLayers
 
 MAX_LAYERS = 4096  # bounds the memory that config.json's number alone can make the parser take
 
@@ -77,50 +73,6 @@ class _Factors(Struct):
     factors: list[Factor]
 
 
-class ModelConfig(Struct, frozen=True):
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    norm_eps: float
-    rope: RopeConfig
-    tied_embeddings: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]  # attention window of each layer in tokens; None = unlimited
-    dtype: str | None  # None: config.json has none, and the embedding's is taken
-    eos_ids: tuple[int, ...]
-    quantization: QuantizedLayers | None  # format of the checkpoint's linear layers; None = floats
-    kv_cache_dtype: KvDtype | None  # the type that the checkpoint asks for; None = none named
-    sink_tokens: int = 0  # first tokens of a sequence, which all others attend to, also from outside of a window
-
-    @property
-    def sliding_window(self) -> int | None:
-        """The widest window if every layer has one; None if any layer attends to all tokens."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if len(windows) == len(self.windows) else None
-
-    def with_windows(self, caps: Windows | None, sink_tokens: int) -> ModelConfig:
-        """The same, with layers that attend to no more than the last tokens, and to the sink tokens.
-
-        Of several caps layer i has entry i modulo their number, after TensorRT-LLM; None: the windows stay as they are.
-        """
-        windows = self.windows
-        if caps is not None:
-            of_layers = itertools.cycle(caps if isinstance(caps, tuple) else (caps,))
-            windows = tuple(
-                cap if window is None else min(window, cap) for window, cap in zip(windows, of_layers, strict=False)
-            )
-        return msgspec.structs.replace(self, windows=windows, sink_tokens=sink_tokens)
-
-
 def read_model_config(directory: Path) -> ModelConfig:
     """Read `directory`/config.json. Raises ConfigError naming what is missing or not supported."""
     content = read_object(directory, FILE)
@@ -162,18 +114,20 @@ def of_object(content: dict[str, Any]) -> ModelConfig:
         num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
         head_dim=raw.head_dim or _head_dim(raw),
         max_position=raw.max_position_embeddings,
-        norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw, raw.head_dim or _head_dim(raw)),
         tied_embeddings=bool(raw.tie_word_embeddings),
-        qkv_bias=is_qwen2 or attention_bias,
-        out_bias=attention_bias and not is_qwen2,
-        mlp_bias=is_llama and bool(raw.mlp_bias),
-        qk_norm=name == "Qwen3ForCausalLM",
-        windows=_windows(raw, name),
+        layers=tuple(map(LayerConfig, _windows(raw, name))),
+        ropes=(_rope(raw, raw.head_dim or _head_dim(raw)),),
         dtype=raw.dtype or raw.torch_dtype,
         eos_ids=token_ids(content, "eos_token_id", FILE),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        block=Block(
+            norm_eps=raw.rms_norm_eps,
+            qk_norm="head" if name == "Qwen3ForCausalLM" else "none",
+            qkv_bias=is_qwen2 or attention_bias,
+            out_bias=attention_bias and not is_qwen2,
+            mlp_bias=is_llama and bool(raw.mlp_bias),
+        ),
     )
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(

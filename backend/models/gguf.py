@@ -19,8 +19,9 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.api.gguf import AGAIN, GgufHeader, TensorPlace
 from backend.api.model_files import shown
+from backend.architectures.description import ModelConfig
 from backend.models import gguf_blocks
-from backend.models.config import ModelConfig, of_object
+from backend.models.config import of_object
 from backend.models.convert import meta_to_hf
 from backend.models.gguf_config import EMBEDDING, OUTPUT, ROPE_FACTORS, config_of
 from backend.models.linears import LinearOptions
@@ -223,7 +224,7 @@ def _rope_factors(header: GgufHeader) -> list[float] | None:
 def _check_tensors(header: GgufHeader, config: ModelConfig) -> None:
     """Raise ConfigError, before any memory is taken, if the tensors are not those of the model that the settings describe."""
     needed = _shapes(config)
-    if config.rope.factors:
+    if config.ropes[0].factors:
         needed[ROPE_FACTORS] = (config.head_dim // 2,)
     for name, shape in needed.items():
         place = header.tensors.get(name)
@@ -251,16 +252,16 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes[OUTPUT] = (config.vocab_size, hidden)
     matrices = dict(
-        attn_q=(q, hidden, config.qkv_bias),
-        attn_k=(kv, hidden, config.qkv_bias),
-        attn_v=(kv, hidden, config.qkv_bias),
-        attn_output=(hidden, q, config.out_bias),
-        ffn_gate=(inter, hidden, config.mlp_bias),
-        ffn_up=(inter, hidden, config.mlp_bias),
-        ffn_down=(hidden, inter, config.mlp_bias),
+        attn_q=(q, hidden, config.block.qkv_bias),
+        attn_k=(kv, hidden, config.block.qkv_bias),
+        attn_v=(kv, hidden, config.block.qkv_bias),
+        attn_output=(hidden, q, config.block.out_bias),
+        ffn_gate=(inter, hidden, config.block.mlp_bias),
+        ffn_up=(inter, hidden, config.block.mlp_bias),
+        ffn_down=(hidden, inter, config.block.mlp_bias),
     )
     norms = dict(attn_norm=hidden, ffn_norm=hidden)
-    if config.qk_norm:
+    if config.block.qk_norm != "none":
         norms |= dict(attn_q_norm=head, attn_k_norm=head)
     for index in range(config.num_layers):
         for name, size in norms.items():

@@ -18,11 +18,12 @@ from backend.api.errors import ConfigError
 from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import read_object, shown, token_ids
 from backend.api.weight_files import tensor_names, weight_files
+from backend.architectures.description import ModelConfig
 from backend.models import gguf
-from backend.models.config import ModelConfig, check_eos_ids, parse_model_config, read_model_config
+from backend.models.config import check_eos_ids, parse_model_config, read_model_config
+from backend.models.decoder import Decoder
 from backend.models.gguf import GgufTensors
 from backend.models.linears import LinearOptions
-from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
@@ -86,7 +87,9 @@ class Checkpoint:
             )
         return DTYPES[name]
 
-    def build(self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions) -> Llama:
+    def build(
+        self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions
+    ) -> Decoder:
         """Make the model. Raises ConfigError."""
         limit = max_seq_len or self.config.max_position
         if limit > self.config.max_position:
@@ -127,7 +130,7 @@ def load_directory(
     dtype: str,
     device: torch.device,
     linears: LinearOptions = LinearOptions(),  # noqa: B008 (immutable)
-) -> Llama:
+) -> Decoder:
     """Open and build in one go. Raises ConfigError."""
     checkpoint = open_directory(directory)
     return checkpoint.build(max_seq_len, checkpoint.compute_dtype(dtype), device, linears)

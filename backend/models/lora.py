@@ -22,7 +22,7 @@ from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.lora import ADAPTER_CONFIG, CONFIG_ROWS, LoraConfig, check_lora, read_peft_config
 from backend.api.model_files import shown
 from backend.api.tensor import TensorData
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig
 from backend.models.loader import open_tensors
 from backend.models.npy import Array, read_array
 from kernels.common.adapter import LINEARS, Part

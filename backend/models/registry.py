@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig
+from backend.models.decoder import Decoder, build_decoder
 from backend.models.linears import LinearOptions
-from backend.models.llama import Llama, build_llama
 
-Build = Callable[[ModelConfig, Mapping[str, Tensor], int, torch.dtype, torch.device, LinearOptions], Llama]
+Build = Callable[[ModelConfig, Mapping[str, Tensor], int, torch.dtype, torch.device, LinearOptions], Decoder]
 
 FAMILIES: dict[str, Build] = {
-    "LlamaForCausalLM": build_llama,
-    "MistralForCausalLM": build_llama,
-    "Qwen2ForCausalLM": build_llama,
-    "Qwen3ForCausalLM": build_llama,
+    "LlamaForCausalLM": build_decoder,
+    "MistralForCausalLM": build_decoder,
+    "Qwen2ForCausalLM": build_decoder,
+    "Qwen3ForCausalLM": build_decoder,
 }

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.architectures.description import ModelConfig
 from backend.layers.linear import DenseLinear, Weight
-from backend.models.config import ModelConfig
+from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
-from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
 from backend.quant.folds import Layer
 from kernels.common.kv_format import KVPool, PlainPool, QuantizedPool
@@ -70,7 +70,7 @@ class Calibration:
         config = msgspec.structs.replace(
             self._config,
             num_layers=1,
-            windows=(self._config.windows[index],),
+            layers=(self._config.layers[index],),
             vocab_size=1,
             tied_embeddings=True,
             quantization=None,
@@ -126,7 +126,7 @@ class _Recorder(DenseLinear):
         return Inputs(self._max_abs, self._squares / self._num_tokens, torch.cat(self._samples))
 
 
-def forward_rows(model: Llama, rows: Tensor, kv_bits: int | None = None) -> tuple[Tensor, list[KVPool]]:
+def forward_rows(model: Decoder, rows: Tensor, kv_bits: int | None = None) -> tuple[Tensor, list[KVPool]]:
     """rows [rows, length] int64, each a text of its own -> (hidden states [rows * length, hidden], each layer's KV).
 
     `kv_bits` 8 or 4: the KV is quantised before it is attended to.

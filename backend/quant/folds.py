@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig
 
 Layer = dict[str, Tensor]
 Q, K, V, OUT = (f"self_attn.{name}_proj" for name in "qkvo")
@@ -60,7 +60,7 @@ def fold_key(layer: Layer, scale: Tensor, config: ModelConfig) -> None:
 
     The scale is the same for channels i and i + head_dim / 2, and for all heads if q and k are normalised.
     """
-    if config.qk_norm:
+    if config.block.qk_norm != "none":
         layer[K_NORM + ".weight"] = layer[K_NORM + ".weight"] / scale[0]
         layer[Q_NORM + ".weight"] = layer[Q_NORM + ".weight"] * scale[0]
         return

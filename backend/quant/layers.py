@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig
 from backend.quant.calibration import LayerInputs
 from backend.quant.folds import (
     DOWN,

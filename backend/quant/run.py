@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig
 from backend.quant.calibration import Calibration
 from backend.quant.checkpoint import FloatCheckpoint, Writer, new_folder
 from backend.quant.layers import KINDS, Errors, quantize_layer

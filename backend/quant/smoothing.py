@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig
 from backend.quant.calibration import Inputs
 from backend.quant.rounding import output_error
 from backend.quant.schemes import Scheme
@@ -45,7 +45,7 @@ def best_scale(inputs: Inputs, weight: Tensor, scheme: Scheme, tie: Tie = lambda
 def key_scale(keys: Tensor, config: ModelConfig) -> Tensor:
     """The scale [kv_heads, head_dim] of keys, equal for i and i + head_dim / 2. keys [kv_heads, head_dim]: max |key|."""
     pairs = keys.unflatten(1, (2, -1)).amax(1)
-    if config.qk_norm:
+    if config.block.qk_norm != "none":
         pairs = pairs.amax(0, keepdim=True).expand_as(pairs)
     return _balanced(pairs**KEY_EXPONENT).repeat(1, 2)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig
 from backend.models.lora import Layers, Place, places
 from kernels.common.adapter import Part
 

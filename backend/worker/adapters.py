@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from backend.api.lora import LoraConfig
+from backend.architectures.description import ModelConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row, StepInput
-from backend.models.config import ModelConfig
 from backend.models.lora import Layers, content_of, files_of, parts_of, read_adapter
 from backend.worker.copy_streams import CopyStreams
 from backend.worker.input_batch import InputBatch

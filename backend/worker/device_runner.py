@@ -23,7 +23,7 @@ from torch import Tensor
 from backend.api.config import LoraSection
 from backend.core.step import Row, SlotId, StepInput, StepOutput
 from backend.layers.lora import StackedAdapted
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
 from backend.worker.draft_model import DraftModel
@@ -83,7 +83,7 @@ class Ran(NamedTuple):
 class DeviceRunner(Runner):
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         layout: PoolLayout,
         storage: KVStorage,
         batch: InputBatch,

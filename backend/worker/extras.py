@@ -22,7 +22,7 @@ from backend.api.errors import ConfigError
 from backend.api.tensor import TensorData
 from backend.core.gathered import LOGITS, PROMPT_LOG_PROBS
 from backend.core.step import Gather, GatheredRows, NewRow, Row, SlotId
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.sampling.prompt_log_probs import packed_rows
 from backend.worker.debug_tensors import DebugFetch, FetchedTensors
 from backend.worker.input_batch import InputBatch
@@ -33,7 +33,7 @@ Values = TypeVar("Values", NDArray[np.int64] | None, Tensor | None, Tensor)
 MAX_ROWS = 256  # rows of logits for prompts in one pass
 
 
-def check_outputs(names: Sequence[str], model: Llama) -> None:
+def check_outputs(names: Sequence[str], model: Decoder) -> None:
     """Raise ConfigError for an additional output that the model does not mark."""
     for name in names:
         if name not in model.outputs:

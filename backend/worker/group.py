@@ -29,7 +29,7 @@ from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
 from backend.models import loader
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.sampling.sampler import Sampler
 from backend.sampling.slots import SlotParameters
 from backend.worker.adapters import AdapterReader
@@ -244,7 +244,7 @@ class InProcessWorkerGroup:
             raise
 
     @property
-    def model(self) -> Llama | None:
+    def model(self) -> Decoder | None:
         """None before `load` and after `shutdown`."""
         return None if self._loaded is None else self._loaded.model
 

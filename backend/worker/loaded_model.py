@@ -67,7 +67,7 @@ class LoadedModel:
     @property
     def max_seq_len(self) -> int:
         """Positions that the model was built for."""
-        return self.model.cos.shape[0]
+        return self.model.max_seq_len
 
     def kv_block(self, block_size: int) -> KVBlock:
         if self.tier_name == "native":

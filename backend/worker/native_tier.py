@@ -15,7 +15,7 @@ from backend.api.errors import ConfigError
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row
 from backend.layers.linear import Linear, QuantizedWeight, Weight
-from backend.models.llama import LayerWeights, Llama
+from backend.models.decoder import Decoder, LayerWeights
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from backend.worker.prompt_inputs import Embedded
@@ -90,7 +90,7 @@ MIN_SHARE = 1 / 32
 class NativeTier:
     name = "native"
 
-    def __init__(self, model: Llama, library: CDLL, block_size: int, kv_bits: int = 0) -> None:
+    def __init__(self, model: Decoder, library: CDLL, block_size: int, kv_bits: int = 0) -> None:
         """`kv_bits`: those of a number in the KV pool, 8 or 4; 0: the model's dtype. The linear layers of `model` must have been
         made by PackLinears.
         """
@@ -101,7 +101,7 @@ class NativeTier:
             config.num_kv_heads,
             config.head_dim,
             config.intermediate_size,
-            config.norm_eps,
+            config.block.norm_eps,
             block_size,
             kv_bits,
             config.sink_tokens,
@@ -111,10 +111,10 @@ class NativeTier:
         if Screen.fits(lm_head) and lm_head.num_bytes >= MIN_SHARE * model.num_linear_bytes:
             screen = Screen(library, lm_head)
             log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
-        norm = _float(model.norm)
-        self._decoder = NativeDecoder(
-            library, shape, model.embedding, model.cos, model.sin, layers, norm, lm_head, screen
-        )
+        tables = model.rotary[0]
+        assert tables is not None
+        norm = _float(model.norm.weight)
+        self._decoder = NativeDecoder(library, shape, model.embedding, *tables, layers, norm, lm_head, screen)
         self._dtype = torch.uint8 if kv_bits else model.embedding.dtype
         self._hidden_size, self._outputs = config.hidden_size, model.outputs
         self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(_packed_adapter)
@@ -161,13 +161,14 @@ class NativeTier:
 
 
 def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:
+    assert layer.attention_norm is not None and layer.mlp_norm is not None
     return NativeLayer(
-        input_norm=_float(layer.input_norm),
+        input_norm=_float(layer.attention_norm.weight),
         qkv=_packed(layer.attention.qkv),
         q_norm=None if layer.attention.q_norm is None else _float(layer.attention.q_norm),
         k_norm=None if layer.attention.k_norm is None else _float(layer.attention.k_norm),
         out=_packed(layer.attention.out),
-        post_norm=_float(layer.post_norm),
+        post_norm=_float(layer.mlp_norm.weight),
         gate_up=_packed(layer.mlp.gate_up),
         down=_packed(layer.mlp.down),
         window=window,

@@ -7,13 +7,13 @@ import torch
 from backend.api.config import LoraSection
 from backend.core.adapter import PreparedAdapter
 from backend.layers.lora import Stacks
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.models.lora import Layers, stack_shapes
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.copy_streams import CopyStreams
 
 
-def make_stacks(model: Llama, max_rank: int, block_bytes: int = 0) -> Stacks:
+def make_stacks(model: Decoder, max_rank: int, block_bytes: int = 0) -> Stacks:
     """Empty places for adapters of `model`."""
     config = model.config
     return Stacks(stack_shapes(config), config.num_layers, max_rank, model.dtype, model.embedding.device, block_bytes)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection
 from backend.api.errors import ConfigError
+from backend.architectures.description import ModelConfig
 from backend.core.step import Row
-from backend.models.config import ModelConfig
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from kernels.common.kv_format import PlainPool, PoolLayout, QuantizedPool

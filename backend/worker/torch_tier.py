@@ -10,7 +10,7 @@ from torch import Tensor
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row
 from backend.layers.lora import TorchAdapted
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.models.lora import Layers
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
@@ -22,7 +22,7 @@ from kernels.paged_attention import plan_attention
 class TorchTier:
     name = "torch"
 
-    def __init__(self, model: Llama, layout: PoolLayout) -> None:
+    def __init__(self, model: Decoder, layout: PoolLayout) -> None:
         self._model = model
         self._layout = layout
         self.adapters: DeviceAdapters[Layers] = DeviceAdapters(self._place)

@@ -18,12 +18,13 @@ ARROWS: dict[str, set[str]] = {
     "kvcache": {"api", "core"},
     "scheduler": {"api", "core", "kvcache"},
     "text": {"api"},
-    "layers": {"api"},
+    "architectures": {"api"},
+    "layers": {"api", "architectures"},
     "guided": {"api", "core", "text"},
     "sampling": {"api", "core"},
-    "models": {"api", "core", "layers"},
-    "quant": {"api", "models", "layers", "text"},  # offline: nobody imports it
-    "worker": {"api", "core", "models", "layers", "guided", "sampling"},
+    "models": {"api", "core", "layers", "architectures"},
+    "quant": {"api", "architectures", "models", "layers", "text"},  # offline: nobody imports it
+    "worker": {"api", "core", "architectures", "models", "layers", "guided", "sampling"},
     "engine": {"api", "core", "kvcache", "scheduler"},
     "wire": {"api", "core"},
     "executor": {"api", "core", "engine", "wire", "worker"},

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection
+from backend.architectures.description import ModelConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import ModelInfo, StepInput
 from backend.kvcache.adapters import AdapterCache
 from backend.models import loader
-from backend.models.config import ModelConfig
 from backend.models.lora import Layers, parts_of, places
 from backend.worker.adapter_pages import AdapterPages, PagePool
 from backend.worker.adapters import DeviceAdapters

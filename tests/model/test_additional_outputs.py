@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from backend.api import AdditionalOutput, ConfigError, ErrorCode, OutputConfig
-from backend.models import llama
+from backend.models import decoder
 from tests.model.conftest import Oracle
 from tests.model.gathering import Engine, engine_config, tensor_of
 from tests.model.tiers import NATIVE, TORCH, TierCase
@@ -103,13 +103,13 @@ def test_rows_of_reused_kv_are_absent(checkpoint: Checkpoint) -> None:
 def test_a_toy_model_marks_its_own_output(
     checkpoint: Checkpoint, tier: TierCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = llama.Llama.__post_init__
+    mark = decoder.Decoder.__post_init__
 
-    def mark_more(self: llama.Llama) -> None:
+    def mark_more(self: decoder.Decoder) -> None:
         mark(self)
-        self.outputs["TopKLogits"] = llama.MarkedOutput(4, lambda hidden, logits: logits.topk(4).values)
+        self.outputs["TopKLogits"] = decoder.MarkedOutput(4, lambda hidden, logits: logits.topk(4).values)
 
-    monkeypatch.setattr(llama.Llama, "__post_init__", mark_more)
+    monkeypatch.setattr(decoder.Decoder, "__post_init__", mark_more)
     model: dict[str, Any] = {"additional_outputs": ("TopKLogits", "logits")}
     engine = Engine(engine_config(checkpoint("llama2"), tier, model=model))
     result = engine.answer(PROMPT, 3, asking("TopKLogits", "logits")).result

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from backend.api import ConfigError
-from backend.models.config import ModelConfig, parse_model_config
+from backend.architectures.description import ModelConfig
+from backend.models.config import parse_model_config
 
 RAW: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],
@@ -37,7 +38,7 @@ def test_each_number_of_a_config_json_reaches_the_model() -> None:
     config = parsed()
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (331, 84, 172)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (5, 6, 2, 18)
-    assert (config.max_position, config.norm_eps, config.rope.theta) == (777, 3e-4, 1234.0)
+    assert (config.max_position, config.block.norm_eps, config.ropes[0].theta) == (777, 3e-4, 1234.0)
     assert (config.eos_ids, config.dtype) == ((7, 9), "float16")
 
 
@@ -59,9 +60,9 @@ def test_a_number_that_is_missing_is_what_transformers_takes(missing: str, field
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
 def test_the_base_of_rotary_positions_is_read_wherever_it_stands(key: str, kind: str) -> None:
     for section in ({kind: "default"}, {kind: "linear", "factor": 3.0}):
-        outside = parsed(**{key: section}).rope
-        inside = parsed(**{key: section | {"rope_theta": 99.0}}).rope
-        nowhere = parsed(rope_theta=None, **{key: section}).rope
+        outside = parsed(**{key: section}).ropes[0]
+        inside = parsed(**{key: section | {"rope_theta": 99.0}}).ropes[0]
+        nowhere = parsed(rope_theta=None, **{key: section}).ropes[0]
         assert (outside.theta, inside.theta, nowhere.theta) == (1234.0, 99.0, 10_000.0)
         assert outside.factor == section.get("factor", 1.0)
 
@@ -69,7 +70,7 @@ def test_the_base_of_rotary_positions_is_read_wherever_it_stands(key: str, kind:
 def test_each_number_of_llama_3_s_scaling_has_its_place() -> None:
     section = dict(rope_type="llama3", rope_theta=55.0, factor=8.0)
     section |= dict(low_freq_factor=1.5, high_freq_factor=4.5, original_max_position_embeddings=64)
-    rope = parsed(rope_parameters=section).rope
+    rope = parsed(rope_parameters=section).ropes[0]
     assert (rope.kind, rope.theta, rope.factor) == ("llama3", 55.0, 8.0)
     assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (1.5, 4.5, 64)
 

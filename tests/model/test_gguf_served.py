@@ -137,7 +137,7 @@ def test_a_quantised_file_is_not_quantised_again(model_dir: Path, tmp_path: Path
 
 def test_the_rope_factors_of_a_file_are_those_of_the_scaling_they_were_made_of(file: Path, model_dir: Path) -> None:
     """So that the comparisons above are of a model that has some: 32 / 2 of them, from 1 to the scaling's factor."""
-    factors = load_directory(file, None, "float32", torch.device("cpu")).config.rope.factors
+    factors = load_directory(file, None, "float32", torch.device("cpu")).config.ropes[0].factors
     assert len(factors) == 16 and factors[0] == 1 and factors[-1] == LLAMA3_ROPE["factor"]
 
 

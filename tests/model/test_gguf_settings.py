@@ -10,8 +10,7 @@ import torch
 
 from backend.api import ConfigError
 from backend.api.gguf import read_header
-from backend.layers.rotary import RopeConfig
-from backend.models.config import ModelConfig
+from backend.architectures.description import ModelConfig, RopeConfig
 from backend.models.gguf import read_config
 from backend.models.loader import load_directory
 from benchmarks.quality import row_logits
@@ -92,7 +91,9 @@ def test_tensors_are_found_whatever_their_alignment(directory: Path, tmp_path: P
 
 
 def test_the_number_below_the_root_of_a_norm_is_the_file_s(directory: Path, tmp_path: Path) -> None:
-    assert read_config(read_header(write_gguf(directory, tmp_path / "model.gguf"))).norm_eps == pytest.approx(3e-3)
+    assert read_config(read_header(write_gguf(directory, tmp_path / "model.gguf"))).block.norm_eps == pytest.approx(
+        3e-3
+    )
 
 
 def rope_of(directory: Path, file: Path, **settings: str | float) -> RopeConfig:
@@ -100,7 +101,7 @@ def rope_of(directory: Path, file: Path, **settings: str | float) -> RopeConfig:
         for key, value in settings.items():
             (writer.add_string if isinstance(value, str) else writer.add_float32)(f"llama.rope.{key}", value)
 
-    return read_config(read_header(write_gguf(directory, file, change=change))).rope
+    return read_config(read_header(write_gguf(directory, file, change=change))).ropes[0]
 
 
 @pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])

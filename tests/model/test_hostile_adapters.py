@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.lora import LoraConfig, check_lora
 from backend.api.tensor import TensorData
+from backend.architectures.description import ModelConfig
 from backend.models import loader
-from backend.models.config import ModelConfig
 from backend.models.lora import parts_of, read_adapter
 from tests.fakes.adapter_files import write_adapter
 

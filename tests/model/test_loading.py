@@ -146,9 +146,9 @@ def test_the_older_spelling_of_rope_is_read() -> None:
     old = raw | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
     new = raw | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
     assert parse_model_config(json.dumps(old)) == parse_model_config(json.dumps(new))
-    assert parse_model_config(json.dumps(old)).rope.theta == 5e5
+    assert parse_model_config(json.dumps(old)).ropes[0].theta == 5e5
     plain = parse_model_config(json.dumps(raw | {"rope_theta": 7e5, "rope_scaling": None}))
-    assert (plain.rope.kind, plain.rope.theta, plain.num_kv_heads) == ("default", 7e5, 2)
+    assert (plain.ropes[0].kind, plain.ropes[0].theta, plain.num_kv_heads) == ("default", 7e5, 2)
 
 
 @pytest.mark.feature("001-29")

@@ -17,7 +17,7 @@ from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfi
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow, Row, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.worker import group as group_module
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch, make_tensor_with_pad
@@ -93,8 +93,8 @@ def test_the_forward_grows_and_shrinks_with_the_live_rows(
 ) -> None:
     """This is about torch operators; the native kernels take a list of rows, and have no shapes to pad to."""
     seen: list[int] = []
-    forward = Llama.forward
-    monkeypatch.setattr(Llama, "forward", lambda self, ids, *more: seen.append(len(ids)) or forward(self, ids, *more))
+    forward = Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", lambda self, ids, *more: seen.append(len(ids)) or forward(self, ids, *more))
     driver = GroupDriver.of(checkpoint("llama2"))
     for slot in range(8):
         driver.begin(slot, [slot + 1, slot + 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backend.api.request import Request
 from backend.core.gathered import Gathered
 from backend.engine import gathered
-from backend.models.llama import Llama
+from backend.models.decoder import Decoder
 from backend.sampling.slots import SlotParameters
 from backend.worker import extras
 from backend.worker.extras import GatheringPass, Part, SlotWants
@@ -68,7 +68,7 @@ MUTANTS = {
         RAISES,
     ),
     "hidden_states_are_not_normed": (
-        change(Llama, "logits_and", ("compute(normed, logits)", "compute(hidden, logits)")),
+        change(Decoder, "logits_and", ("compute(normed, logits)", "compute(hidden, logits)")),
         [
             "tests/model/test_additional_outputs.py::test_hidden_states_equal_a_plain_forward_with_context_rows_only_if_asked_for"
         ],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from backend.architectures.description import ModelConfig
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.manager import KVCacheManager
-from backend.models.config import ModelConfig
 from kernels import paged_attention
 from tests.mutants.changes import change
 

@@ -14,8 +14,8 @@ import torch
 
 from backend.api.config import Windows
 from backend.layers.linear import MakeLinear, make_torch_linear
+from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions, Round
-from backend.models.llama import Llama
 from backend.models.loader import open_directory
 from backend.sampling.sampler import Sampler
 from backend.worker.input_batch import InputBatch
@@ -92,11 +92,11 @@ def torch_driver(
     return drive(TorchTier(model, kv_layout(model.config, block_size, model.dtype)), model, None, block_size, **options)
 
 
-def drive(tier: Tier, model: Llama, library: CDLL | None, block_size: int = 32, **options: object) -> Driver:
+def drive(tier: Tier, model: Decoder, library: CDLL | None, block_size: int = 32, **options: object) -> Driver:
     """`library` chooses the sampler's kernels."""
     block = tier.kv_block()
     storage = KVStorage(model.config.num_layers, block.shape, block.dtype, CPU)
-    batch = InputBatch(NUM_SLOTS, model.cos.shape[0], block_size, CPU)
+    batch = InputBatch(NUM_SLOTS, model.max_seq_len, block_size, CPU)
     sampler = Sampler(NUM_SLOTS, model.config.vocab_size, CPU, library)
     options = {"sink_tokens": model.config.sink_tokens, **options}
     return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
@@ -116,7 +116,7 @@ def load(
     form: Format,
     make: MakeLinear,
     attention: Attention = Attention(),  # noqa: B008 (immutable)
-) -> Llama:
+) -> Decoder:
     options = LinearOptions(form.quantization, form.group, make, rounding(), form.super_blocks)
     checkpoint = open_directory(directory)
     checkpoint.limit_attention(*attention)

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.models.config import ModelConfig, read_model_config
+from backend.architectures.description import ModelConfig
+from backend.models.config import read_model_config
 from backend.quant.folds import (
     DOWN,
     GATE,
@@ -51,7 +52,7 @@ def fold_ups(layer: Layer, config: ModelConfig) -> None:
 
 
 def fold_keys(layer: Layer, config: ModelConfig) -> None:
-    heads = 1 if config.qk_norm else config.num_kv_heads
+    heads = 1 if config.block.qk_norm != "none" else config.num_kv_heads
     fold_key(layer, scales(heads, config.head_dim // 2).repeat(config.num_kv_heads // heads, 2), config)
 
 

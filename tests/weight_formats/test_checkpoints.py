@@ -16,8 +16,8 @@ from backend.api import ConfigError
 from backend.api.quantised import FORMATS
 from backend.layers.linear import DenseLinear, Linear, QuantizedLinear
 from backend.models.config import parse_model_config
+from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
-from backend.models.llama import Llama
 from backend.models.loader import load_directory
 from benchmarks.quality import row_logits
 from kernels.common.quantize import dequantize, quantize_activations
@@ -28,7 +28,7 @@ ROWS = torch.randint(131, (2, 33), generator=torch.Generator().manual_seed(0))
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def load(directory: Path, **options: object) -> Llama:
+def load(directory: Path, **options: object) -> Decoder:
     return load_directory(directory, None, "float32", torch.device("cpu"), LinearOptions(**options))
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from backend.api import ConfigError
 from backend.api.quantised import FORMATS
+from backend.architectures.description import ModelConfig
 from backend.layers.linear import DenseLinear, Linear, QuantizedLinear, Weight, make_torch_linear
-from backend.models.config import ModelConfig, parse_model_config
+from backend.models.config import parse_model_config
+from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
-from backend.models.llama import Llama
 from backend.models.loader import load_directory
 from backend.models.tensors import TensorSource
 from kernels import w4a8, w4a16
@@ -40,7 +41,7 @@ class Recorder:
         return make_torch_linear(weight, bias)
 
 
-def load(directory: Path, **options: Any) -> Llama:
+def load(directory: Path, **options: Any) -> Decoder:
     return load_directory(directory, None, "float32", torch.device("cpu"), LinearOptions(**options))
 
 

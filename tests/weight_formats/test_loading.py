@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from backend.layers.linear import DenseLinear, Linear, QuantizedLinear, QuantizedWeight, make_torch_linear
+from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
-from backend.models.llama import Llama
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality import row_logits
 from kernels.common.four_bits import round_weight
@@ -53,7 +53,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
-def load(directory: Path, dtype: str = "float32", **options: object) -> Llama:
+def load(directory: Path, dtype: str = "float32", **options: object) -> Decoder:
     return load_directory(directory, None, dtype, CPU, LinearOptions(**options))
 
 
@@ -75,7 +75,7 @@ def test_every_linear_layer_is_quantised_from_its_stored_values(make: Callable[.
         assert (measured.group, measured.format) == (DEFAULT_GROUPS[held], held)
         assert torch.equal(measured.q, q) and torch.equal(measured.scale, scale)
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"].bfloat16())
-    assert model.norm.dtype == model.layers[0].input_norm.dtype == torch.bfloat16
+    assert model.norm.weight.dtype == model.layers[0].attention_norm.weight.dtype == torch.bfloat16
 
 
 def test_projections_are_stacked_in_a_fixed_order_with_their_biases(make: Callable[..., Path]) -> None:

@@ -1,4 +1,4 @@
-"""The Llama-shaped decoder: Llama 2/3, Mistral, Qwen2, Qwen3. `forward` runs a flat batch and keeps no state between calls."""
+"""The Llama-shaped decoder: Decoder 2/3, Mistral, Qwen2, Qwen3. `forward` runs a flat batch and keeps no state between calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from backend.architectures.description import ModelConfig
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.lora import AdaptedTokens
 from backend.layers.mlp import MlpWeights, mlp
-from backend.layers.norm import add_norm
-from backend.layers.rotary import rotary_tables
-from backend.models.config import ModelConfig
+from backend.layers.norm import NormWeights, add_norm
+from backend.layers.rotary import RotaryTables, rotary_tables
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
 from kernels.common.kv_format import KVPool
@@ -28,10 +28,14 @@ from kernels.rms_norm import rms_norm
 
 @dataclass(slots=True)
 class LayerWeights:
-    input_norm: Tensor  # [hidden]
+    """Which norms a layer has, LayerNames says."""
+
     attention: AttentionWeights
-    post_norm: Tensor  # [hidden]
     mlp: MlpWeights
+    attention_norm: NormWeights | None
+    attention_out_norm: NormWeights | None
+    mlp_norm: NormWeights | None
+    mlp_out_norm: NormWeights | None
 
 
 class MarkedOutput(NamedTuple):
@@ -44,14 +48,15 @@ class MarkedOutput(NamedTuple):
 
 
 @dataclass(slots=True)
-class Llama:
+class Decoder:
     config: ModelConfig
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
-    norm: Tensor  # [hidden]
+    norm: NormWeights
     lm_head: Linear  # [vocab, hidden]
-    cos: Tensor  # float32 [max_seq_len, head_dim / 2]
-    sin: Tensor
+    rotary: list[RotaryTables | None]  # of each layer, shared by those with the same rope; None = it has none
+    max_seq_len: int  # positions of the tables
+    query_scales: Tensor | None = None  # float32 [max_seq_len]: Block.query_scaling
     takes_adapters: bool = False  # then products read unquantised inputs, which LoRA needs, in every batch alike
     outputs: dict[str, MarkedOutput] = field(init=False)  # by name
 
@@ -102,75 +107,94 @@ class Llama:
         a layer. embedded: the tokens [n] int64 of the batch whose embeddings are given, and these, [n, hidden]. adapted: the
         tokens' LoRA adapters, if any has one. Returns the hidden states before the last norm, [num_tokens, hidden].
         """
-        eps, tables = self.config.norm_eps, (self.cos, self.sin)
+        eps = self.config.block.norm_eps
         x = embedding(self.embedding, token_ids)  # [num_tokens, hidden]
         if embedded is not None:
             x.index_copy_(0, *embedded)
         delta: Tensor | None = None  # like x, and still to be added to it
         may_quantize = not self.takes_adapters
-        for index, (layer, pool, window) in enumerate(zip(self.layers, pools, self.config.windows, strict=True)):
+        of_layers = zip(self.layers, pools, self.config.windows, self.rotary, strict=True)
+        for index, (layer, pool, window, tables) in enumerate(of_layers):
+            assert layer.attention_norm is not None and layer.mlp_norm is not None and tables is not None
             adapt = None if adapted is None else partial(adapted.add, index)
-            normed, x = add_norm(x, delta, layer.input_norm, eps, may_quantize and layer.attention.qkv.takes_int8)
+            to_int8 = may_quantize and layer.attention.qkv.takes_int8
+            normed, x = add_norm(x, delta, layer.attention_norm.weight, eps, to_int8)
             delta = attention(normed, layer.attention, pool, plans[window], positions, cells, tables, eps, adapt)
-            normed, x = add_norm(x, delta, layer.post_norm, eps, may_quantize and layer.mlp.gate_up.takes_int8)
+            normed, x = add_norm(x, delta, layer.mlp_norm.weight, eps, may_quantize and layer.mlp.gate_up.takes_int8)
             delta = mlp(normed, layer.mlp, may_quantize, adapt)
         return x if delta is None else x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden] -> [num_rows, vocab] in the model's dtype. Give it only the rows that are wanted."""
-        return self.lm_head(rms_norm(hidden, self.norm, self.config.norm_eps))
+        return self.lm_head(rms_norm(hidden, self.norm.weight, self.config.block.norm_eps))
 
     def logits_and(self, names: Sequence[str], hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Like `logits`, with the marked outputs of these names, each [num_rows, width]."""
-        normed = rms_norm(hidden, self.norm, self.config.norm_eps)
+        normed = rms_norm(hidden, self.norm.weight, self.config.block.norm_eps)
         logits = self.lm_head(normed)
         return logits, {name: self.outputs[name].compute(normed, logits) for name in names}
 
 
-def build_llama(
+def build_decoder(
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
     max_seq_len: int,
     dtype: torch.dtype,
     device: torch.device,
     options: LinearOptions,
-) -> Llama:
+) -> Decoder:
     """Make a model from a checkpoint's tensors, one layer at a time, so that the original of a packed weight is freed at once.
 
     Raises ConfigError for missing, misshapen or unused tensors.
     """
-    source = TensorSource(tensors, dtype, device)
+    source, names = TensorSource(tensors, dtype, device), config.names
     linears = LinearBuilder(source, config.quantization, options)
-    embedding = source.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    if config.tied_embeddings and not linears.holds("lm_head"):
-        source.take_copy("lm_head.weight", embedding)
+    embedding = source.take(names.embedding + ".weight", (config.vocab_size, config.hidden_size))
+    if config.tied_embeddings and not linears.holds(names.head):
+        source.take_copy(names.head + ".weight", embedding)
         lm_head = linears.from_tensor(embedding)
     else:
-        lm_head = linears.build({"lm_head": config.vocab_size}, config.hidden_size, is_head=True)
-    layers = [_layer(config, source, linears, f"model.layers.{index}.") for index in range(config.num_layers)]
-    norm = source.take("model.norm.weight", (config.hidden_size,))
+        lm_head = linears.build({names.head: config.vocab_size}, config.hidden_size, is_head=True)
+    layers = [_layer(config, source, linears, f"{names.layers}{index}.") for index in range(config.num_layers)]
+    norm = _norm(config, source, names.norm, config.hidden_size)
     source.check_all_used()
-    cos, sin = rotary_tables(config.rope, config.head_dim, max_seq_len, device)
-    return Llama(config, embedding, layers, norm, lm_head, cos, sin)
+    tables = [rotary_tables(rope, config.head_dim, max_seq_len, device) for rope in config.ropes]
+    rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.layers]
+    return Decoder(config, embedding, layers, norm, lm_head, rotary, max_seq_len)
 
 
 def _layer(config: ModelConfig, source: TensorSource, linears: LinearBuilder, prefix: str) -> LayerWeights:
+    block, names = config.block, config.names.layer
     hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
-    attn, ffn = prefix + "self_attn.", prefix + "mlp."
-    qkv = {attn + "q_proj": q, attn + "k_proj": kv, attn + "v_proj": kv}
-    gate_up = {ffn + "gate_proj": inter, ffn + "up_proj": inter}
-    return LayerWeights(
-        input_norm=source.take(prefix + "input_layernorm.weight", (hidden,)),
-        attention=AttentionWeights(
-            qkv=linears.build(qkv, hidden, config.qkv_bias),
-            out=linears.build({attn + "o_proj": hidden}, q, config.out_bias),
-            q_norm=source.take(attn + "q_norm.weight", (head,)) if config.qk_norm else None,
-            k_norm=source.take(attn + "k_norm.weight", (head,)) if config.qk_norm else None,
-        ),
-        post_norm=source.take(prefix + "post_attention_layernorm.weight", (hidden,)),
-        mlp=MlpWeights(
-            gate_up=linears.build(gate_up, hidden, config.mlp_bias),
-            down=linears.build({ffn + "down_proj": hidden}, inter, config.mlp_bias),
-        ),
+
+    def norm(name: str | None) -> NormWeights | None:
+        return None if name is None else _norm(config, source, prefix + name, hidden)
+
+    attention_norm, attention_out_norm = norm(names.attention_norm), norm(names.attention_out_norm)
+    qk = {"none": None, "head": (head, head), "row": (q, kv)}[block.qk_norm]
+    attention = AttentionWeights(
+        qkv=linears.build(_rows(prefix, names.qkv, (q, kv, kv)), hidden, block.qkv_bias),
+        out=linears.build({prefix + names.out: hidden}, q, block.out_bias),
+        q_norm=None if qk is None else _norm(config, source, prefix + names.q_norm, qk[0]).weight,
+        k_norm=None if qk is None else _norm(config, source, prefix + names.k_norm, qk[1]).weight,
     )
+    mlp_norm, mlp_out_norm = norm(names.mlp_norm), norm(names.mlp_out_norm)
+    inputs = (inter, inter) if block.gated else (inter,)
+    mlp = MlpWeights(
+        gate_up=linears.build(_rows(prefix, names.gate_up, inputs), hidden, block.mlp_bias),
+        down=linears.build({prefix + names.down: hidden}, inter, block.mlp_bias),
+    )
+    return LayerWeights(attention, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
+
+
+def _rows(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
+    """The rows of each tensor of a projection; one name means that the checkpoint stores its parts in one tensor."""
+    return {prefix + names[0]: sum(rows)} if len(names) == 1 else dict(zip((prefix + n for n in names), rows))
+
+
+def _norm(config: ModelConfig, source: TensorSource, name: str, size: int) -> NormWeights:
+    weight = source.take(name + ".weight", (size,))
+    if config.block.norm_offset:  # in float32: the sum would be rounded in the model's dtype
+        weight = weight.float() + config.block.norm_offset
+    return NormWeights(weight, source.take(name + ".bias", (size,)) if config.block.norm_bias else None)
