@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -47,13 +48,13 @@ def test_each_number_of_a_config_json_reaches_the_model() -> None:
     [
         ("num_key_value_heads", "num_kv_heads", 6),
         ("head_dim", "head_dim", 14),
-        ("rms_norm_eps", "norm_eps", 1e-6),
+        ("rms_norm_eps", "block.norm_eps", 1e-6),
         ("eos_token_id", "eos_ids", ()),
         ("dtype", "dtype", None),
     ],
 )
 def test_a_number_that_is_missing_is_what_transformers_takes(missing: str, field: str, value: object) -> None:
-    assert getattr(parsed(**{missing: None}), field) == value
+    assert attrgetter(field)(parsed(**{missing: None})) == value
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])

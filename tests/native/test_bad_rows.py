@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backend.architectures.description import LayerConfig
 from backend.core.step import Row
 from backend.worker.native_tier import NativeTier, PackLinears
 from kernels.cpu.decoder import Given, NativeDecoder, NativeShape, UnknownCell
@@ -160,7 +161,8 @@ def test_blocks_behind_the_widest_window_and_the_sink_tokens_may_be_gone_and_no_
         Format(),
         PackLinears(best_kernels),
     )
-    model.config = msgspec.structs.replace(model.config, windows=windows, sink_tokens=sink_tokens)
+    layers = tuple(map(LayerConfig, windows))
+    model.config = msgspec.structs.replace(model.config, layers=layers, sink_tokens=sink_tokens)
     tier = NativeTier(model, best_kernels, 32, kv_bits=0)
     driver = prepared(drive(tier, model, best_kernels, num_blocks=BLOCKS))
     first_seen = 0 if None in windows else 70 - max(windows) + 1  # first token that position 70, the first to run, sees
