@@ -104,9 +104,10 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         _check_returns_one(request.sampling_config)
 
 
-def _check_range(name: str, value: float, least: float, greatest: float) -> None:
-    if not least <= value <= greatest:  # false for NaN too
-        raise InvalidRequest(f"{name} is {value}, allowed is {least} to {greatest}")
+def _check_range(name: str, value: float, least: float, greatest: float, excludes_least: bool = False) -> None:
+    if not least <= value <= greatest or (excludes_least and value == least):  # true for NaN too
+        above = "more than " if excludes_least else ""
+        raise InvalidRequest(f"{name} is {value}, allowed is {above}{least} to {greatest}")
 
 
 def check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
@@ -132,10 +133,7 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
         value = getattr(config, field.name)
         if field.least is not None and value is not None:
             greatest = limits.vocab_size - 1 if field.greatest is None else field.greatest
-            _check_range(field.name, value, field.least, greatest)
-    for field in SAMPLING_FIELDS:
-        if field.excludes_zero and getattr(config, field.name) == 0:
-            raise InvalidRequest(f"{field.name} is 0, allowed is more than 0 to 1; leave it out for no limit")
+            _check_range(field.name, value, field.least, greatest, field.excludes_zero)
     if config.logit_bias:
         if len(config.logit_bias) > limits.caps.max_logit_bias:
             raise InvalidRequest(

@@ -18,7 +18,7 @@ from backend.models import gguf_blocks
 from backend.models.gguf import GgufTensors, read_config
 from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory, open_directory
-from benchmarks.quality import row_logits
+from benchmarks.quality.perplexity import row_logits
 from kernels.common.quantize import dequantize
 from kernels.common.super_blocks import SuperBlocks, floats
 from tests.model.conftest import Oracle

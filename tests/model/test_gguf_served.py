@@ -18,7 +18,7 @@ from backend.models.loader import load_directory
 from backend.quant.run import Wanted, quantize_checkpoint
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer
-from benchmarks.quality import row_logits
+from benchmarks.quality.perplexity import row_logits
 from compat.llm import LLM, SamplingParams
 from deploy import model_source
 from deploy.cli import app

@@ -13,7 +13,7 @@ from backend.api.gguf import read_header
 from backend.architectures.description import ModelConfig, RopeConfig
 from backend.models.gguf import read_config
 from backend.models.loader import load_directory
-from benchmarks.quality import row_logits
+from benchmarks.quality.perplexity import row_logits
 from tests.model.gguf_files import write_gguf
 from tools.make_random_model import make_random_model
 

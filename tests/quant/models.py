@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.models.loader import load_directory
-from benchmarks.quality import row_logits
+from benchmarks.quality.perplexity import row_logits
 from tools.make_random_model import make_random_model
 
 FAMILIES: dict[str, dict[str, Any]] = {

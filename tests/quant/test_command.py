@@ -12,7 +12,7 @@ from backend.api.errors import ConfigError
 from backend.models.loader import DEFAULT_MODEL
 from backend.quant.__main__ import calibration_rows
 from backend.quant.text import BUILT_IN, MIN_TOKENS, built_in_texts, read_text, rows_of
-from benchmarks.perplexity import HELD_OUT
+from benchmarks.quality.perplexity import HELD_OUT
 from deploy.errors import UserError
 from deploy.quantize import QuantizeOptions, command_of
 from tests.quant.models import WIDE

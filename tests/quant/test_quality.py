@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 
 from backend.models.loader import DEFAULT_MODEL, load_directory
-from benchmarks import quality_quantized
-from benchmarks.perplexity import held_out_rows
-from benchmarks.quality_quantized import CHECKPOINTS, Texts, document_of, measure_checkpoints, table_of
+from benchmarks.quality import checkpoints
+from benchmarks.quality.checkpoints import CHECKPOINTS, Texts, document_of, measure_checkpoints, table_of
+from benchmarks.quality.perplexity import held_out_rows
 
 
 def test_the_bounds_are_those_of_the_project() -> None:
@@ -19,7 +19,7 @@ def test_the_bounds_are_those_of_the_project() -> None:
 
 @pytest.mark.parametrize("name", ["W8A8, KV8", "W4A8 g128, KV4"])
 def test_checkpoints_of_the_default_model_stay_within_their_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality_quantized, "CHECKPOINTS", {name: CHECKPOINTS[name]})
+    monkeypatch.setattr(checkpoints, "CHECKPOINTS", {name: CHECKPOINTS[name]})
     text = held_out_rows(1024)
     results, perplexities = measure_checkpoints(text, text[:1], Console(quiet=True))
     calibrated, plain = results
@@ -40,7 +40,7 @@ def test_kv_is_quantised_as_the_pool_holds_it() -> None:
 
 
 def test_a_checkpoint_above_its_bound_is_told() -> None:
-    measured = quality_quantized.Measured(0.1, 0.1, 20.0)
-    result = quality_quantized.Result("x", True, 1, measured, measured, 0.06, 0.0, 0.05)
+    measured = checkpoints.Measured(0.1, 0.1, 20.0)
+    result = checkpoints.Result("x", True, 1, measured, measured, 0.06, 0.0, 0.05)
     assert not result.is_within
     assert result._replace(bound=None).is_within and result._replace(rise=0.05).is_within

@@ -19,7 +19,7 @@ from backend.models.config import parse_model_config
 from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory
-from benchmarks.quality import row_logits
+from benchmarks.quality.perplexity import row_logits
 from kernels.common.quantize import dequantize, quantize_activations
 from tests.weight_formats.checkpoints import ACTIVATIONS, ODD, WEIGHTS, quantization_config, write_config, write_pair
 

@@ -19,7 +19,7 @@ from backend.layers.linear import DenseLinear, Linear, Weight, make_torch_linear
 from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory
 from backend.worker.native_tier import PackLinears
-from benchmarks.quality import row_logits
+from benchmarks.quality.perplexity import row_logits
 from kernels.common.quantize import dequantize, quantize_activations
 from kernels.cpu.build import NativeUnavailable
 from kernels.cpu.library import load_kernels

@@ -16,7 +16,7 @@ from backend.layers.linear import DenseLinear, Linear, QuantizedLinear, Quantize
 from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.loader import load_directory, of_buffers
-from benchmarks.quality import row_logits
+from benchmarks.quality.perplexity import row_logits
 from kernels.common.four_bits import round_weight
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
 from tests.weight_formats.checkpoints import ODD

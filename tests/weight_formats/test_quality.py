@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.models.loader import DEFAULT_MODEL, load_directory
-from benchmarks.quality import (
+from benchmarks.quality.eight_bits import (
     Q8_0,
     Measured,
     asymmetric_rows,

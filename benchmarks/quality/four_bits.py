@@ -1,9 +1,6 @@
 """What 4 bits cost in quality, as each engine of `bench peers --weights int4` really computes: perplexity of the default model,
 and the error of logits on it and on a model of random weights.
 
-    ./everbatch bench quality_int4                 the default model and `wide`
-    ./everbatch bench quality_int4 --shapes M,L    these, too; L takes 8 GiB
-
     error        rms of the difference of logits / rms of logits
     divergence   mean over the positions of KL(float32 || engine), in nats
     perplexity   exp of the mean loss of a next token, on files that the default model was not trained on
@@ -22,7 +19,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,12 +36,12 @@ from benchmarks.peers.engines import GIB, PEERS, EngineSpec
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.measure import available_memory
 from benchmarks.peers.models import Model
-from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
+from benchmarks.quality.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from deploy.errors import UserError
 from deploy.progress import Progress
 from tools.make_random_model import make_random_model
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 RANDOM_ROWS = (2, ROW_TOKENS // 2)
 FLOAT_COPIES = 1.8  # of the float32 weights: what the torch tier holds while it loads
 WIDE = dict(hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4)
@@ -163,12 +160,8 @@ def table_of(results: Sequence[Result], perplexity: float) -> Table:
     return found
 
 
-def main(
-    tokens: Annotated[int, typer.Option(help="Tokens of held-out text.", min=ROW_TOKENS)] = 4096,
-    shapes: Annotated[str, typer.Option(help="More models of random weights, from S, M, L.")] = "",
-    peers: Annotated[str, typer.Option(help="From openvino, llamacpp, ik_llamacpp.")] = "llamacpp,ik_llamacpp,openvino",
-) -> None:
-    """Measure every engine; print a table and write the figures."""
+def run(tokens: int, shapes: str, peers: str) -> None:
+    """Measure every engine; print a table and write the figures. `shapes` and `peers` are lists with commas."""
     progress = Progress()
     engines = [PEERS[name] for name in peers.split(",") if name in PEERS and PEERS[name].settings.get("int4")]
     results, perplexity = [], 0.0
@@ -185,7 +178,7 @@ def main(
             perplexity = texts.perplexity or perplexity
             results += measure(texts, engines, progress)
     except UserError as error:
-        console.print(f"[red]bench quality_int4: {error}[/red]", soft_wrap=True)
+        console.print(f"[red]bench quality --bits 4: {error}[/red]", soft_wrap=True)
         raise typer.Exit(error.exit_code) from None
     console.print(table_of(results, perplexity))
     rows = [result._asdict() | {"measured": result.measured._asdict()} for result in results]
@@ -193,7 +186,3 @@ def main(
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "quality_int4.json").write_text(json.dumps(document, indent=1) + "\n")
     console.print("written: benchmarks/results/quality_int4.json")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -24,7 +24,7 @@ from backend.models.decoder import Decoder
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from backend.quant.run import KV_BITS, Wanted, quantize_checkpoint
 from backend.quant.text import built_in_texts, rows_of
-from benchmarks.perplexity import ROWS_AT_ONCE, Measured, compare, row_logits
+from benchmarks.quality.perplexity import ROWS_AT_ONCE, Measured, compare, row_logits
 
 # name -> (what is made, the most that perplexity may rise)
 CHECKPOINTS: dict[str, tuple[Wanted, float | None]] = {

@@ -1,8 +1,5 @@
 """What the int8 formats cost in quality, beside those of llama.cpp and OpenVINO: perplexity of the default model, and the
-error of its logits and of random models'. And what checkpoints of `./everbatch quantize` cost (quality_quantized.py).
-
-    ./everbatch bench quality                      some minutes
-    ./everbatch bench quality --tokens 32768       all of the held-out text
+error of its logits and of random models'. And what checkpoints of `./everbatch quantize` cost (checkpoints.py).
 
 Every format is computed by the torch tier in float32, so that the format's own error shows and nothing else; `bfloat16` alone
 computes in bfloat16. Embedding, norms, attention and KV stay as they are. The reference is the same checkpoint in float32.
@@ -22,11 +19,10 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -46,13 +42,13 @@ from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.peers.errors import Skipped
-from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
-from benchmarks.quality_quantized import document_of, measure_checkpoints, table_of
+from benchmarks.quality.checkpoints import document_of, measure_checkpoints, table_of
+from benchmarks.quality.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from kernels.common.four_bits import round_weight
 from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from tools.make_random_model import make_random_model
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LLAMACPP = ROOT / ".run" / "bench" / "env-llamacpp" / "bin" / "python"
 Q8_0_BLOCK = 32
@@ -218,10 +214,8 @@ def table(results: dict[str, dict[str, Measured]], bits: dict[str, float]) -> Ta
     return found
 
 
-def main(
-    tokens: Annotated[int, typer.Option(help="Tokens of held-out text.", min=ROW_TOKENS)] = 4096,
-) -> None:
-    """Measure every format; print a table and write the figures."""
+def run(tokens: int) -> None:
+    """Measure every format; print a table and write the figures. `tokens`: of held-out text."""
     every = formats()
     text = held_out_rows(tokens)
     with tempfile.TemporaryDirectory() as scratch:
@@ -251,7 +245,3 @@ def main(
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "quality.json").write_text(json.dumps(document, indent=1) + "\n")
     console.print("written: benchmarks/results/quality.json")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,0 +1,1 @@
+"""What weight formats cost in quality: perplexity and the error of logits."""
