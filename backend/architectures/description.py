@@ -9,6 +9,7 @@ A layer computes, with h the hidden states [tokens, hidden] and each norm absent
 
     attention     q, k = rotate(norm(q)), rotate(norm(k)) ; q *= query_scale(position)
                   out = softmax(softcap(attention_scale * q k^T) + mask) v, with the window of the layer
+                  with attention_sinks the softmax of head h has one more score, sinks[h], whose weight no value gets (gpt-oss)
     mlp           gated: down(activation(gate(x)) * up(x)) ; otherwise down(activation(up(x)))
     model         h = embedding[token] * embedding_scale ; logits = softcap(logit_scale * lm_head(norm(h)))
     softcap(x)    cap * tanh(x / cap), or x where the cap is 0 (Gemma 2, arXiv:2408.00118)
@@ -70,6 +71,7 @@ class Block(Struct, frozen=True):
     query_scaling: QueryScaling | None = None
     attention_scale: float | None = None  # None = 1 / sqrt(head_dim)
     attention_softcap: float = 0.0
+    attention_sinks: bool = False
     logit_softcap: float = 0.0
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
@@ -99,6 +101,7 @@ class LayerNames(Struct, frozen=True):
     mlp_out_norm: str | None = None
     q_norm: str = "self_attn.q_norm"  # where Block.qk_norm is not none
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"  # where Block.attention_sinks; the whole name, [heads]
 
 
 class TensorNames(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The Llama-shaped decoder: Decoder 2/3, Mistral, Qwen2, Qwen3. `forward` runs a flat batch and keeps no state between calls."""
+"""The decoder that a ModelConfig describes. `forward` runs a flat batch and keeps no state between calls."""
 
 from __future__ import annotations
 
