@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from backend.api.checkpoint import Checkpoint, examine
 from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError
+from backend.architectures.checkpoint import Checkpoint, examine
 from deploy import memory
 from deploy.errors import UserError
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.adapter_files import check_adapter_files
-from backend.api.checkpoint import Checkpoint
 from backend.api.config import EngineConfig, check_config
 from backend.api.config_file import load_config
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.gguf import SUFFIX
+from backend.architectures.checkpoint import Checkpoint
 from deploy import capacity, chat_template, limits, passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway

@@ -34,7 +34,7 @@ QkNorm = Literal[
 
 
 class RopeConfig(Struct, frozen=True):
-    """`kind` is transformers' rope_type: default, linear (uses factor) or llama3 (uses all but `factors`); or factors."""
+    """`kind` is transformers' rope_type: default, linear, llama3, yarn or longrope; or factors, which GGUF files have."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -42,8 +42,17 @@ class RopeConfig(Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    factors: tuple[float, ...] = ()  # kind `factors`: divisors of the frequencies, [rotary_dim / 2]
+    factors: tuple[
+        float, ...
+    ] = ()  # divisors of the frequencies, [rotary_dim / 2]: kind `factors`, and longrope's long ones
     rotary_dim: int | None = None  # leading dimensions of a head that are rotated; None = all
+    attention_factor: float = 1.0  # of cos and sin: yarn and longrope
+    beta_fast: float = 32.0  # yarn: pairs that turn more often within original_max_position keep their frequency
+    beta_slow: float = 1.0  # yarn: those that turn less often are slowed down by `factor`
+    truncate: bool = True  # yarn: the borders between them are rounded to whole pairs
+    short_factors: tuple[
+        float, ...
+    ] = ()  # longrope: `factors` of a server with at most original_max_position positions
 
 
 class QueryScaling(Struct, frozen=True):
@@ -75,6 +84,7 @@ class Block(Struct, frozen=True):
     logit_softcap: float = 0.0
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
+    embedding_scale_is_rounded: bool = False  # to the type that the model computes in, before it is used (Gemma)
     residual_scale: float = 1.0
 
 
@@ -92,6 +102,7 @@ class LayerNames(Struct, frozen=True):
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one fused tensor
+    qkv_by_head: bool = False  # a fused tensor holds query, key and value of a head after another (GPT-NeoX)
     out: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one fused tensor; without a gate: up
     down: str = "mlp.down_proj"
@@ -111,6 +122,7 @@ class TensorNames(Struct, frozen=True):
     layers: str = "model.layers."  # prefix of the layers; the index and a dot follow
     norm: str = "model.norm"
     head: str = "lm_head"
+    unused: tuple[str, ...] = ()  # regular expressions of names that are no part of the decoder, such as a stored mask
     layer: LayerNames = LayerNames()
 
 

@@ -9,6 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from backend.architectures.description import ModelConfig
@@ -18,6 +19,7 @@ from backend.layers.lora import AdaptedTokens
 from backend.layers.mlp import MlpWeights, mlp
 from backend.layers.norm import NormWeights, add_norm
 from backend.layers.rotary import RotaryTables, rotary_tables
+from backend.models.convert import QkvByHead
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
 from kernels.common.kv_format import KVPool
@@ -147,7 +149,10 @@ def build_decoder(
 
     Raises ConfigError for missing, misshapen or unused tensors.
     """
-    source, names = TensorSource(tensors, dtype, device), config.names
+    config, names = _rounded(config, dtype), config.names
+    if names.layer.qkv_by_head:
+        tensors = QkvByHead(tensors, config)
+    source = TensorSource(tensors, dtype, device, names.unused)
     linears = LinearBuilder(source, config.quantization, options)
     embedding = source.take(names.embedding + ".weight", (config.vocab_size, config.hidden_size))
     if config.tied_embeddings and not linears.holds(names.head):
@@ -161,6 +166,14 @@ def build_decoder(
     tables = [rotary_tables(rope, config.head_dim, max_seq_len, device) for rope in config.ropes]
     rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.layers]
     return Decoder(config, embedding, layers, norm, lm_head, rotary, max_seq_len)
+
+
+def _rounded(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
+    """The embedding's factor as the model's type holds it, where the family asks for it."""
+    if not config.block.embedding_scale_is_rounded:
+        return config
+    scale = torch.tensor(config.block.embedding_scale).to(dtype).item()
+    return replace(config, block=replace(config.block, embedding_scale=scale))
 
 
 def _layer(config: ModelConfig, source: TensorSource, linears: LinearBuilder, prefix: str) -> LayerWeights:

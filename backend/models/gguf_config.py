@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
-
-from msgspec import Meta
+from typing import Any, TypeVar
 
 from backend.api.errors import ConfigError
 from backend.api.gguf import AGAIN, GgufHeader, eos_ids
 from backend.api.model_files import shown
-from backend.api.supported import GGUF_ARCHITECTURES, gguf_architecture
-from backend.models.config import MAX_LAYERS, Factor, Size
+from backend.architectures.registry import GGUF_ARCHITECTURES, gguf_architecture
+from backend.architectures.settings import Epsilon, Factor, NumLayers, Size
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 T = TypeVar("T")
-_Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
-_Float = Annotated[float, Meta(ge=0, le=1)]
 # Settings that change what the model computes, and that are not supported unless they have one of these values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
@@ -51,12 +47,12 @@ def config_of(header: GgufHeader, rope_factors: list[float] | None) -> dict[str,
         vocab_size=_embedding_rows(header),
         hidden_size=hidden,
         intermediate_size=settings.need("feed_forward_length", Size),
-        num_hidden_layers=settings.need("block_count", _Layers),
+        num_hidden_layers=settings.need("block_count", NumLayers),
         num_attention_heads=heads,
         num_key_value_heads=_kv_heads(settings, heads),
         head_dim=head_dim,
         max_position_embeddings=settings.need("context_length", Size),
-        rms_norm_eps=settings.need("attention.layer_norm_rms_epsilon", _Float),
+        rms_norm_eps=settings.need("attention.layer_norm_rms_epsilon", Epsilon),
         rope_parameters=_rope(settings, head_dim, rope_factors),
         tie_word_embeddings=OUTPUT not in header.tensors,
         attention_bias=is_llama and "blk.0.attn_q.bias" in header.tensors,

@@ -21,10 +21,9 @@ from backend.api.weight_files import tensor_names, weight_files
 from backend.architectures.description import ModelConfig
 from backend.models import gguf
 from backend.models.config import check_eos_ids, parse_model_config, read_model_config
-from backend.models.decoder import Decoder
+from backend.models.decoder import Decoder, build_decoder
 from backend.models.gguf import GgufTensors
 from backend.models.linears import LinearOptions
-from backend.models.registry import FAMILIES
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
 GENERATION = "generation_config.json"
@@ -77,7 +76,7 @@ class Checkpoint:
         """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
         name = self.config.dtype if dtype == "auto" else dtype
         if name is None:
-            embedding = self.tensors.get("model.embed_tokens.weight")
+            embedding = self.tensors.get(self.config.names.embedding + ".weight")
             name = "float32" if embedding is None else str(embedding.dtype)
         name = name.removeprefix("torch.")
         if name not in DTYPES:
@@ -105,7 +104,7 @@ class Checkpoint:
         if isinstance(tensors, GgufTensors):
             config, tensors = tensors.held_for(config, dtype, device, linears)
         with torch.inference_mode():
-            return FAMILIES[config.architecture](config, tensors, limit, dtype, device, linears)
+            return build_decoder(config, tensors, limit, dtype, device, linears)
 
 
 def open_directory(directory: Path) -> Checkpoint:
@@ -148,15 +147,13 @@ def read_eos_ids(directory: Path) -> tuple[int, ...]:
 
 def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise ConfigError, before any memory is taken, if config.json names more layers than there are tensors for."""
-    found = {match[1] for name in tensors if (match := _LAYER.match(name))}
+    layer = re.compile(re.escape(config.names.layers) + r"(\d+)\.")
+    found = {match[1] for name in tensors if (match := layer.match(name))}
     if config.num_layers > len(found):
         raise ConfigError(
             f"config.json: num_hidden_layers is {config.num_layers}, the checkpoint has tensors of {len(found)} layers; "
             f"correct it, or fetch the checkpoint again"
         )
-
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def _open(path: Path) -> safe_open:

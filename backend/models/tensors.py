@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -14,10 +15,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorSource:
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, unused: Iterable[str] = ()
+    ) -> None:
+        """`unused`: regular expressions of the names that are ignored."""
         self._tensors = tensors
         # Rotary frequencies are computed from the configuration, so stored ones are ignored.
-        self._left = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+        ignored = re.compile("|".join((r".*rotary_emb\.inv_freq", *unused)), re.DOTALL)
+        self._left = {name for name in tensors if not ignored.fullmatch(name)}
         self.dtype, self.device = dtype, device
 
     def has(self, name: str) -> bool:

@@ -22,9 +22,8 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.layers.linear import DenseLinear, Weight
-from backend.models.decoder import Decoder
+from backend.models.decoder import Decoder, build_decoder
 from backend.models.linears import LinearOptions
-from backend.models.registry import FAMILIES
 from backend.quant.folds import Layer
 from kernels.common.kv_format import KVPool, PlainPool, QuantizedPool
 from kernels.paged_attention import AttentionRows, plan_attention
@@ -87,8 +86,7 @@ class Calibration:
 
         length = self._hidden.shape[1]
         device = torch.device("cpu")
-        build = FAMILIES[config.architecture]
-        model = build(config, tensors, length, torch.float32, device, LinearOptions(make=make))
+        model = build_decoder(config, tensors, length, torch.float32, device, LinearOptions(make=make))
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
         for part in self._hidden.split(ROWS_AT_ONCE):
             model.embedding = part.flatten(0, 1)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from backend.api import quantised
-from backend.api.checkpoint import Checkpoint, examine
 from backend.api.config import EngineConfig
 from backend.api.config_file import load_config
+from backend.architectures.checkpoint import Checkpoint, examine
 from backend.models import loader
 from backend.worker.loaded_model import LoadedModel
 from deploy import capacity, doctor
@@ -42,10 +42,16 @@ def with_settings(model: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported; supported are LlamaForCausalLM,"),
-        ({"architectures": None}, "none is not supported; supported are LlamaForCausalLM,"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported; supported is silu"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn is not supported; supported are default, linear"),
+        (
+            {"architectures": ["Gemma9ForCausalLM"]},
+            "Gemma9ForCausalLM is not supported; near it are Gemma3ForCausalLM,",
+        ),
+        ({"architectures": None}, "none is not supported; docs/models.md lists the"),
+        ({"hidden_act": "relu2"}, "hidden_act relu2 is not supported here; supported are silu, swish,"),
+        (
+            {"rope_parameters": {"rope_type": "xpos"}},
+            "rope_type xpos is not supported here; supported are default, linear",
+        ),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised (bitsandbytes), which is not supported"),
         (
             {"quantization_config": {"quant_method": "awq", "bits": 8}},
@@ -56,8 +62,8 @@ def with_settings(model: Path, **settings: Any) -> Path:
             "quantised (compressed-tensors: 0 config_groups), which is not supported",
         ),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"vocab_size": "many", "head_dim": []}, "head_dim is []"),
-        ({"hidden_size": 4, "head_dim": None}, "8 attention heads do not fit into a hidden size of 4"),
+        ({"vocab_size": "many", "head_dim": []}, "vocab_size is 'many'"),
+        ({"hidden_size": 4, "head_dim": None}, "num_attention_heads 8 does not divide hidden_size 4"),
     ],
 )
 def test_a_model_that_is_not_supported_is_told_before_anything_is_started(

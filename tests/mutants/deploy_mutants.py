@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from backend.api import checkpoint, silence
+from backend.api import silence
+from backend.architectures import checkpoint
 from deploy import (
     doors,
     environment,

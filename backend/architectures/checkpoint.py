@@ -10,28 +10,15 @@ from msgspec import Meta, Struct
 from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError
 from backend.api.gguf import GgufHeader, gguf_file, read_header
-from backend.api.model_files import REMEDY, convert, read_object, shown
-from backend.api.quantised import FILE, KvDtype, parse_quantisation
-from backend.api.supported import GGUF_ARCHITECTURES, check_support, gguf_architecture
+from backend.api.model_files import REMEDY, read_object, shown
+from backend.api.quantised import FILE, KvDtype
 from backend.api.weight_files import tensor_shapes, weight_files
+from backend.architectures.registry import GGUF_ARCHITECTURES, gguf_architecture, read_config
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_BITS = {"int8": 8, "int4": 4}
 PARAMETER_BYTES = 4  # parameters of one quantised key or value of a head, beside its numbers
 _Count = Annotated[int, Meta(ge=1, le=2**40)]
-
-
-class _Sizes(Struct):
-    """The keys of config.json that its KV cache follows from."""
-
-    num_hidden_layers: _Count
-    num_attention_heads: _Count
-    hidden_size: _Count
-    max_position_embeddings: _Count
-    num_key_value_heads: _Count | None = None
-    head_dim: _Count | None = None
-    dtype: str | None = None
-    torch_dtype: str | None = None
 
 
 class Checkpoint(Struct, frozen=True):
@@ -69,22 +56,19 @@ def examine(path: Path) -> Checkpoint:
     content = read_object(path, FILE)
     if content is None:
         raise ConfigError(f"model {shown(path.name)}: {FILE} is missing; give a Hugging Face checkpoint directory")
-    check_support(content)
-    _, kv_dtype = parse_quantisation(content)
+    config = read_config(content)
     files = weight_files(path)
     for each in files:
         tensor_shapes(each)
-    sizes = convert(content, _Sizes, FILE)
-    heads = sizes.num_attention_heads
     return Checkpoint(
-        str(content["architectures"][0]),
+        config.architecture,
         sum(each.stat().st_size for each in files),
-        sizes.num_hidden_layers,
-        sizes.num_key_value_heads or heads,
-        sizes.head_dim or _head_dim(FILE, sizes.hidden_size, heads),
-        sizes.max_position_embeddings,
-        _known_dtype(sizes.dtype or sizes.torch_dtype),
-        kv_dtype,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        config.max_position,
+        _known_dtype(config.dtype),
+        config.kv_cache_dtype,
     )
 
 

@@ -1,0 +1,89 @@
+"""The families of models that this server builds, by the architecture in config.json; docs/models.md is made of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from backend.api.errors import ConfigError
+from backend.api.gguf import GgufHeader
+from backend.api.model_files import convert, shown
+from backend.api.quantised import FILE
+from backend.architectures import fused, gemma, layer_norm, llama, post_norm
+from backend.architectures.description import ModelConfig
+from backend.architectures.settings import Settings
+
+
+class Family(NamedTuple):
+    read: Callable[[Settings, str], ModelConfig]
+    models: str  # examples that people know
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(llama.llama, "Llama 2 and 3, SmolLM2, TinyLlama, Yi, Falcon 3"),
+    "MistralForCausalLM": Family(llama.mistral, "Mistral 7B, Nemo and Small 3"),
+    "MinistralForCausalLM": Family(llama.ministral, "Ministral 8B"),
+    "Ministral3ForCausalLM": Family(llama.ministral3, "Ministral 3"),
+    "Qwen2ForCausalLM": Family(llama.qwen2, "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen"),
+    "Qwen3ForCausalLM": Family(llama.qwen3, "Qwen3 0.6B to 32B"),
+    "GemmaForCausalLM": Family(gemma.gemma, "Gemma 2B and 7B, CodeGemma"),
+    "Gemma2ForCausalLM": Family(gemma.gemma2, "Gemma 2 2B, 9B and 27B"),
+    "VaultGemmaForCausalLM": Family(gemma.gemma2, "VaultGemma 1B"),
+    "Gemma3ForCausalLM": Family(gemma.gemma3, "Gemma 3 270M and 1B, text only"),
+    "Phi3ForCausalLM": Family(fused.phi3, "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini"),
+    "GlmForCausalLM": Family(fused.glm, "GLM-4-9B"),
+    "Glm4ForCausalLM": Family(fused.glm, "GLM-4-0414, GLM-Z1"),
+    "GraniteForCausalLM": Family(llama.granite, "Granite 3.0 to 3.3"),
+    "GraniteMoeHybridForCausalLM": Family(
+        fused.granite4, "Granite 4.0 Micro and 350M; without experts and Mamba layers"
+    ),
+    "SmolLM3ForCausalLM": Family(llama.smollm3, "SmolLM3 3B"),
+    "Olmo2ForCausalLM": Family(post_norm.olmo2, "OLMo 2 1B to 32B"),
+    "Olmo3ForCausalLM": Family(post_norm.olmo3, "OLMo 3 7B and 32B"),
+    "Exaone4ForCausalLM": Family(post_norm.exaone4, "EXAONE 4.0 1.2B and 32B"),
+    "CohereForCausalLM": Family(layer_norm.cohere, "Command R, Aya 23; without norms of queries and keys"),
+    "Cohere2ForCausalLM": Family(layer_norm.cohere2, "Command R7B, Command A"),
+    "Starcoder2ForCausalLM": Family(layer_norm.starcoder2, "StarCoder2 3B to 15B"),
+    "StableLmForCausalLM": Family(layer_norm.stablelm, "StableLM 2 1.6B, StableLM 3B"),
+    "GPTNeoXForCausalLM": Family(layer_norm.gpt_neox, "Pythia, GPT-NeoX-20B, Dolly 2"),
+    "SeedOssForCausalLM": Family(llama.seed_oss, "Seed-OSS 36B"),
+    "HeliumForCausalLM": Family(llama.helium, "Helium 1 2B"),
+    "Ernie4_5ForCausalLM": Family(llama.ernie, "ERNIE 4.5 0.3B"),
+}
+# general.architecture of a GGUF file -> the architecture of config.json
+GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def read_config(content: dict[str, Any]) -> ModelConfig:
+    """The decoder that the content of a config.json describes, without its quantisation. Raises ConfigError."""
+    name = architecture(content)
+    settings = Settings(content)
+    config = FAMILIES[name].read(settings, name)
+    settings.check_all_known(name)
+    return config
+
+
+def architecture(content: dict[str, Any]) -> str:
+    """The first of `architectures`. Raises ConfigError for one that is not supported."""
+    given = content.get("architectures")
+    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
+    if names[0] not in FAMILIES:
+        near = difflib.get_close_matches(names[0][:100], FAMILIES, n=3, cutoff=0.6)
+        advice = f"near it are {', '.join(near)}, and " if near else ""
+        raise ConfigError(
+            f"{FILE}: architectures {shown(names)}: {shown(names[0])} is not supported; {advice}docs/models.md lists the "
+            f"{len(FAMILIES)} that are: set model.path to a model of one of them"
+        )
+    return names[0]
+
+
+def gguf_architecture(header: GgufHeader) -> str:
+    """general.architecture of a GGUF file. Raises ConfigError for one that is not supported."""
+    name = header.need("general.architecture", str)
+    if name not in GGUF_ARCHITECTURES:
+        raise ConfigError(
+            f"{header.name}: general.architecture {shown(name)} is not supported; supported are "
+            f"{', '.join(GGUF_ARCHITECTURES)}: use a model of one of them"
+        )
+    return name

@@ -1,0 +1,165 @@
+"""A tiny random checkpoint of each family, made of transformers' own classes, with a value that matters for each setting.
+
+Windows are shorter than the prompts, caps so low that they bend, factors and shares other than 1, and norms and biases random.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from tools.make_random_model import TINY, random_weights, write_model
+
+VOCAB = TINY["vocab_size"]
+WINDOW = 13
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN = dict(
+    rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=1.5
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+LONG = dict(
+    rope_type="longrope",
+    rope_theta=500.0,
+    partial_rotary_factor=0.75,
+    short_factor=[1.0, 1.1, 1.3],
+    long_factor=[1.5, 2.5, 4.5],
+)
+BY_TYPE = dict(
+    full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=3.0),
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
+GEMMA = dict(head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-4)
+CAPS = dict(attn_logit_softcapping=1.5, final_logit_softcapping=3.0, query_pre_attn_scalar=5, sliding_window=WINDOW)
+GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=1.7)
+GRANITE_4 = dict(
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    shared_intermediate_size=72,
+    layer_types=["attention"] * 3,
+    position_embedding_type="rope",
+    mamba_n_heads=4,
+    mamba_d_head=24,
+)
+# name -> (transformers' model type, architecture, what differs from tools.make_random_model's TINY)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "LlamaForCausalLM", dict(attention_bias=True, mlp_bias=True)),
+    "llama gelu yarn": ("llama", "LlamaForCausalLM", dict(hidden_act="gelu", rope_parameters=YARN)),
+    "llama dynamic": (
+        "llama",
+        "LlamaForCausalLM",
+        dict(rope_parameters=dict(rope_type="dynamic", rope_theta=500.0, factor=4.0)),
+    ),
+    "mistral": ("mistral", "MistralForCausalLM", dict(head_dim=10, sliding_window=WINDOW)),
+    "ministral": ("ministral", "MinistralForCausalLM", dict(head_dim=10, sliding_window=WINDOW, layer_types=MIXED)),
+    "ministral 3": (
+        "ministral3",
+        "Ministral3ForCausalLM",
+        dict(head_dim=8, rope_parameters=YARN | dict(llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=0.5)),
+    ),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", dict(head_dim=16)),
+    "gemma": ("gemma", "GemmaForCausalLM", GEMMA),
+    "gemma 2": ("gemma2", "Gemma2ForCausalLM", GEMMA | CAPS),
+    "vaultgemma": ("vaultgemma", "VaultGemmaForCausalLM", GEMMA | CAPS),
+    "gemma 3": (
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        GEMMA | CAPS | dict(rope_parameters=BY_TYPE, layer_types=MIXED, attention_bias=True),
+    ),
+    "phi-3": ("phi3", "Phi3ForCausalLM", dict(sliding_window=WINDOW)),
+    "phi-4-mini short": (
+        "phi3",
+        "Phi3ForCausalLM",
+        dict(tie_word_embeddings=True, rope_parameters=LONG, original_max_position_embeddings=512),
+    ),
+    "phi-4-mini long": (
+        "phi3",
+        "Phi3ForCausalLM",
+        dict(tie_word_embeddings=True, rope_parameters=LONG, original_max_position_embeddings=8),
+    ),
+    "glm": (
+        "glm",
+        "GlmForCausalLM",
+        dict(head_dim=12, rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5), attention_bias=True),
+    ),
+    "glm 4": (
+        "glm4",
+        "Glm4ForCausalLM",
+        dict(head_dim=8, rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
+    ),
+    "granite": ("granite", "GraniteForCausalLM", GRANITE | dict(rope_parameters=LLAMA3, attention_bias=True)),
+    "granite 4": ("granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE | GRANITE_4),
+    "granite 4 without positions": (
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        GRANITE | GRANITE_4 | dict(position_embedding_type=None, tie_word_embeddings=True),
+    ),
+    "smollm3": (
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        dict(no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED),
+    ),
+    "olmo 2": ("olmo2", "Olmo2ForCausalLM", dict(rms_norm_eps=1e-4)),
+    "olmo 3": (
+        "olmo3",
+        "Olmo3ForCausalLM",
+        dict(
+            sliding_window=WINDOW,
+            layer_types=MIXED,
+            rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=500.0)),
+        ),
+    ),
+    "exaone 4": ("exaone4", "Exaone4ForCausalLM", dict(sliding_window=WINDOW, layer_types=MIXED)),
+    "command r": ("cohere", "CohereForCausalLM", dict(logit_scale=0.3, tie_word_embeddings=True)),
+    "command r7b": (
+        "cohere2",
+        "Cohere2ForCausalLM",
+        dict(logit_scale=0.3, sliding_window=WINDOW, layer_types=MIXED, layer_norm_eps=1e-3, tie_word_embeddings=True),
+    ),
+    "starcoder 2": (
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        dict(sliding_window=WINDOW, norm_epsilon=1e-3, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
+    ),
+    "stablelm": (
+        "stablelm",
+        "StableLmForCausalLM",
+        dict(use_qkv_bias=True, rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
+    ),
+    "stablelm parallel": (
+        "stablelm",
+        "StableLmForCausalLM",
+        dict(use_parallel_residual=True, rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.25)),
+    ),
+    "gpt-neox": ("gpt_neox", "GPTNeoXForCausalLM", dict(rotary_pct=0.25, hidden_act="gelu")),
+    "gpt-neox in sequence": (
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        dict(rotary_pct=0.5, use_parallel_residual=False, hidden_act="gelu_new", layer_norm_eps=1e-3),
+    ),
+    "seed-oss": (
+        "seed_oss",
+        "SeedOssForCausalLM",
+        dict(head_dim=10, attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    ),
+    "helium": ("helium", "HeliumForCausalLM", dict(head_dim=8, attention_bias=True)),
+    "ernie 4.5": ("ernie4_5", "Ernie4_5ForCausalLM", dict(head_dim=12, use_bias=True)),
+}
+
+
+def make(directory: Path, name: str, dtype: str = "float32", **overrides: Any) -> Path:
+    """Write the checkpoint of FAMILIES[name] to `directory`, and return it. `overrides` are keys of config.json."""
+    model_type, architecture, differences = FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **(TINY | differences | dict(dtype=dtype) | overrides))
+    config.architectures = [architecture]
+    write_model(directory, config, random_weights(config, seed=len(name)))
+    return directory
