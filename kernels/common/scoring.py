@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.triton_runtime import jit, tl
+
 
 class Scoring(NamedTuple):
     """What differs between models."""
@@ -26,6 +28,7 @@ class Scoring(NamedTuple):
 
 
 PLAIN = Scoring()
+LOG2_E = 1.4426950408889634  # kernels compute with exponentials of 2
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
@@ -44,3 +47,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> T
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v.float()[:, :, None]).to(q.dtype)
+
+
+@jit
+def capped(
+    x,  # float32
+    cap,  # in the unit of x
+):
+    """cap * tanh(x / cap)."""
+    return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))

@@ -20,6 +20,26 @@ def test_the_second_half_is_gated_by_the_first(shape: tuple[int, ...], dtype: to
     assert_near(y, kernel.reference(x.float()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", kernel.KINDS)
+def test_every_kind_is_that_of_torch(kind: str, gated: bool, dtype: torch.dtype) -> None:
+    x = 3 * random_tensor(7, 96, dtype=dtype)
+    y = kernel.activate(x, kind, gated)
+    assert y.dtype == dtype and y.shape == (7, 48 if gated else 96)
+    assert_near(y, kernel.reference(x.float(), kind, gated))
+    rows, expected = kernel.activate_int8(x, kind, gated), kernel.reference_int8(x, kind, gated)
+    assert_near(rows.scale, expected.scale)
+    assert (rows.q.int() - expected.q.int()).abs().max() <= 1  # a tie may fall either way
+    assert torch.equal(rows.sums, group_sums(rows.q))
+
+
+@pytest.mark.parametrize("kind", kernel.KINDS[1:])
+def test_gelus_of_any_size_do_not_overflow(kind: str) -> None:
+    x = torch.tensor([[-3e38, -200.0, -0.0, 200.0, 3e37]])
+    assert torch.equal(kernel.activate(x, kind, gated=False), torch.tensor([[0.0, 0.0, 0.0, 200.0, 3e37]]))
+
+
 def test_gates_of_any_size_do_not_overflow() -> None:
     x = torch.tensor([[-3e38, -200.0, -0.0, 200.0, 1.0, 2.0, 3.0, 4.0]])
     assert torch.equal(kernel.activate(x), torch.tensor([[0.0, 0.0, 0.0, 800.0]]))
