@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from backend.architectures.description import RopeConfig
+from backend.architectures.description import QueryScaling, RopeConfig
 
 RotaryTables = tuple[Tensor, Tensor]  # (cos, sin), each float32 [max_seq_len, rotary_dim / 2]
 
@@ -52,6 +52,12 @@ def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int, device: t
     if rope.attention_factor != 1.0:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     return cos.to(device), sin.to(device)
+
+
+def query_scales(scaling: QueryScaling, num_positions: int, device: torch.device) -> Tensor:
+    """The factors of the queries of each position, float32 [num_positions]."""
+    steps = torch.arange(num_positions, dtype=torch.int64) // scaling.original_max_position
+    return (1 + scaling.beta * torch.log1p(steps.float())).to(device)
 
 
 def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
