@@ -41,7 +41,8 @@ def gemma2(settings: Settings, architecture: str) -> ModelConfig:
     layers = windowed(types, window)
     rope = read_rope(settings, sizes.head_dim)
     settings.ignore("hidden_act", "sliding_window_size")
-    block = _block(settings, sizes, cap=50.0, logit_cap=30.0, **_scaled(settings))
+    cap = _cap(settings, "attn_logit_softcapping", 50.0)
+    block = _block(settings, sizes, attention_softcap=cap, logit_cap=30.0, **_scaled(settings))
     # VaultGemma is Gemma 2 without norms of what the attention and the mlp put out.
     names = LayerNames(mlp_norm="pre_feedforward_layernorm") if architecture.startswith("Vault") else SANDWICH
     return describe(settings, architecture, sizes, layers, [rope], block, names, tied=True)
@@ -64,13 +65,14 @@ def _scaled(settings: Settings) -> dict[str, Any]:
     return dict(attention_scale=scale, activation=read_activation(settings, "hidden_activation", GELU))
 
 
-def _block(settings: Settings, sizes: Sizes, cap: float = 0.0, logit_cap: float = 0.0, **fields: Any) -> Block:
-    """`cap` and `logit_cap`: what config.json means where it does not have the key; null turns a cap off."""
+def _cap(settings: Settings, key: str, default: float) -> float:
+    """`default` is for a file without the key; null turns a cap off."""
+    return settings.get(key, Cap, 0.0) if key in settings.content else default
+
+
+def _block(settings: Settings, sizes: Sizes, logit_cap: float = 0.0, **fields: Any) -> Block:
+    """`logit_cap`: where config.json does not say it; `fields`: of Block."""
     bias = settings.get("attention_bias", bool, False)
-    caps = {"attn_logit_softcapping": cap, "final_logit_softcapping": logit_cap}
-    for key in caps:
-        if key in settings.content:
-            caps[key] = settings.get(key, Cap, 0.0)
     return Block(
         norm_eps=settings.get("rms_norm_eps", Epsilon, 1e-6),
         norm_offset=1.0,
@@ -78,7 +80,6 @@ def _block(settings: Settings, sizes: Sizes, cap: float = 0.0, logit_cap: float 
         out_bias=bias,
         embedding_scale=math.sqrt(sizes.hidden),
         embedding_scale_is_rounded=True,
-        attention_softcap=caps["attn_logit_softcapping"],
-        logit_softcap=caps["final_logit_softcapping"],
+        logit_softcap=_cap(settings, "final_logit_softcapping", logit_cap),
         **fields,
     )

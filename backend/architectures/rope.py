@@ -19,6 +19,7 @@ from backend.architectures.settings import Factor, Settings, Size
 
 # `factors` is this project's own: what GGUF files say.
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
+ORIGINAL = "original_max_position_embeddings"
 SECTIONS = ("rope_parameters", "rope_scaling")
 # Keys of a section that some kind reads. Those of another kind have no effect, in transformers either.
 _KEYS = """
@@ -68,7 +69,7 @@ def read_ropes(settings: Settings, head_dim: int, full: RopeDefaults, sliding: R
 
 
 def _section(settings: Settings) -> tuple[str, dict[str, Any]]:
-    settings.ignore(*SECTIONS)
+    settings.ignore(*SECTIONS, ORIGINAL)
     key = SECTIONS[0] if settings.content.get(SECTIONS[0]) else SECTIONS[1]
     return key, dict(convert(settings.content.get(key) or {}, dict[str, Any], FILE, key))
 
@@ -97,8 +98,8 @@ def _rope(settings: Settings, section: Settings, head_dim: int, defaults: RopeDe
     if kind == "factors":
         return RopeConfig(**common, kind=kind, factors=_factors(section, "factors", num_pairs))
     # As in transformers, the number that stands outside of the section is the one that counts.
-    outside = settings.get("original_max_position_embeddings", Size, defaults.original_max_position or 0)
-    common["original_max_position"] = outside or section.need("original_max_position_embeddings", Size)
+    outside = settings.get(ORIGINAL, Size, defaults.original_max_position or 0)
+    common["original_max_position"] = outside or section.need(ORIGINAL, Size)
     return _scaled(settings, section, kind, common, num_pairs)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tools.make_random_model import TINY, random_weights, write_model
+from tools.make_random_model import TINY, random_weights
 
 VOCAB = TINY["vocab_size"]
 WINDOW = 13
@@ -38,7 +38,8 @@ BY_TYPE = dict(
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
 GEMMA = dict(head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-4)
-CAPS = dict(attn_logit_softcapping=1.5, final_logit_softcapping=3.0, query_pre_attn_scalar=5, sliding_window=WINDOW)
+LOGIT_CAP = dict(final_logit_softcapping=12.0, query_pre_attn_scalar=5, sliding_window=WINDOW)
+CAPS = LOGIT_CAP | dict(attn_logit_softcapping=1.5)
 GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=1.7)
 GRANITE_4 = dict(
     num_local_experts=0,
@@ -73,7 +74,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma 3": (
         "gemma3_text",
         "Gemma3ForCausalLM",
-        GEMMA | CAPS | dict(rope_parameters=BY_TYPE, layer_types=MIXED, attention_bias=True),
+        GEMMA | LOGIT_CAP | dict(rope_parameters=BY_TYPE, layer_types=MIXED, attention_bias=True),
     ),
     "phi-3": ("phi3", "Phi3ForCausalLM", dict(sliding_window=WINDOW)),
     "phi-4-mini short": (
@@ -140,11 +141,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "StableLmForCausalLM",
         dict(use_parallel_residual=True, rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.25)),
     ),
-    "gpt-neox": ("gpt_neox", "GPTNeoXForCausalLM", dict(rotary_pct=0.25, hidden_act="gelu")),
+    "gpt-neox": ("gpt_neox", "GPTNeoXForCausalLM", dict(num_key_value_heads=6, rotary_pct=0.25, hidden_act="gelu")),
     "gpt-neox in sequence": (
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        dict(rotary_pct=0.5, use_parallel_residual=False, hidden_act="gelu_new", layer_norm_eps=1e-3),
+        dict(
+            num_key_value_heads=6,
+            rotary_pct=0.5,
+            use_parallel_residual=False,
+            hidden_act="gelu_new",
+            layer_norm_eps=1e-3,
+        ),
     ),
     "seed-oss": (
         "seed_oss",
@@ -161,5 +168,7 @@ def make(directory: Path, name: str, dtype: str = "float32", **overrides: Any) -
     model_type, architecture, differences = FAMILIES[name]
     config = AutoConfig.for_model(model_type, **(TINY | differences | dict(dtype=dtype) | overrides))
     config.architectures = [architecture]
-    write_model(directory, config, random_weights(config, seed=len(name)))
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(random_weights(config, seed=len(name)), strict=False)  # a tied head is the embedding
+    model.save_pretrained(directory)
     return directory
