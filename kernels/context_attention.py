@@ -6,8 +6,8 @@ A row may have fewer queries than keys (chunked context). Its queries are its ne
     queries                [ n ]                          and sees keys in (position - window, position]
                                                           and those before min(sink_tokens, position + 1)
 
-    p   = softmax over its keys, and the sink if there is one, of scale * q k^T       a sink is a logit without a value
-    out = p v                                                          query heads of one kv head share its keys (GQA)
+    p   = softmax over its keys, and the sink if there is one, of softcap(scale * q k^T)    a sink is a logit without a value
+    out = p v                                     query heads of one kv head share its keys (GQA); kernels/common/scoring.py
 
 The algorithm is FlashAttention (Dao 2023) over pages, with its online softmax: m_i is a query's greatest score so far, l_i the
 sum of its exponentials, acc the sum of its weighted values. A tile of queries has BLOCK_M rows: some tokens times all heads of a
@@ -21,21 +21,21 @@ Cells that no query of a row may see are never used, whatever they hold (NaN inc
 Up to rounding, a token's result does not depend on the chunk in which it is computed. Tiles of keys begin at multiples of BLOCK_N
 of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so acc and l_i are
 rescaled at the same positions; a tile that a query does not see leaves its result unchanged. The tiles of sink tokens come first,
-with a mask, wherever the window begins. Bits may differ: tiles with and
-without a mask are compiled separately, and batches with few queries per row have a smaller BLOCK_M and another matrix
-instruction. Then a score may differ by float32 rounding, and a p between two 16-bit numbers may be rounded to the other one.
+with a mask, wherever the window begins. Bits may differ: tiles with and without a mask are compiled separately, and batches
+with few queries per row have a smaller BLOCK_M and another matrix instruction: a score may then differ by float32 rounding, and
+a p between two 16-bit numbers may be rounded to the other one.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.common.attention_tiles import ARCHITECTURES, constants_of, tiles_for
-from kernels.common.kv_format import KVPool, dequantize_rows, load_seen, scale_and_least, unpack
+from kernels.common.kv_format import KVPool, dequantised, load_seen, read_cells
+from kernels.common.scoring import LOG2_E, capped
 from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 
 
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     sinks: bool = False
     dtype: torch.dtype = torch.float32
     sink_tokens: int = 0
+    softcap: float = 0.0
 
 
 CASES = [
@@ -70,6 +71,9 @@ CASES = [
     Case([(3, 9), (1, 140), (20, 80)], bits=4, head_dim=40, block_size=64),
     Case([(33, 150)], kv_heads=1, group=4, bits=8, head_dim=64, window=30, sinks=True),
     Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sinks=True),
+    Case([(9, 9), (1, 100)], softcap=0.7),
+    Case([(30, 250), (1, 200)], kv_heads=1, group=4, window=50, sinks=True, softcap=1.5),
+    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, softcap=0.7),
     *(
         Case([(5, 5), (1, 13), (3, 70), (1, 2)], bits=bits, dtype=dtype)
         for bits in (16, 8, 4)
@@ -88,6 +92,7 @@ def reference(
     window: int | None = None,
     sinks: Tensor | None = None,
     sink_tokens: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Like `context_attention`, token by token in float64, rounded at the end. Tokens outside of all rows get 0."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -99,24 +104,15 @@ def reference(
             first = 0 if window is None else max(0, position - window + 1)
             of_sink, of_window = range(min(sink_tokens, first)), range(first, max(position + 1, first))
             seen = torch.tensor([*of_sink, *of_window], dtype=torch.int64, device=q.device)
-            k, v = _read(pool, tables[row, seen // block_size].long(), seen % block_size)
+            k, v = read_cells(pool, tables[row, seen // block_size].long(), seen % block_size)
             scores = scale * torch.einsum("hgd,khd->hgk", q[token].double().unflatten(0, (kv_heads, -1)), k)
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), dim=2)
             p = scores.softmax(2)[:, :, : len(seen)]
             out[token] = torch.einsum("hgk,khd->hgd", p, v).flatten(0, 1)
     return out.to(q.dtype)
-
-
-def _read(pool: KVPool, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Reads the keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
-    if pool.params is None:
-        k, v = pool.data[blocks, cells].double().unbind(1)
-        return k, v
-    q = unpack(pool.data[blocks, cells], pool.bits)  # [cells, 2, kv_heads, head_dim]
-    scale, least = pool.params[blocks, cells].flatten(0, 2).unbind(1)
-    k, v = dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(1)
-    return k, v
 
 
 def context_attention(
@@ -129,6 +125,7 @@ def context_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     sink_tokens: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attends with q [tokens, heads, head_dim]; returns a new tensor like q. The KV of q's tokens must be in the pool already.
 
@@ -140,9 +137,10 @@ def context_attention(
     window   tokens that a query sees, itself included
     sinks    float32 [heads]
     sink_tokens  the first tokens of a row, which a query sees besides its window
+    softcap  of the scores; 0: none
     """
     if not runs_on(q):
-        return reference(q, pool, starts, lengths, tables, scale, window, sinks, sink_tokens)
+        return reference(q, pool, starts, lengths, tables, scale, window, sinks, sink_tokens, softcap)
     if q.stride(2) != 1:
         q = q.contiguous()
     tokens, heads, head_dim = q.shape
@@ -159,7 +157,8 @@ def context_attention(
     grid = (tokens // (tiles.block_m // group) + rows, kv_heads)
     _context_attention_kernel[grid](
         q, pool.data, pool.words, starts, lengths, tables, sinks, out,
-        scale * math.log2(math.e), rows, tables.stride(0), q.stride(0), q.stride(1), *pool.strides,
+        scale * LOG2_E, softcap * LOG2_E if softcap else None, rows,
+        tables.stride(0), q.stride(0), q.stride(1), *pool.strides,
         **constants_of(tiles, head_dim, group, block_size, bits, window, rows, sink_tokens),
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -178,6 +177,7 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     sinks,  # [heads] float32, or None
     out,  # [tokens, heads, head_dim], contiguous
     scale,  # times log2(e)
+    softcap,  # times log2(e), or None
     rows,
     table_stride,
     q_token_stride,
@@ -272,6 +272,9 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     if words is not None:
         head_words = words + kv_head.to(tl.int64) * words_stride_head
 
+    unit = scale  # of scores
+    if softcap is not None:
+        unit = 1.0
     for part in tl.static_range(3):
         for tile in tl.range(bounds[part], bounds[part + 1], disable_licm=True):  # hoisting would cost registers
             if SINK_TILES > 0 and part == 0:
@@ -297,22 +300,24 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
             else:
                 words_at = block * words_stride_block + cell * words_stride_token
                 k_params = load_seen(head_words + words_at, is_seen, part != 1)
-                k_low = _dequantised(k & 15 if BITS == 4 else k, k_params, x.dtype)
+                k_low = dequantised(k & 15 if BITS == 4 else k, k_params, x.dtype)
             scores = tl.dot(x, tl.trans(k_low), input_precision="ieee")
             if BITS == 4:
-                k_high = _dequantised(k >> 4, k_params, x.dtype)
+                k_high = dequantised(k >> 4, k_params, x.dtype)
                 scores = tl.dot(x_high, tl.trans(k_high), scores, input_precision="ieee")
+            if softcap is not None:
+                scores = capped(scores * scale, softcap)
             if part != 1:
                 may_see = key[None, :] <= position[:, None]
                 if WINDOW is not None:
                     may_see &= newest[None, :] > position[:, None] - WINDOW
                 scores = tl.where(may_see, scores, float("-inf"))
 
-            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * unit)
             shift = m_new
             if part != 1:
                 shift = tl.where(m_new > float("-inf"), m_new, 0.0)
-            p = tl.exp2(scores * scale - shift[:, None])
+            p = tl.exp2(scores * unit - shift[:, None])
             alpha = tl.exp2(m_i - shift)
             m_i = m_new
             l_i = l_i * alpha + tl.sum(p, 1)
@@ -325,10 +330,10 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
                 v_low = v.to(x.dtype)
             else:
                 v_params = load_seen(head_words + (words_at + words_stride_side), is_seen, part != 1)
-                v_low = _dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
+                v_low = dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
             acc = tl.dot(p, v_low, acc, input_precision="ieee")
             if BITS == 4:
-                v_high = _dequantised(v >> 4, v_params, x.dtype)
+                v_high = dequantised(v >> 4, v_params, x.dtype)
                 acc_high = tl.dot(p, v_high, acc_high * alpha[:, None], input_precision="ieee")
 
     inverse = 1.0 / tl.where(l_i > 0, l_i, 1.0)
@@ -338,16 +343,6 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     tl.store(out_at, (acc * inverse[:, None]).to(out.dtype.element_ty), q_mask)
     if BITS == 4:
         tl.store(out_at + WIDTH, (acc_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
-
-
-@jit
-def _dequantised(
-    n,  # [BLOCK_N, BLOCK_D] uint8
-    params,  # [BLOCK_N] int32: a float16 scale in the low half, and a float16 least in the high half
-    dtype: tl.constexpr,
-):
-    scale, least = scale_and_least(params)
-    return (n.to(tl.float32) * scale[:, None] + least[:, None]).to(dtype)
 
 
 def variants() -> dict[str, Variant]:
@@ -360,6 +355,7 @@ def variants() -> dict[str, Variant]:
         many: bool = True,
         architectures: tuple[int, ...] = (80, 90, 100),
         sink_tokens: int = 0,
+        softcap: bool = False,
     ) -> Variant:
         shape = (128, bits, 4, 2048 if many else 8, 8)
         tiles = tiles_for(*shape, min(90, architectures[0]), sink_tokens=sink_tokens)
@@ -381,6 +377,7 @@ def variants() -> dict[str, Variant]:
             types["sinks"] = "*fp32"
         else:
             constants["sinks"] = None
+        (types if softcap else constants)["softcap"] = "fp32" if softcap else None
         instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA" if many else "HMMA", "LDGSTS")}
         warps, stages, kernel = tiles.num_warps, tiles.num_stages, _context_attention_kernel
         return Variant(kernel, types, constants, warps, stages, tuple(strides), instructions, architectures)
@@ -392,6 +389,7 @@ def variants() -> dict[str, Variant]:
         "bf16-sink-tokens-sm80": variant(16, 64, window=4096, architectures=(80,), sink_tokens=4),
         "int8-sink-tokens": variant(8, 64, window=4096, architectures=(90, 100), sink_tokens=4),
         "bf16-few": variant(16, 16, many=False),
+        "bf16-softcap": variant(16, 64, softcap=True),
         "int8": variant(8, 64, architectures=(90, 100)),
         "int8-sm80": variant(8, 64, architectures=(80,)),
         "int4": variant(4, 64, architectures=(90, 100)),

@@ -1,8 +1,8 @@
 """Attention of one query a row over the paged KV pool, split over the keys (Flash-Decoding, Dao et al. 2023).
 
-    out = sum_t softmax_t(scale * q.k_t) v_t           over t in [max(0, length - window), length), and those of them below
+    out = sum_t softmax_t(softcap(scale * q.k_t)) v_t  over t in [max(0, length - window), length), and those of them below
                                                        sink_tokens; 0 where the length is 0
-    a sink adds exp(sink) to a head's denominator, and nothing to its numerator
+    a sink adds exp(sink) to a head's denominator, and nothing to its numerator; kernels/common/scoring.py has the soft cap
 
 Each program handles one row, one kv head and one split of the keys, with the online softmax: m_i is a head's greatest score so
 far, l_i the sum of its exponentials, acc the sum of its weighted values. A split has a fixed number of tokens, and
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from kernels import context_attention
 from kernels.common.kv_format import KVPool, floats_of_int4, floats_of_int8, load_seen, scale_and_least, unpacking
+from kernels.common.scoring import LOG2_E, capped
 from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 from kernels.merge_splits import finished, merge_splits
 
@@ -51,7 +52,6 @@ CASES = [
 SPLIT_TOKENS = 512
 SHORT_SPLITS = (128, 256)  # tokens
 TILE_TOKENS = 32
-LOG2_E = 1.4426950408889634
 
 
 def reference(
@@ -63,10 +63,11 @@ def reference(
     window: int | None = None,
     sinks: Tensor | None = None,
     sink_tokens: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Like `decode_attention`: the reference of context_attention.py for rows with one query each."""
     starts = torch.arange(len(q) + 1)
-    return context_attention.reference(q, pool, starts, lengths, tables, scale, window, sinks, sink_tokens)
+    return context_attention.reference(q, pool, starts, lengths, tables, scale, window, sinks, sink_tokens, softcap)
 
 
 def split_for(rows: int, kv_heads: int) -> int:
@@ -84,6 +85,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
     sink_tokens: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attends with q [rows, heads, head_dim], one query a row; returns a new tensor like q.
 
@@ -91,10 +93,10 @@ def decode_attention(
 
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
     a query sees, its own included; sink_tokens: the first tokens of a row, which it sees besides these. pool is one layer's; a
-    plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS.
+    plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS. softcap 0: none.
     """
     if not runs_on(q):
-        return reference(q, pool, lengths, tables, scale, window, sinks, sink_tokens)
+        return reference(q, pool, lengths, tables, scale, window, sinks, sink_tokens, softcap)
     rows, heads, head_dim = q.shape
     _, block_size, _, kv_heads, _ = pool.data.shape
     bits = min(pool.bits, 16)
@@ -111,8 +113,8 @@ def decode_attention(
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     window, sink_tokens = window or 0, sink_tokens if window else 0
     _decode_kernel[(rows, kv_heads, splits)](
-        q, pool.data, pool.words, lengths, tables, sinks, out, parts, stats, scale * LOG2_E, window, splits,
-        tables.stride(0), *pool.strides,
+        q, pool.data, pool.words, lengths, tables, sinks, out, parts, stats, scale * LOG2_E,
+        softcap * LOG2_E if softcap else None, window, splits, tables.stride(0), *pool.strides,
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=bits, WINDOWED=window > 0,
         SINK_TOKENS=sink_tokens,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16, SPLIT=split_tokens,
@@ -186,6 +188,7 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     parts,  # [rows, heads, splits, HEAD_DIM] float32, or None: one split, which writes `out`
     stats,  # [rows, heads, splits, 2] float32: m_i and l_i of a split; or None
     scale,  # times log2(e)
+    softcap,  # times log2(e), or None
     window,  # 0: none
     splits,
     stride_table,
@@ -283,6 +286,8 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
                 else:
                     s = tl.dot(floats_of_int8(keys, q.dtype.element_ty, ASM).to(DTYPE), q_a, input_precision="ieee")
                 s = s * (k_scale * scale)[:, None] + q_sum[None, :] * (k_least - BIAS * k_scale)[:, None]
+            if softcap is not None:
+                s = capped(s, softcap)
             if part != 1:
                 s = tl.where(seen[:, None], s, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 0))
@@ -338,14 +343,18 @@ def variants() -> dict[str, Variant]:
     strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
 
-    def variant(bits: int, block_size: int, group: int = 4, windowed: bool = False, sink_tokens: int = 0) -> Variant:
+    def variant(
+        bits: int, block_size: int, group: int = 4, windowed: bool = False, sink_tokens: int = 0, softcap: bool = False
+    ) -> Variant:
         config = _config(group, bits, 128)
         num_warps, num_stages = config.pop("num_warps"), config.pop("num_stages")
         shape = {"GROUP": group, "HEAD_DIM": 128, "BLOCK_SIZE": block_size, "BITS": bits, "SPLIT": SPLIT_TOKENS}
         constants = config | shape | unpacking(torch.bfloat16, bits).constants()
         constants |= {"WINDOWED": windowed, "SINK_TOKENS": sink_tokens, "WIDEN": False}
+        constants |= {} if softcap else {"softcap": None}
         constants |= {"sinks": None, "words_stride_token": 1} | ({"words": None} if bits == 16 else {})
-        its_types = types | ({"pool": "*bf16"} if bits == 16 else {"pool": "*u8", "words": "*i32"})
+        its_types = types | ({"softcap": "fp32"} if softcap else {})
+        its_types |= {"pool": "*bf16"} if bits == 16 else {"pool": "*u8", "words": "*i32"}
         instructions = dict.fromkeys((80, 90, 100), ("HMMA", "LDGSTS.E.BYPASS.128", "LDS.128" if bits < 16 else "LDSM"))
         return Variant(_decode_kernel, its_types, constants, num_warps, num_stages, strides, instructions)
 
@@ -355,6 +364,8 @@ def variants() -> dict[str, Variant]:
         "8-bit": variant(8, 64),
         "4-bit": variant(4, 64),
         "4-bit-blocks-of-16-window": variant(4, 16, windowed=True),
+        "16-bit-softcap": variant(16, 64, softcap=True),
+        "4-bit-softcap": variant(4, 64, softcap=True),
         "16-bit-window-sink-tokens": variant(16, 64, windowed=True, sink_tokens=4),
         "4-bit-window-sink-tokens": variant(4, 64, windowed=True, sink_tokens=4),
         "4-bit-32-heads": variant(4, 64, group=32),

@@ -1,7 +1,8 @@
 """The steps between the projections and the attention of a layer: the heads' norms, RoPE, and the write to the KV pool.
 
-    q, k = norm(q), norm(k)                     RMSNorm over head_dim, for models that have it (Qwen3); kernels/rms_norm.py
-    q, k = rope(q, position), rope(k, position)                                                   kernels/rope.py
+    q, k = norm(q), norm(k)                     RMSNorm over head_dim, for models that have it (Qwen3); kernels/norm.py
+    q, k = rope(q, position), rope(k, position) for layers that have it                           kernels/rope.py
+    q *= query_scales[position]                 for models that have it (Ministral 3)
     pool[cell] = k, v                           as they are or quantised: kernels/common/kv_format.py
 
 for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. Everything is computed in float32, and a value is rounded once,
@@ -16,9 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import rms_norm, rope
+from kernels import norm, rope
 from kernels.common.kv_format import KVPool, pack, quantize_rows
 from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
+
+# (rotary dimensions, interleaved), of heads of 96
+ROPES = [(96, True), (32, False), (40, True), (66, False), (0, False)]
 
 # (tokens, heads, kv_heads, head_dim, block_size)
 CASES = [(1, 1, 1, 8, 4), (5, 4, 2, 64, 16), (7, 9, 3, 80, 2), (4, 2, 1, 96, 16), (3, 16, 8, 128, 8)]
@@ -31,13 +35,15 @@ HEADS_AT_ONCE = 8
 def reference(
     qkv: Tensor,
     positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     cells: Tensor,
     pool: KVPool,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """Like `kv_append`; q is 0 where the cell is -1."""
     heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
@@ -46,11 +52,14 @@ def reference(
     parts = qkv[real].float().unflatten(1, (-1, head_dim))
     query, key, value = parts.split((heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None:
-        query = rms_norm.reference(query, q_norm.float(), eps)
+        query = norm.reference(query, q_norm.float(), eps)
     if k_norm is not None:
-        key = rms_norm.reference(key, k_norm.float(), eps)
-    factors = rope.rope_factors(cos[positions], sin[positions])
-    query, key = rope.reference(query, *factors), rope.reference(key, *factors)
+        key = norm.reference(key, k_norm.float(), eps)
+    if cos is not None and sin is not None:
+        factors = rope.rope_factors(cos[positions], sin[positions], interleaved)
+        query, key = (rope.reference(x, *factors, interleaved) for x in (query, key))
+    if query_scales is not None:
+        query = query * query_scales[positions, None, None]
     block, offset = cells // block_size, cells % block_size
     sides = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
     if pool.params is None:
@@ -67,27 +76,32 @@ def reference(
 def kv_append(
     qkv: Tensor,
     positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     cells: Tensor,
     pool: KVPool,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """Writes the batch's keys and values to `pool`, and returns its q [tokens, heads, head_dim] in qkv's dtype.
 
     qkv [tokens, (heads + 2 * kv_heads) * head_dim]; positions, cells int64 [tokens], cells all different or -1;
-    cos, sin float32 [max_seq_len, head_dim / 2]; q_norm, k_norm [head_dim].
+    cos, sin float32 [max_seq_len, rotary_dim / 2], or both None: nothing is rotated; q_norm, k_norm [head_dim]; interleaved:
+    which dimensions are pairs (kernels/rope.py); query_scales float32 [max_seq_len].
     """
     if not runs_on(qkv):
-        return reference(qkv, positions, cos, sin, cells, pool, q_norm, k_norm, eps)
+        return reference(qkv, positions, cos, sin, cells, pool, q_norm, k_norm, eps, interleaved, query_scales)
     heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
     q = qkv.new_empty(len(qkv), heads, head_dim)
     config = _config(heads, kv_heads, head_dim)
+    cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
+    rotary_dim = 0 if cos is None else 2 * cos.shape[1]
     _kv_append_kernel[(len(qkv), _num_groups(heads, kv_heads, config["GROUP"]))](
-        qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(), cells.contiguous(), q_norm, k_norm,
-        q, pool.data, pool.words, eps, *pool.strides,
+        qkv.contiguous(), positions.contiguous(), cos, sin, query_scales, cells.contiguous(), q_norm, k_norm,
+        q, pool.data, pool.words, eps, *pool.strides, ROTARY_DIM=rotary_dim, INTERLEAVED=interleaved,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=pool.bits, **config,
     )  # fmt: skip
     return q
@@ -114,21 +128,63 @@ def _num_groups(heads: int, kv_heads: int, group: int) -> int:
 def _rotated(
     a,  # float32 [GROUP, HALF_BLOCK]: the heads' first halves
     b,  # like a: their second halves
+    source,  # [GROUP, 1]: where the heads begin in qkv
+    mask,  # like a: what of it are numbers
     weight,  # [HEAD_DIM] of the norm, or None
     eps,
-    cos,  # [HEAD_DIM / 2] float32
-    sin,  # [HEAD_DIM / 2] float32
+    cos,  # [ROTARY_DIM / 2] float32, or None
+    sin,  # like cos
     columns,  # [HALF_BLOCK]
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
-    inside = columns < HEAD_DIM // 2
+    HALF: tl.constexpr = HEAD_DIM // 2
+    inside = columns < HALF
+    inverse = None
     if weight is not None:
         inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
         a = a * inverse * tl.load(weight + columns, inside, other=0).to(tl.float32)[None, :]
-        b = b * inverse * tl.load(weight + HEAD_DIM // 2 + columns, inside, other=0).to(tl.float32)[None, :]
-    c = tl.load(cos + columns, inside, other=0)[None, :]
-    s = tl.load(sin + columns, inside, other=0)[None, :]
-    return a * c - b * s, b * c + a * s
+        b = b * inverse * tl.load(weight + HALF + columns, inside, other=0).to(tl.float32)[None, :]
+    if cos is None:
+        return a, b
+    elif ROTARY_DIM == HEAD_DIM and not INTERLEAVED:
+        c = tl.load(cos + columns, inside, other=0)[None, :]
+        s = tl.load(sin + columns, inside, other=0)[None, :]
+        return a * c - b * s, b * c + a * s
+    else:
+        a = _rotated_part(a, columns, source, mask, weight, inverse, cos, sin, ROTARY_DIM, INTERLEAVED)
+        b = _rotated_part(b, HALF + columns, source, mask, weight, inverse, cos, sin, ROTARY_DIM, INTERLEAVED)
+        return a, b
+
+
+@jit
+def _rotated_part(
+    x,  # float32 [GROUP, N], normed
+    columns,  # [N]: which of the heads they are
+    source,  # [GROUP, 1]: where the heads begin in qkv
+    mask,  # like x: what of it are numbers
+    weight,  # of the norm, or None
+    inverse,  # [GROUP, 1]: the norm's other factor, with a weight
+    cos,  # [ROTARY_DIM / 2] float32
+    sin,  # like cos
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotates those of the columns that are rotated; each one's partner is read again, because it may be in either half."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    if INTERLEAVED:
+        is_first, partner, pair = columns % 2 == 0, columns ^ 1, columns // 2
+    else:
+        is_first = columns < HALF
+        partner, pair = tl.where(is_first, columns + HALF, columns - HALF), tl.where(is_first, columns, columns - HALF)
+    turns = columns < ROTARY_DIM
+    y = tl.load(source + partner[None, :], mask & turns[None, :], other=0).to(tl.float32)
+    if weight is not None:
+        y = y * inverse * tl.load(weight + partner, turns, other=0).to(tl.float32)[None, :]
+    c = tl.load(cos + pair, turns, other=1)
+    s = tl.load(sin + pair, turns, other=0)
+    return x * c[None, :] + y * tl.where(is_first, -s, s)[None, :]
 
 
 @jit
@@ -156,8 +212,9 @@ def _quantized(
 def _kv_append_kernel(
     qkv,  # [tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM]
     positions,  # [tokens] int64
-    cos,  # [max_seq_len, HEAD_DIM / 2] float32
-    sin,  # [max_seq_len, HEAD_DIM / 2] float32
+    cos,  # [max_seq_len, ROTARY_DIM / 2] float32, or None
+    sin,  # like cos
+    query_scales,  # [max_seq_len] float32, or None
     cells,  # [tokens] int64
     q_norm,  # [HEAD_DIM], or None
     k_norm,  # [HEAD_DIM], or None
@@ -178,6 +235,8 @@ def _kv_append_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BITS: tl.constexpr,  # 8 or 4 for a quantised pool
+    ROTARY_DIM: tl.constexpr,  # 0 without cos
+    INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,  # heads of a program, a power of two
     HALF_BLOCK: tl.constexpr,  # a power of two, at least HEAD_DIM / 2
 ):
@@ -190,18 +249,23 @@ def _kv_append_kernel(
     if cell < 0:
         return
     position = tl.load(positions + token)
-    cos += position * HALF
-    sin += position * HALF
+    if cos is not None:
+        cos += position * (ROTARY_DIM // 2)
+        sin += position * (ROTARY_DIM // 2)
     columns = tl.arange(0, HALF_BLOCK)
     inside = (columns < HALF)[None, :]
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     if group < Q_GROUPS:
         head = group * GROUP + tl.arange(0, GROUP)
         mask = (head < HEADS)[:, None] & inside
-        source = row + head[:, None] * HEAD_DIM + columns[None, :]
+        heads = row + head[:, None] * HEAD_DIM
+        source = heads + columns[None, :]
         a = tl.load(source, mask, other=0).to(tl.float32)
         b = tl.load(source + HALF, mask, other=0).to(tl.float32)
-        a, b = _rotated(a, b, q_norm, eps, cos, sin, columns, HEAD_DIM)
+        a, b = _rotated(a, b, heads, mask, q_norm, eps, cos, sin, columns, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+        if query_scales is not None:
+            scale = tl.load(query_scales + position)
+            a, b = a * scale, b * scale
         out = q + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + columns[None, :]
         tl.store(out, a.to(q.dtype.element_ty), mask)
         tl.store(out + HALF, b.to(q.dtype.element_ty), mask)
@@ -209,11 +273,12 @@ def _kv_append_kernel(
         side = (group - Q_GROUPS) // KV_GROUPS  # 0 key, 1 value
         head = (group - Q_GROUPS) % KV_GROUPS * GROUP + tl.arange(0, GROUP)
         mask = (head < KV_HEADS)[:, None] & inside
-        source = row + (HEADS + side * KV_HEADS + head)[:, None] * HEAD_DIM + columns[None, :]
+        heads = row + (HEADS + side * KV_HEADS + head)[:, None] * HEAD_DIM
+        source = heads + columns[None, :]
         a = tl.load(source, mask, other=0).to(tl.float32)
         b = tl.load(source + HALF, mask, other=0).to(tl.float32)
         if side == 0:
-            a, b = _rotated(a, b, k_norm, eps, cos, sin, columns, HEAD_DIM)
+            a, b = _rotated(a, b, heads, mask, k_norm, eps, cos, sin, columns, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
         block = cell // BLOCK_SIZE
         offset = cell % BLOCK_SIZE
         place = pool + block * stride_block + offset * stride_token + side.to(tl.int64) * stride_side
@@ -237,22 +302,13 @@ def _kv_append_kernel(
 
 def variants() -> dict[str, Variant]:
     types = dict.fromkeys(("qkv", "q", "pool"), "*bf16") | dict.fromkeys(("positions", "cells"), "*i64")
-    types |= dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
+    types |= {"eps": "fp32"}
     strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
     strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys(strides, "i32")
-    without_norms = {"q_norm": None, "k_norm": None}
-    # name -> heads, kv_heads, head_dim, bits, norms
-    shapes = {
-        "plain-128": (32, 8, 128, 16, False),
-        "plain-norms-128": (32, 8, 128, 16, True),
-        "plain-80": (32, 32, 80, 16, False),
-        "int8-128": (32, 8, 128, 8, False),
-        "int4-128": (32, 8, 128, 4, False),
-        "int4-norms-128-one-kv-head": (4, 1, 128, 4, True),
-    }
-    made = {}
-    for name, (heads, kv_heads, head_dim, bits, norms) in shapes.items():
+    groups = {"norms": ("q_norm", "k_norm"), "rope": ("cos", "sin"), "scales": ("query_scales",)}
+
+    def variant(heads: int, kv_heads: int, head_dim: int, bits: int, has: tuple[str, ...], rotary_dim: int) -> Variant:
         config = _config(heads, kv_heads, head_dim)
         num_warps = config.pop("num_warps")
         constants: dict[str, object] = {
@@ -262,15 +318,32 @@ def variants() -> dict[str, Variant]:
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": 64,
             "BITS": bits,
+            "ROTARY_DIM": rotary_dim,
+            "INTERLEAVED": "interleaved" in has,
             "words_stride_token": 1,
         }
-        its_types = types | (dict.fromkeys(without_norms, "*bf16") if norms else {})
-        constants |= {} if norms else without_norms
+        its_types = dict(types)
+        for group, names in groups.items():
+            if group in has or (group == "rope" and rotary_dim):
+                its_types |= dict.fromkeys(names, "*bf16" if group == "norms" else "*fp32")
+            else:
+                constants |= dict.fromkeys(names)
         its_types |= {"pool": "*u8", "words": "*i32"} if bits < 16 else {}
         constants |= {} if bits < 16 else {"words": None}
         wide = ("LDG.E.128", "STG.E.128") if bits == 16 else ("LDG.E.128", "STG.E.64")
         instructions = dict.fromkeys((80, 90, 100), wide)
-        made[name] = Variant(
-            _kv_append_kernel, its_types, constants, num_warps, divisible=strides, instructions=instructions
-        )
-    return made
+        kernel = _kv_append_kernel
+        return Variant(kernel, its_types, constants, num_warps, divisible=strides, instructions=instructions)
+
+    return {
+        "plain-128": variant(32, 8, 128, 16, (), 128),
+        "plain-norms-128": variant(32, 8, 128, 16, ("norms",), 128),
+        "plain-80": variant(32, 32, 80, 16, (), 80),
+        "plain-without-rope-128": variant(32, 8, 128, 16, (), 0),
+        "plain-partial-96-of-128": variant(32, 8, 128, 16, ("norms",), 96),
+        "plain-interleaved-scales-128": variant(32, 8, 128, 16, ("interleaved", "scales"), 128),
+        "int8-128": variant(32, 8, 128, 8, (), 128),
+        "int4-128": variant(32, 8, 128, 4, (), 128),
+        "int4-norms-128-one-kv-head": variant(4, 1, 128, 4, ("norms",), 128),
+        "int4-partial-32-of-128": variant(32, 8, 128, 4, (), 32),
+    }

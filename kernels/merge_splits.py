@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.common.scoring import LOG2_E
 from kernels.common.triton_runtime import Variant, jit, runs_on, tl
 
 # (heads, head_dim, split, lengths, window, sink_tokens)
@@ -28,7 +29,6 @@ CASES = [
 
 AT_ONCE = 16  # splits that are merged together
 NUM_WARPS = 2
-LOG2_E = 1.4426950408889634
 
 
 def reference(

@@ -205,6 +205,7 @@ def _native_layer(block: Block, layer: LayerWeights, window: int | None, rotary:
         q_norm=None if attention.q_norm is None else NativeNorm(_float(attention.q_norm)),
         k_norm=None if attention.k_norm is None else NativeNorm(_float(attention.k_norm)),
         rotary=rotary,
+        sinks=None if attention.sinks is None else _float(attention.sinks),
         window=window,
     )
 

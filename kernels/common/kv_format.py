@@ -241,6 +241,17 @@ def unpacking(dtype: torch.dtype, bits: int, compiled: bool = not INTERPRETED) -
     return Unpacking(text.replace("MAGIC", magic) if compiled else None, bias)
 
 
+def read_cells(pool: KVPool, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    """Reads the keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
+    if pool.params is None:
+        k, v = pool.data[blocks, cells].double().unbind(1)
+        return k, v
+    q = unpack(pool.data[blocks, cells], pool.bits)  # [cells, 2, kv_heads, head_dim]
+    scale, least = pool.params[blocks, cells].flatten(0, 2).unbind(1)
+    k, v = dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(1)
+    return k, v
+
+
 @jit
 def floats_of_int4(
     packed,  # uint8
@@ -296,3 +307,14 @@ def scale_and_least(
     """Returns scale and least, each float32."""
     scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def dequantised(
+    n,  # [N, D] uint8
+    params,  # [N] int32: a float16 scale in the low half, and a float16 least in the high half
+    dtype: tl.constexpr,
+):
+    """Returns the numbers [N, D] of quantised rows."""
+    scale, least = scale_and_least(params)
+    return (n.to(tl.float32) * scale[:, None] + least[:, None]).to(dtype)

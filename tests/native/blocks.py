@@ -166,10 +166,10 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
             if has_bias:
                 put(name + ".bias", n, scale=0.5)
 
-    def norm(name: str | None, size: int) -> None:
+    def norm(name: str | None, size: int, has_bias: bool = block.norm_bias) -> None:
         if name is not None:
             put(name + ".weight", size, scale=0.3, middle=1 - block.norm_offset)
-            if block.norm_bias:
+            if has_bias:
                 put(name + ".bias", size, scale=0.3)
 
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -186,8 +186,8 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         for each in (names.attention_norm, names.attention_out_norm, names.mlp_norm, names.mlp_out_norm):
             norm(None if each is None else at + each, config.hidden_size)
         if block.qk_norm != "none":
-            norm(at + names.q_norm, config.head_dim if block.qk_norm == "head" else q)
-            norm(at + names.k_norm, config.head_dim if block.qk_norm == "head" else kv)
+            norm(at + names.q_norm, config.head_dim if block.qk_norm == "head" else q, has_bias=False)
+            norm(at + names.k_norm, config.head_dim if block.qk_norm == "head" else kv, has_bias=False)
         if block.attention_sinks:
             put(at + names.sinks, config.num_heads, scale=1.5)
     return tensors

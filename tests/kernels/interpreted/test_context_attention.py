@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     window: int | None
     sinks: Tensor | None
     sink_tokens: int
+    softcap: float
 
 
 def made(case: Case) -> Inputs:
@@ -70,8 +71,8 @@ def made(case: Case) -> Inputs:
             pool.data[at] = pack(n, case.bits).view(*kv.shape[:3], layout.row_bytes)
             pool.params[at] = torch.stack((scale, least), dim=1).view(*kv.shape[:3], 2)
     sinks = random_tensor(heads) if case.sinks else None
-    seen_by_all = case.window, sinks, case.sink_tokens
-    return Inputs(qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, *seen_by_all)
+    rest = case.window, sinks, case.sink_tokens, case.softcap
+    return Inputs(qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, *rest)
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles) -> None:

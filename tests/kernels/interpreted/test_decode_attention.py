@@ -73,6 +73,19 @@ def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(
     assert not measured[given[2] == 0].any()
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("case", kernel.CASES[:2])
+def test_scores_are_capped(case: tuple[int, int, int, int, tuple[int, ...], int | None, int], bits: int) -> None:
+    *shape, window, _ = case
+    given = made(*shape, bits, window=window)
+    capped = dict(window=window, sinks=random_tensor(shape[0], seed=2), softcap=0.8)
+    measured = kernel.decode_attention(*given, split_tokens=SPLIT, **capped)
+    assert_near(measured, kernel.reference(*given, **capped))
+    assert (
+        measured - kernel.decode_attention(*given, split_tokens=SPLIT, **capped | {"softcap": 0.0})
+    ).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_16_bit_queries_without_sinks(dtype: torch.dtype, bits: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ class Batch:
         self.positions = torch.randint(SEQ_LEN, (tokens,), generator=generator)
         angles = 3 * random_tensor(SEQ_LEN, head_dim // 2)
         self.cos, self.sin = angles.cos(), angles.sin()
+        self.interleaved = False
+        self.query_scales: Tensor | None = None
         self.cells = torch.randperm(BLOCKS * block_size, generator=generator)[:tokens]
         self.real = torch.arange(tokens) % 3 != 2
         self.cells[~self.real] = -1
@@ -42,13 +46,27 @@ class Batch:
         generator = torch.Generator().manual_seed(bits)
         return layout, torch.randint(256, (BLOCKS, layout.block_bytes), generator=generator, dtype=torch.uint8)
 
+    def rotate(self, rotary_dim: int, interleaved: bool) -> None:
+        """Rotate the leading dimensions only, or none."""
+        self.interleaved = interleaved
+        self.cos, self.sin = (table[:, : rotary_dim // 2] if rotary_dim else None for table in (self.cos, self.sin))
+
     def append(self, pool: Tensor, layout: QuantizedPool | None = None, **norms: Tensor | float) -> Tensor:
-        view = layout.view(pool) if layout else plain_pool(pool)
-        return kernel.kv_append(self.qkv, self.positions, self.cos, self.sin, self.cells, view, **norms)
+        return self._call(kernel.kv_append, pool, layout, norms)
 
     def reference(self, pool: Tensor, layout: QuantizedPool | None = None, **norms: Tensor | float) -> Tensor:
+        return self._call(kernel.reference, pool, layout, norms)
+
+    def _call(
+        self,
+        function: Callable[..., Tensor],
+        pool: Tensor,
+        layout: QuantizedPool | None,
+        norms: dict[str, Tensor | float],
+    ) -> Tensor:
         view = layout.view(pool) if layout else plain_pool(pool)
-        return kernel.reference(self.qkv, self.positions, self.cos, self.sin, self.cells, view, **norms)
+        given = self.qkv, self.positions, self.cos, self.sin, self.cells, view
+        return function(*given, **norms, interleaved=self.interleaved, query_scales=self.query_scales)
 
     def place(self) -> tuple[Tensor, Tensor]:
         cells = self.cells[self.real]
@@ -93,6 +111,41 @@ def test_heads_are_normalised_before_they_are_rotated(case: tuple[int, ...], dty
     batch = Batch(*case, dtype=dtype)
     q_norm, k_norm = (random_tensor(batch.head_dim, dtype=dtype, seed=seed) for seed in (5, 6))
     assert_like_the_reference(batch, batch.plain_pool(dtype), q_norm=q_norm, k_norm=k_norm, eps=0.1)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("rotary_dim, interleaved", kernel.ROPES)
+def test_some_dimensions_are_rotated_in_pairs_of_either_layout(
+    rotary_dim: int, interleaved: bool, has_norms: bool
+) -> None:
+    batch = Batch(7, 9, 3, 96, 16)
+    batch.rotate(rotary_dim, interleaved)
+    norms = {name: random_tensor(96, seed=seed) for name, seed in (("q_norm", 5), ("k_norm", 6))} if has_norms else {}
+    assert_like_the_reference(batch, batch.plain_pool(), **norms)
+
+
+def test_queries_are_scaled_by_their_positions_and_keys_are_not() -> None:
+    batch = Batch(*kernel.CASES[1])
+    pool, scaled_pool = batch.plain_pool(), batch.plain_pool()
+    plain = batch.append(pool)
+    batch.query_scales = 1 + torch.arange(SEQ_LEN) / 8
+    assert_like_the_reference(batch, batch.plain_pool())
+    scaled, real = batch.append(scaled_pool), batch.real
+    assert_near(scaled[real], plain[real] * batch.query_scales[batch.positions[real], None, None])
+    assert torch.equal(pool, scaled_pool)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rotary_dim, interleaved", kernel.ROPES)
+def test_a_quantised_pool_holds_keys_of_every_rotation(rotary_dim: int, interleaved: bool, bits: int) -> None:
+    batch = Batch(4, 2, 1, 96, 16)
+    batch.rotate(rotary_dim, interleaved)
+    plain = batch.plain_pool()
+    batch.append(plain)
+    layout, pool = batch.quantized_pool(bits)
+    expected = batch.written_as(pool, layout, plain)
+    batch.append(pool, layout)
+    assert torch.equal(pool, expected)
 
 
 def test_one_of_the_norms_may_be_absent() -> None:
