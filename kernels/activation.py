@@ -154,23 +154,22 @@ def _num_warps(block: int) -> int:
 
 def variants() -> dict[str, Variant]:
     made = {}
-    silu: dict[str, object] = {"KIND": "silu", "GATED": True}
     types = {"given": "*bf16", "out": "*bf16", "intermediate": "i32"}
     wide = dict.fromkeys((80, 90, 100), ("LDG.E.128",))
     block = _block(14336, TILE)
-    made["plain-14336"] = Variant(
-        _activation_kernel,
-        types,
-        {"BLOCK": block} | silu,
-        _num_warps(block),
-        divisible=("intermediate",),
-        instructions=wide,
-    )
+    kinds = {"": ("silu", True), "gelu-tanh-": ("gelu_tanh", True), "gelu-alone-": ("gelu", False)}
+    for name, (kind, gated) in kinds.items():
+        constants: dict[str, object] = {"BLOCK": block, "KIND": kind, "GATED": gated}
+        made[f"{name}plain-14336"] = Variant(
+            _activation_kernel, types, constants, _num_warps(block), divisible=("intermediate",), instructions=wide
+        )
     types = {"given": "*bf16", "out": "*i8", "scales": "*fp32", "sums": "*i32", "intermediate": "i32"}
-    for intermediate in (1536, 14336, 28672):
+    shapes = [("", 1536), ("", 14336), ("", 28672), ("gelu-tanh-", 14336), ("gelu-alone-", 14336)]
+    for name, intermediate in shapes:
         block = _row_block(intermediate)
-        constants = {"BLOCK": block, "WHOLE_ROW": block >= intermediate} | silu
-        made[f"int8-{intermediate}"] = Variant(
+        constants = {"BLOCK": block, "WHOLE_ROW": block >= intermediate}
+        constants |= dict(zip(("KIND", "GATED"), kinds[name]))
+        made[f"{name}int8-{intermediate}"] = Variant(
             _activation_int8_kernel, types, constants, _num_warps(block),
             divisible=("intermediate",), instructions=wide,
         )  # fmt: skip
