@@ -17,6 +17,7 @@ MAX_WEIGHTS_BYTES = 8 << 30
 MAX_DIRECTORY = 4096  # characters
 # TensorRT-LLM's module ids; its names are attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate.
 MODULES = ("qkv", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
+FUSED = ("qkv_proj", "gate_up_proj")  # of checkpoints that keep several projections in one tensor, such as Phi-3's
 _TENSOR = re.compile(r"(?:.*\.)?layers\.([0-9]{1,9})\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
 
 
@@ -83,7 +84,7 @@ def half_tensors(path: Path) -> list[HalfTensor]:
     found: dict[tuple[int, str, str], HalfTensor] = {}
     for name, shape in tensor_shapes(path).items():
         match = _TENSOR.fullmatch(name)
-        if match is None or match[2] not in MODULES[1:]:
+        if match is None or match[2] not in MODULES[1:] + FUSED:
             raise Unsupported(
                 f"{WEIGHTS}: tensor {shown(name)} is no LoRA of a decoder layer's projection; leave it out"
             )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backend.api.adapter_files import MAX_WEIGHTS_BYTES, MODULES, WEIGHTS, check_rank, half_tensors, peft_weights
+from backend.api.adapter_files import FUSED, MAX_WEIGHTS_BYTES, MODULES, WEIGHTS, check_rank, half_tensors, peft_weights
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.lora import ADAPTER_CONFIG, CONFIG_ROWS, LoraConfig, check_lora, read_peft_config
 from backend.api.model_files import shown
@@ -44,26 +44,42 @@ class Place(NamedTuple):
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
-    """By the names of projections, and `qkv` for the fused one."""
+    """By the names of projections, and `qkv` for the fused one; besides those of FUSED that the checkpoint holds as one tensor.
+
+    An mlp without a gate has no gate_proj.
+    """
     hidden, inter = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
+    gate = inter if config.block.gated else 0
+    found = {
         "qkv": Place("qkv", 0, q + 2 * kv, hidden),
+        "qkv_proj": Place("qkv", 0, q + 2 * kv, hidden),
         "q_proj": Place("qkv", 0, q, hidden),
         "k_proj": Place("qkv", q, kv, hidden),
         "v_proj": Place("qkv", q + kv, kv, hidden),
         "o_proj": Place("out", 0, hidden, q),
-        "gate_proj": Place("gate_up", 0, inter, hidden),
-        "up_proj": Place("gate_up", inter, inter, hidden),
+        "gate_up_proj": Place("gate_up", 0, gate + inter, hidden),
+        "gate_proj": Place("gate_up", 0, gate, hidden),
+        "up_proj": Place("gate_up", gate, inter, hidden),
         "down_proj": Place("down", 0, hidden, inter),
     }
+    held = {name.split(".")[-1] for name in (*config.names.layer.qkv, *config.names.layer.gate_up)}
+    return {name: place for name, place in found.items() if place.n and (name in held or name not in FUSED)}
+
+
+def _place(config: ModelConfig, module: str) -> Place:
+    """Raises Unsupported for a projection that the model does not have."""
+    place = places(config).get(module)
+    if place is None:
+        raise Unsupported(f"it has {module}, which {config.architecture} does not have; use an adapter of this model")
+    return place
 
 
 def stack_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     """For each linear layer: where its projections begin in the output, with the number of outputs at the end; and its inputs."""
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for name, place in places(config).items():
-        if name != "qkv":
+        if name not in ("qkv", *FUSED):
             offsets, _ = found.get(place.linear, ((0,), 0))
             found[place.linear] = (*offsets, place.first + place.n), place.k
     return found
@@ -114,7 +130,6 @@ def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_ran
     weights = torch.frombuffer(bytearray(lora.weights.data), dtype=getattr(torch, lora.weights.dtype))
     rows = weights.view(lora.weights.shape)
     found: dict[tuple[int, str], Part] = {}
-    known = places(config)
     for index, entry in enumerate(lora.config):
         where = f"lora_config row {index} {list(entry)}"
         if len(entry) not in (3, 4) or min(entry) < 0:
@@ -126,7 +141,7 @@ def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_ran
             raise Unsupported(
                 f"{where}: module id {module} is not served; 0 to {len(MODULES) - 1} are: {', '.join(MODULES)}"
             )
-        place = known[MODULES[module]]
+        place = _place(config, MODULES[module])
         size = rank * (place.k + place.n)
         if size > rows.shape[1]:
             raise InvalidRequest(f"{where}: needs {size} weights, lora_weights has rows of {rows.shape[1]}")
@@ -145,9 +160,8 @@ def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank
     for each in half_tensors(path):
         halves.setdefault((each.layer, each.module), {})[each.half] = tensors[each.name]
     found: dict[tuple[int, str], Part] = {}
-    known = places(config)
     for (layer, module), pair in halves.items():
-        where, place = f"{WEIGHTS}: layer {layer}, {module}", known[module]
+        where, place = f"{WEIGHTS}: layer {layer}, {module}", _place(config, module)
         if set(pair) != {"A", "B"}:
             raise ConfigError(f"{where} has lora_{min(pair)} only; both lora_A and lora_B are needed")
         a, b = pair["A"], pair["B"]
@@ -182,7 +196,7 @@ def parts_of(layers: Layers) -> Iterable[Part]:
 def _scale(raw: Mapping[str, Any], layer: int, module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA; alpha_pattern gives a module an alpha of its own."""
     alpha = raw.get("lora_alpha", 8)
-    block = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    block = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj") else "mlp"
     name = f"model.layers.{layer}.{block}.{module}"
     patterns = raw.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
@@ -204,12 +218,14 @@ def _add(
     if layer >= config.num_layers:
         raise InvalidRequest(f"it has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}")
     check_rank(part.rank, layer, module, max_rank)
-    same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(
-        module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ()
-    )
-    if any((layer, each) in found for each in (module, *same)):
+    if any((layer, each) in found for each, place in places(config).items() if _meet(place, places(config)[module])):
         raise InvalidRequest(f"it has layer {layer}, {module} twice; leave one out")
     found[layer, module] = part
+
+
+def _meet(one: Place, other: Place) -> bool:
+    """True if they have columns of a linear layer in common."""
+    return one.linear == other.linear and one.first < other.first + other.n and other.first < one.first + one.n
 
 
 def _layers(found: Mapping[tuple[int, str], Part], config: ModelConfig, dtype: torch.dtype) -> Layers:

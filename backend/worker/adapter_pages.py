@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from backend.api.adapter_files import FUSED
 from backend.architectures.description import ModelConfig
 from backend.models.lora import Layers, Place, places
 from kernels.common.adapter import Part
@@ -37,7 +38,9 @@ def page_bytes(config: ModelConfig, size: PartBytes, page_rank: int, max_rank: i
     divided, the end of a page may stay empty; with that room an adapter of n times `page_rank` takes n pages all the same.
     """
     known = places(config)
-    whole = config.num_layers * sum(size(place, page_rank) for name, place in known.items() if name != "qkv")
+    whole = config.num_layers * sum(
+        size(place, page_rank) for name, place in known.items() if name not in ("qkv", *FUSED)
+    )
     return whole + max(size(place, max_rank) for place in known.values())
 
 

@@ -44,7 +44,7 @@ def with_settings(model: Path, **settings: Any) -> Path:
     [
         (
             {"architectures": ["Gemma9ForCausalLM"]},
-            "Gemma9ForCausalLM is not supported; near it are Gemma3ForCausalLM,",
+            "Gemma9ForCausalLM is not supported; near it are Gemma",
         ),
         ({"architectures": None}, "none is not supported; docs/models.md lists the"),
         ({"hidden_act": "relu2"}, "hidden_act relu2 is not supported here; supported are silu, swish,"),

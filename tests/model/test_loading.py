@@ -193,7 +193,10 @@ def test_windows_of_configs_without_layer_types(
             dict(rope_parameters={"rope_type": "xpos", "factor": 2.0}),
             "xpos is not supported here; supported are default,",
         ),
-        (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "lacks the key rope_parameters.low_freq_factor"),
+        (
+            dict(rope_parameters={"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}),
+            "lacks the key rope_parameters.low_freq_factor",
+        ),
         (
             dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
             "lacks the key rope_parameters.original_max_position_embeddings",
