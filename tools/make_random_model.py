@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +126,18 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
     """Tensors by their checkpoint names, in the config's dtype; a tied output head is left out."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: _random(name, tensor.shape, generator).to(config.dtype)
-        for name, tensor in sorted(model.state_dict().items())
+    named = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
+    return random_values(named, config.dtype, seed)
+
+
+def random_values(named: Mapping[str, Tensor], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """Other values for tensors, of the same names and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _random(name, tensor.shape, generator).to(dtype) for name, tensor in sorted(named.items())}
 
 
 def write_model(directory: Path, config: PretrainedConfig, weights: dict[str, Tensor], num_shards: int = 1) -> None:

@@ -145,6 +145,7 @@ class ModelConfig(Struct, frozen=True):
     kv_cache_dtype: KvDtype | None  # the type that the checkpoint asks for; None = none named
     block: Block = Block()
     names: TensorNames = TensorNames()
+    is_part: bool = False  # of a checkpoint that holds more, such as a vision tower, which is left out
     sink_tokens: int = 0  # first tokens of a sequence, which all others attend to, also from outside of a window
 
     @property

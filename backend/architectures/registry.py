@@ -10,7 +10,7 @@ from backend.api.errors import ConfigError
 from backend.api.gguf import GgufHeader
 from backend.api.model_files import convert, shown
 from backend.api.quantised import FILE
-from backend.architectures import fused, gemma, layer_norm, llama, post_norm
+from backend.architectures import fused, gemma, layer_norm, llama, multimodal, post_norm
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
 
@@ -25,12 +25,16 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(llama.mistral, "Mistral 7B, Nemo and Small 3"),
     "MinistralForCausalLM": Family(llama.ministral, "Ministral 8B"),
     "Ministral3ForCausalLM": Family(llama.ministral3, "Ministral 3"),
+    "Mistral3ForConditionalGeneration": Family(
+        multimodal.mistral3, "Mistral Small 3.1 and 3.2, Ministral 3; text only, without images"
+    ),
     "Qwen2ForCausalLM": Family(llama.qwen2, "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen"),
     "Qwen3ForCausalLM": Family(llama.qwen3, "Qwen3 0.6B to 32B"),
     "GemmaForCausalLM": Family(gemma.gemma, "Gemma 2B and 7B, CodeGemma"),
     "Gemma2ForCausalLM": Family(gemma.gemma2, "Gemma 2 2B, 9B and 27B"),
     "VaultGemmaForCausalLM": Family(gemma.gemma2, "VaultGemma 1B"),
     "Gemma3ForCausalLM": Family(gemma.gemma3, "Gemma 3 270M and 1B, text only"),
+    "Gemma3ForConditionalGeneration": Family(multimodal.gemma3, "Gemma 3 4B, 12B and 27B; text only, without images"),
     "Phi3ForCausalLM": Family(fused.phi3, "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini"),
     "GlmForCausalLM": Family(fused.glm, "GLM-4-9B"),
     "Glm4ForCausalLM": Family(fused.glm, "GLM-4-0414, GLM-Z1"),

@@ -10,6 +10,7 @@ import torch
 
 from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, Quantization
 from backend.api.errors import ConfigError
+from backend.architectures.description import ModelConfig
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.linears import WHOLE_ROW, LinearOptions
@@ -52,7 +53,7 @@ class LoadedModel:
         self._kv_dtype = kv_dtype(kv_cache, self.config)
         self.choice = choose_tier(section, kv_cache, device, self.config, progress)
         self.dtype = self.choice.computes_in(dtype)
-        self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device)
+        self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device, self.config)
         linears = linear_options(self.choice, section.quantization, self.dtype)
         self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
         self._native: NativeTier | None = None
@@ -134,9 +135,16 @@ class LoadedModel:
         return self._native
 
 
-def _remarks(choice: Choice, block_size: int, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
+def _remarks(
+    choice: Choice, block_size: int, dtype: torch.dtype, device: torch.device, config: ModelConfig
+) -> tuple[str, ...]:
     """Sentences for the operator about how the model runs, where the configuration alone does not say it."""
     remarks = []
+    if config.is_part:
+        remarks.append(
+            f"the checkpoint is a {config.architecture}, of which the text model alone is served: what it has for images is "
+            f"left out, and requests with images are refused"
+        )
     if choice.name == "torch" and device.type == "cpu":
         remarks.append(
             f"the model runs on torch operators, because {choice.reason}: the last bits of a reply may then depend on the "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from backend.architectures.registry import FAMILIES as ARCHITECTURES
 from tests.families.tiny import FAMILIES, VOCAB
@@ -22,7 +23,8 @@ LENGTH, NUM_NEW = 77, 12  # several windows and blocks of each tier
 
 
 def oracle(directory: Path) -> Oracle:
-    model, report = AutoModelForCausalLM.from_pretrained(
+    [architecture] = json.loads((directory / "config.json").read_text())["architectures"]
+    model, report = getattr(transformers, architecture).from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -8,9 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+import transformers
+from transformers import AutoConfig
 
-from tools.make_random_model import TINY, random_weights
+from tools.make_random_model import TINY, random_values
 
 VOCAB = TINY["vocab_size"]
 WINDOW = 13
@@ -39,6 +41,10 @@ BY_TYPE = dict(
 )
 GEMMA = dict(head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-4)
 LOGIT_CAP = dict(final_logit_softcapping=12.0, query_pre_attn_scalar=5, sliding_window=WINDOW)
+IMAGES = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+)
+SCALING = dict(llama_4_scaling_beta=0.3)
 CAPS = LOGIT_CAP | dict(attn_logit_softcapping=1.5)
 GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=1.7)
 GRANITE_4 = dict(
@@ -75,6 +81,26 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "gemma3_text",
         "Gemma3ForCausalLM",
         GEMMA | LOGIT_CAP | dict(rope_parameters=BY_TYPE, layer_types=MIXED, attention_bias=True),
+    ),
+    "gemma 3 with images": (
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        dict(
+            text_config=TINY
+            | GEMMA
+            | LOGIT_CAP
+            | dict(rope_parameters=BY_TYPE, layer_types=MIXED, final_logit_softcapping=None),
+            vision_config=IMAGES | dict(model_type="siglip_vision_model"),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "mistral 3 with images": (
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        dict(
+            text_config=TINY | dict(model_type="ministral3", head_dim=8, rope_parameters=YARN | SCALING),
+            vision_config=IMAGES | dict(model_type="pixtral"),
+        ),
     ),
     "phi-3": ("phi3", "Phi3ForCausalLM", dict(sliding_window=WINDOW)),
     "phi-4-mini short": (
@@ -166,9 +192,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def make(directory: Path, name: str, dtype: str = "float32", **overrides: Any) -> Path:
     """Write the checkpoint of FAMILIES[name] to `directory`, and return it. `overrides` are keys of config.json."""
     model_type, architecture, differences = FAMILIES[name]
-    config = AutoConfig.for_model(model_type, **(TINY | differences | dict(dtype=dtype) | overrides))
+    sizes = {} if "text_config" in differences else TINY
+    config = AutoConfig.for_model(model_type, **(sizes | differences | dict(dtype=dtype) | overrides))
     config.architectures = [architecture]
-    model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(random_weights(config, seed=len(name)), strict=False)  # a tied head is the embedding
+    model = getattr(transformers, architecture)._from_config(config)
+    weights = random_values(model.state_dict(), getattr(torch, dtype), seed=len(name))
+    if config.tie_word_embeddings:  # both names are of one tensor, and the last one written would count
+        weights.pop("lm_head.weight")
+        for weight in (weights[key] for key in weights if key.endswith("embed_tokens.weight")):
+            weight *= 0.3  # as the head, it gives logits of the usual size
+    model.load_state_dict(weights, strict=False)
     model.save_pretrained(directory)
     return directory
