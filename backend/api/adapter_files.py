@@ -17,7 +17,10 @@ MAX_WEIGHTS_BYTES = 8 << 30
 MAX_DIRECTORY = 4096  # characters
 # TensorRT-LLM's module ids; its names are attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate.
 MODULES = ("qkv", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
-FUSED = ("qkv_proj", "gate_up_proj")  # of checkpoints that keep several projections in one tensor, such as Phi-3's
+FUSED = (
+    "qkv_proj",
+    "gate_up_proj",
+)  # names in checkpoints that keep several projections in one tensor, such as Phi-3's
 _TENSOR = re.compile(r"(?:.*\.)?layers\.([0-9]{1,9})\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
 
 

@@ -1,4 +1,4 @@
-"""What the families have in common: sizes, activations, windows, and the ModelConfig made of them."""
+"""Parts that the families share: sizes, activations, windows, and the ModelConfig made of them."""
 
 from __future__ import annotations
 

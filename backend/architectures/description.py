@@ -46,7 +46,7 @@ class RopeConfig(Struct, frozen=True):
         float, ...
     ] = ()  # divisors of the frequencies, [rotary_dim / 2]: kind `factors`, and longrope's long ones
     rotary_dim: int | None = None  # leading dimensions of a head that are rotated; None = all
-    attention_factor: float = 1.0  # of cos and sin: yarn and longrope
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
     beta_fast: float = 32.0  # yarn: pairs that turn more often within original_max_position keep their frequency
     beta_slow: float = 1.0  # yarn: those that turn less often are slowed down by `factor`
     truncate: bool = True  # yarn: the borders between them are rounded to whole pairs
@@ -63,7 +63,7 @@ class QueryScaling(Struct, frozen=True):
 
 
 class Block(Struct, frozen=True):
-    """What differs between families and is alike in all layers of a model."""
+    """Settings of a family, which are alike in all layers of a model."""
 
     norm: NormKind = "rms"
     norm_eps: float = 1e-6
@@ -89,7 +89,7 @@ class Block(Struct, frozen=True):
 
 
 class LayerConfig(Struct, frozen=True):
-    """What differs between the layers of a model."""
+    """Settings that differ between the layers of a model."""
 
     window: int | None = None  # attention window in tokens; None = unlimited
     rope: int | None = 0  # index into ModelConfig.ropes; None = queries and keys are not rotated
@@ -145,7 +145,7 @@ class ModelConfig(Struct, frozen=True):
     kv_cache_dtype: KvDtype | None  # the type that the checkpoint asks for; None = none named
     block: Block = Block()
     names: TensorNames = TensorNames()
-    is_part: bool = False  # of a checkpoint that holds more, such as a vision tower, which is left out
+    is_part: bool = False  # True: the checkpoint holds more, such as a vision tower, which is left out
     sink_tokens: int = 0  # first tokens of a sequence, which all others attend to, also from outside of a window
 
     @property

@@ -39,7 +39,7 @@ def cohere2(settings: Settings, architecture: str) -> ModelConfig:
 def starcoder2(settings: Settings, architecture: str) -> ModelConfig:
     """Biases everywhere, and an mlp without a gate (arXiv:2402.19173)."""
     sizes, window = read_sizes(settings), read_window(settings)
-    settings.ignore("activation_function")  # of an older writer; transformers reads hidden_act
+    settings.ignore("activation_function")  # older writers left it there; transformers reads hidden_act
     settings.only("norm_type", "layer_norm")
     bias = settings.get("use_bias", bool, True)
     block = Block(

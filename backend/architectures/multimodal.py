@@ -21,7 +21,7 @@ _OF_IMAGES = """
     boi_token_index eoi_token_index image_token_index image_token_id image_seq_length
 """.split()
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
-# What the published files leave out, because transformers has it as the default of the class.
+# The published files leave these out, because they are the defaults of transformers' class.
 _GEMMA3 = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131072)
 
 

@@ -18,6 +18,7 @@ from backend.architectures.settings import Settings
 class Family(NamedTuple):
     read: Callable[[Settings, str], ModelConfig]
     models: str  # examples that people know
+    is_quantised: bool = True  # False: its quantised checkpoints are refused
 
 
 FAMILIES: dict[str, Family] = {
@@ -50,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     "Cohere2ForCausalLM": Family(layer_norm.cohere2, "Command R7B, Command A"),
     "Starcoder2ForCausalLM": Family(layer_norm.starcoder2, "StarCoder2 3B to 15B"),
     "StableLmForCausalLM": Family(layer_norm.stablelm, "StableLM 2 1.6B, StableLM 3B"),
-    "GPTNeoXForCausalLM": Family(layer_norm.gpt_neox, "Pythia, GPT-NeoX-20B, Dolly 2"),
+    "GPTNeoXForCausalLM": Family(layer_norm.gpt_neox, "Pythia, GPT-NeoX-20B, Dolly 2", is_quantised=False),
     "SeedOssForCausalLM": Family(llama.seed_oss, "Seed-OSS 36B"),
     "HeliumForCausalLM": Family(llama.helium, "Helium 1 2B"),
     "Ernie4_5ForCausalLM": Family(llama.ernie, "ERNIE 4.5 0.3B"),

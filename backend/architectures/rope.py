@@ -29,7 +29,7 @@ _KEYS = """
 
 
 class RopeDefaults(msgspec.Struct, frozen=True):
-    """What a family takes where config.json does not say it, as transformers does."""
+    """Values of a family where config.json has none; they are those of transformers."""
 
     theta: float = 10000.0
     theta_key: str = "rope_theta"

@@ -32,7 +32,7 @@ Cap = Annotated[float, Meta(ge=0, le=1e30)]
 T = TypeVar("T")
 
 HARMLESS = frozenset(
-    # What the checkpoint is, where it comes from, and how it is held.
+    # They say where the checkpoint comes from and how it is stored.
     """
     architectures model_type _name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map
     trust_remote_code tokenizer_class processor_class model_max_length max_seq_len max_length_in_training seq_length language
@@ -61,7 +61,7 @@ HARMLESS = frozenset(
     exponential_decay_length_penalty remove_invalid_values prefix generation_config eos_token pad_token bos_token
     is_decoder classifier_activation keys_to_ignore_at_inference
     """.split()
-    # Whether a projection has a bias shows in the tensors.
+    # The tensors show if a projection has a bias.
     + ["attention_bias", "mlp_bias", "lm_head_bias", "qkv_bias", "use_bias"]
 )
 _HARMLESS_ENDINGS = re.compile(r".*(dropout|dropout_prob|dropout_p|_token_id|_token_ids|_token_index|_version)")

@@ -4,7 +4,7 @@
     linear     divided by a factor
     dynamic    default here: it differs beyond max_position_embeddings only, and no sequence gets there
     llama3     long wavelengths are stretched by a factor, short ones kept, with a smooth ramp between
-    yarn       likewise, with a ramp over the pairs, and cos and sin have a factor (Peng et al., arXiv:2309.00071)
+    yarn       the same with a ramp over the pairs, and cos and sin have a factor (Peng et al., arXiv:2309.00071)
     longrope   each pair has a divisor of its own, and cos and sin have a factor (Ding et al., arXiv:2402.13753)
     factors    each pair has a divisor of its own (GGUF files)
 

@@ -48,7 +48,7 @@ class QkvByHead(Mapping[str, Tensor]):
         tensor = self._tensors[name]
         if not name.endswith(self._names) or len(tensor) % (
             3 * self._num_heads
-        ):  # a wrong shape is told by who takes it
+        ):  # the reader of the tensor reports its wrong shape
             return tensor
         by_head: Tensor = tensor.unflatten(0, (self._num_heads, 3, -1))
         return by_head.transpose(0, 1).flatten(0, 2)

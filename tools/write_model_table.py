@@ -1,0 +1,35 @@
+"""Writes the table of families in docs/models.md from backend/architectures/registry.py, between two markers.
+
+.venv/bin/python -m tools.write_model_table          rewrite it
+.venv/bin/python -m tools.write_model_table --check  fail when it is not up to date
+"""
+
+from __future__ import annotations
+
+import sys
+
+from backend.architectures.registry import FAMILIES, GGUF_ARCHITECTURES, Family
+from tools.marked_part import MarkedPart
+
+PART = MarkedPart(
+    "models.md",
+    "<!-- families: written by tools/write_model_table.py -->",
+    "<!-- end of families -->",
+)
+_GGUF = {*GGUF_ARCHITECTURES.values(), "MistralForCausalLM"}  # Mistral's files say llama
+
+
+def table() -> str:
+    """The table in Markdown, with empty lines around it."""
+    head = ["architecture in config.json", "models", "implementation", "checkpoints"]
+    rows = [head, ["---"] * len(head), *(_row(name, family) for name, family in FAMILIES.items())]
+    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _row(name: str, family: Family) -> list[str]:
+    formats = ["floats", *(["quantised"] if family.is_quantised else []), *(["GGUF"] if name in _GGUF else [])]
+    return [f"`{name}`", family.models, "native", ", ".join(formats)]
+
+
+if __name__ == "__main__":
+    sys.exit(PART.run(table()))
