@@ -54,6 +54,11 @@ class LayerInputs(NamedTuple):
     keys: Tensor
 
 
+def of_layer(config: ModelConfig, index: int) -> ModelConfig:
+    """The description of a model that has this decoder layer alone."""
+    return msgspec.structs.replace(config, num_layers=1, layers=(config.layers[index],))
+
+
 class Calibration:
     """A text on its way through the model."""
 
@@ -68,17 +73,17 @@ class Calibration:
     def advance(self, index: int, layer: Layer) -> LayerInputs:
         """Run layer `index`, whose tensors are `layer`; call it for each layer in order. Raises ConfigError."""
         config = msgspec.structs.replace(
-            self._config,
-            num_layers=1,
-            layers=(self._config.layers[index],),
+            of_layer(self._config, index),
             vocab_size=1,
             tied_embeddings=True,
             quantization=None,
             block=msgspec.structs.replace(self._config.block, embedding_scale=1.0),
         )
-        hidden = config.hidden_size
-        tensors = {"model.layers.0." + name: tensor for name, tensor in layer.items()}
-        tensors |= {"model.embed_tokens.weight": torch.zeros(1, hidden), "model.norm.weight": torch.ones(hidden)}
+        hidden, names = config.hidden_size, config.names
+        tensors = {f"{names.layers}0.{name}": tensor for name, tensor in layer.items()}
+        tensors |= {names.embedding + ".weight": torch.zeros(1, hidden), names.norm + ".weight": torch.ones(hidden)}
+        if config.block.norm_bias:
+            tensors[names.norm + ".bias"] = torch.zeros(hidden)
         made: list[_Recorder] = []
 
         def make(weight: Weight, bias: Tensor | None) -> _Recorder:

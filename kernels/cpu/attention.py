@@ -85,7 +85,12 @@ class NativeAttention:
                 raise ValueError(
                     f"{name} is {tensor.dtype} {[*tensor.shape]}, the rows need {self._dtype} {[tokens, *shape]}"
                 )
-        q, k, v, rows = q.contiguous(), k.contiguous(), v.contiguous(), np.ascontiguousarray(rows, dtype=np.int32)
+        if pool[0].nbytes != self.kv_block_bytes or not pool.is_contiguous():
+            raise ValueError(
+                f"a block of the pool has {pool[0].nbytes} bytes, it needs {self.kv_block_bytes} side by side"
+            )
+        rows, block_tables = (np.ascontiguousarray(each, dtype=np.int32) for each in (rows, block_tables))
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
         batch = BatchStruct(rows=rows.ctypes.data, num_rows=len(rows), threads=torch.get_num_threads())
         batch.block_tables, batch.max_blocks = block_tables.ctypes.data, block_tables.shape[1]

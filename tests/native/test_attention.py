@@ -150,6 +150,8 @@ def test_tensors_of_other_shapes_and_types_are_refused(best_kernels: CDLL) -> No
     for bad in (tokens._replace(k=tokens.q), tokens._replace(v=tokens.v.bfloat16()), tokens.part(0, 4)):
         with pytest.raises(ValueError, match="the rows need torch.float32"):
             layer.attention(*bad, rows, layer.tables, layer.pool)
+    with pytest.raises(ValueError, match="a block of the pool has 100 bytes, it needs"):
+        layer.attention(*tokens, rows, layer.tables, layer.pool[:, :100])
 
 
 @pytest.mark.parametrize("changes", [dict(scale=0.0), dict(dtype=torch.float16), dict(heads=5), dict(block_size=16)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from ctypes import CDLL
@@ -16,11 +17,16 @@ from kernels.cpu.isa import AMX_EMULATED
 from tests.model.driver import Driver
 from tests.native import blocks
 from tests.native.families import VOCAB, Play
-from tests.native.harness import Format, drive, prompt, threads
+from tests.native.harness import SANITIZE, Format, drive, prompt, threads
 
 EXACT = 1e-4  # absolute, of logits of magnitude 1 to 20: the same sums in another order
 FORMATS = [Format("bfloat16"), Format("float32"), Format("bfloat16", "w8a8"), Format("float32", "w4a8")]
 FORMATS += [Format("bfloat16", int8_kv=True), Format("float32", int8_kv=True), Format("bfloat16", int4_kv=True)]
+CASES = [(None, form, 101) for form in FORMATS] + [
+    (AMX_EMULATED, Format("bfloat16"), 70)
+]  # tokens: the emulation is slow
+if SANITIZE in os.environ:
+    CASES = [(None, Format("bfloat16", int8_kv=True), 70)]
 NUM_NEW = 4
 
 
@@ -149,19 +155,12 @@ class Scene:
 
 
 @pytest.mark.parametrize("name", blocks.FAMILIES)
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("isa, form, length", CASES, ids=str)
 def test_a_sequence_has_the_same_bits_alone_batched_chunked_and_computed_again(
-    best_kernels: CDLL, form: Format, name: str
+    variant: Callable[[str | None], CDLL], isa: str | None, form: Format, length: int, name: str
 ) -> None:
-    """101 tokens are more than 64, from which on the MLP goes another way."""
-    scene = Scene(best_kernels, name, form, 101)
+    """There are more than 64 tokens, from which on the MLP goes another way."""
+    scene = Scene(variant(isa), name, form, length)
     scene.check_chunks(33)
     scene.check_again()
     scene.check_in_a_batch()
-
-
-@pytest.mark.parametrize("name", blocks.FAMILIES)
-def test_the_emulated_tiles_keep_the_bits_too(variant: Callable[[str | None], CDLL], name: str) -> None:
-    scene = Scene(variant(AMX_EMULATED), name, Format("bfloat16"), 70)
-    scene.check_chunks(33)
-    scene.check_again()

@@ -21,6 +21,7 @@ Q, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 OUTPUTS = {"qkv": (0, Q, Q + KV, Q + 2 * KV), "out": (0, HIDDEN), "gate_up": (0, INTER, 2 * INTER), "down": (0, HIDDEN)}
 INPUTS = {"qkv": HIDDEN, "out": Q, "gate_up": HIDDEN, "down": INTER}
 NUM_LAYERS, BLOCK = 2, 32
+KINDS = ["sequential", "parallel", "out norms"]  # of blocks
 SHAPE = NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, BLOCK, kv_bits=0, max_seq_len=256)
 
 
@@ -41,7 +42,7 @@ def make_linear(library: CDLL, arena: Arena, n: int, k: int, dtype: torch.dtype)
 class Model:
     """Two layers with random weights, and the same model in torch."""
 
-    def __init__(self, library: CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, library: CDLL, dtype: torch.dtype, kind: str = "sequential") -> None:
         torch.manual_seed(0)
         arena, self.dtype = Arena(), dtype
         self.embedding = torch.randn(VOCAB, HIDDEN).to(dtype)
@@ -52,9 +53,13 @@ class Model:
             self.weights.append({name: weight for name, (_, weight) in made.items()})
             packed = {name: linear for name, (linear, _) in made.items()}
             ones, rotary = NativeNorm(torch.ones(HIDDEN)), (angles.cos(), angles.sin())
-            layers.append(NativeLayer(**packed, attention_norm=ones, mlp_norm=ones, rotary=rotary))
+            norms = dict(attention_norm=ones, mlp_norm=ones)
+            if kind == "out norms":
+                norms |= dict(attention_out_norm=ones, mlp_out_norm=ones)
+            layers.append(NativeLayer(**packed, **norms, rotary=rotary))
         head, _ = make_linear(library, arena, VOCAB, HIDDEN, dtype)
-        self.decoder = NativeDecoder(library, SHAPE, NativeForm(1e-5), self.embedding, layers, ones, head)
+        form = NativeForm(1e-5, is_parallel=kind == "parallel")
+        self.decoder = NativeDecoder(library, SHAPE, form, self.embedding, layers, ones, head)
         blocks = 16
         size = self.decoder.kv_block_bytes // dtype.itemsize
         self.pools = [torch.zeros(blocks, size, dtype=dtype) for _ in range(NUM_LAYERS)]
@@ -87,11 +92,12 @@ def make_layers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 30])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_in_any_batch_beside_any_adapters(
-    kernels: CDLL, dtype: torch.dtype, tokens: int
+    kernels: CDLL, dtype: torch.dtype, tokens: int, kind: str
 ) -> None:
     """Eight rows of 30 tokens are more than 64, from which on gate and up go another way."""
-    model = Model(kernels, dtype)
+    model = Model(kernels, dtype, kind)
     made = [PackedAdapter(make_layers(seed, rank, dtype), dtype) for seed, rank in ((1, 4), (2, 7), (3, 16), (4, 1))]
     made.append(PackedAdapter(make_layers(5, 3, dtype, ("qkv", "down")), dtype))
     assigned = [made[0], None, made[1], made[2], None, made[3], made[4], made[0]]
@@ -108,12 +114,13 @@ def test_a_row_has_the_same_bits_in_any_batch_beside_any_adapters(
     assert [torch.equal(plain[slot], alone[slot]) for slot in range(8)] == [each is None for each in assigned]
 
 
-def test_an_adapter_does_what_merged_weights_do(kernels: CDLL) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_does_what_merged_weights_do(kernels: CDLL, kind: str) -> None:
     """In float32: W + scale * B A, up to the order of sums."""
     dtype = torch.float32
     layers = make_layers(1, 6, dtype)
-    adapted = Model(kernels, dtype).run([(3, 20)], [PackedAdapter(layers, dtype)])[3]
-    merged = Model(kernels, dtype)
+    adapted = Model(kernels, dtype, kind).run([(3, 20)], [PackedAdapter(layers, dtype)])[3]
+    merged = Model(kernels, dtype, kind)
     arena = Arena()
     form, embedding, native, norm, head, _ = merged.decoder._held
     for layer, weights, parts in zip(native, merged.weights, layers, strict=True):

@@ -25,6 +25,8 @@ FILES = [
         "long_contexts",
         "lora",
         "screen",
+        "blocks",
+        "attention",
     )
 ]
 TIMEOUT_S = 540  # below pytest's own
