@@ -9,7 +9,7 @@ from backend.quant import folds, smoothing
 from kernels import kv_append, rope
 from kernels import norm as norm_kernel
 from kernels.common import scoring
-from tests.mutants.changes import change
+from tests.mutants.changes import change, change_everywhere
 
 FORMULAS = ["tests/model/test_description.py"]
 FOLDS = ["tests/quant/test_descriptions.py"]
@@ -36,7 +36,7 @@ MUTANTS = {
         change(Decoder, "_sequential", ("layer.mlp_out_norm", "None")),
         FORMULAS,
     ),
-    "the_last_layer_is_not_scaled": (change(norm, "add", ("alpha=block.residual_scale", "alpha=1")), FORMULAS),
+    "the_last_layer_is_not_scaled": (change_everywhere(norm.add, ("alpha=block.residual_scale", "alpha=1")), FORMULAS),
     "norms_have_no_bias": (change(norm, "_arguments", ("weights.bias", "None")), FORMULAS),
     "a_norm_s_mean_stays": (change(norm_kernel, "reference", ("if centred:", "if False:")), FORMULAS),
     "norm_offsets_are_forgotten": (
@@ -52,7 +52,7 @@ MUTANTS = {
         ),
         FORMULAS,
     ),
-    "every_mlp_has_a_gate_of_silu": (change(mlp, "mlp", ("block.activation", "'silu'")), FORMULAS),
+    "every_mlp_has_a_gate_of_silu": (change_everywhere(mlp.mlp, ("block.activation", "'silu'")), FORMULAS),
     "neighbours_turn_with_the_wrong_sign": (
         change(rope, "rope_factors", ("torch.stack((-sin, sin)", "torch.stack((sin, -sin)")),
         FORMULAS,
@@ -63,24 +63,26 @@ MUTANTS = {
         FORMULAS,
     ),
     "queries_grow_one_position_late": (
-        change(rotary, "query_scales", ("// scaling.original_max_position", "// (scaling.original_max_position + 1)")),
+        change_everywhere(
+            rotary.query_scales, ("// scaling.original_max_position", "// (scaling.original_max_position + 1)")
+        ),
         FORMULAS,
     ),
     "scores_are_capped_before_they_are_scaled": (
-        change(scoring, "attend", ("k.float()[:, :, None].mT * scale", "k.float()[:, :, None].mT")),
+        change_everywhere(scoring.attend, ("k.float()[:, :, None].mT * scale", "k.float()[:, :, None].mT")),
         FORMULAS,
     ),
-    "a_sink_has_no_weight": (change(scoring, "attend", ("(scores, sinks)", "(scores, sinks - 99)")), FORMULAS),
+    "a_sink_has_no_weight": (change_everywhere(scoring.attend, ("(scores, sinks)", "(scores, sinks - 99)")), FORMULAS),
     "a_bias_is_not_folded": (
-        change(folds, "fold_norm", ('layer[norm + ".bias"] / exact', 'layer[norm + ".bias"]')),
+        change_everywhere(folds.fold_norm, ('layer[norm + ".bias"] / exact', 'layer[norm + ".bias"]')),
         FOLDS,
     ),
     "an_offset_is_folded_away": (
-        change(folds, "fold_norm", ("(weight / scale - offset)", "(weight / scale)")),
+        change_everywhere(folds.fold_norm, ("stored + offset, 1)", "stored, 1)")),
         FOLDS,
     ),
     "a_shared_norm_is_folded_into_the_attention_alone": (
-        change(folds, "norms", ('("qkv", "gate_up")', '("qkv",)')),
+        change_everywhere(folds.norms, ('("qkv", "gate_up")', '("qkv",)')),
         FOLDS,
     ),
     "fused_rows_begin_at_the_first": (
