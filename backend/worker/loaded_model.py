@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -32,13 +33,17 @@ from kernels.common.kv_format import PoolLayout
 from kernels.cpu.linear import RoundToFourBits
 from kernels.cpu.lora import PackedAdapter, packed_bytes
 
+if TYPE_CHECKING:
+    from backend.hosted.checkpoint import HostedCheckpoint
+    from backend.hosted.model import HostedModel
+
 log = logging.getLogger("everbatch.worker")
 
 
 class LoadedModel:
     def __init__(
         self,
-        checkpoint: loader.Checkpoint,
+        checkpoint: loader.Checkpoint | HostedCheckpoint,
         section: ModelConfigSection,
         kv_cache: KvCacheConfig,
         device: torch.device,
@@ -46,15 +51,22 @@ class LoadedModel:
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
     ) -> None:
         """Raises ConfigError when the checkpoint, or the tier that `section` names, cannot be used."""
+        self.is_hosted = not isinstance(checkpoint, loader.Checkpoint)
+        if self.is_hosted and lora.enabled:
+            raise ConfigError(
+                f"lora.enabled is true, and {checkpoint.config.architecture} is run by transformers, where no adapters are "
+                f"served; use --set lora.enabled=false, or a model that docs/models.md lists as native"
+            )
         checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
         self.config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
         self._device = device
         self._kv_dtype = kv_dtype(kv_cache, self.config)
-        self.choice = choose_tier(section, kv_cache, device, self.config, progress)
+        self.choice = choose_tier(section, kv_cache, device, self.config, progress, self.is_hosted)
         self.dtype = self.choice.computes_in(dtype)
         self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device)
         linears = linear_options(self.choice, section.quantization, self.dtype)
         self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
+        self.config = self.model.config  # of a hosted model heads and windows are known only now
         self._native: NativeTier | None = None
         self._lora = lora
         page = page_bytes(self.config, self._part_bytes, lora.page_rank, lora.max_rank)
@@ -70,8 +82,8 @@ class LoadedModel:
         return self.model.max_seq_len
 
     def kv_block(self, block_size: int) -> KVBlock:
-        if self.tier_name == "native":
-            return self._native_tier(block_size).kv_block()
+        if self.is_hosted or self.tier_name == "native":
+            return self.tier(block_size).kv_block()
         layout = self.layout(block_size)
         return KVBlock(layout.block_shape, layout.dtype)
 
@@ -97,6 +109,8 @@ class LoadedModel:
 
     def tier(self, block_size: int) -> Tier:
         """The object that runs steps: on the native and torch tiers, and for a draft model on every tier."""
+        if self.is_hosted:
+            return self._hosted_tier(block_size)
         if self.tier_name == "native":
             return self._native_tier(block_size)
         return TorchTier(self.model, self.layout(block_size))
@@ -126,11 +140,23 @@ class LoadedModel:
             return packed_bytes(place.first, place.n, place.k, rank, itemsize)
         return part_bytes(place, rank, itemsize)
 
+    def _hosted_tier(self, block_size: int) -> Tier:
+        from backend.worker.hosted_tier import HostedTier, NativeLayers, PagedLayers  # only where transformers is needed
+
+        model: HostedModel = self.model  # type: ignore[assignment]  # what a HostedCheckpoint builds
+        if self.choice.library is None:
+            return HostedTier(model, PagedLayers(model, self.layout(block_size)))
+        return HostedTier(model, NativeLayers(model, self.choice.library, block_size, self._kv_bits))
+
+    @property
+    def _kv_bits(self) -> int:
+        """Bits of a number in the native tier's KV pool; 0: those of the model's type."""
+        return {"int8": 8, "int4": 4}.get(self._kv_dtype, 0)
+
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
             assert self.choice.library is not None  # choose_tier chooses this tier only with it
-            kv_bits = {"int8": 8, "int4": 4}.get(self._kv_dtype, 0)
-            self._native = NativeTier(self.model, self.choice.library, block_size, kv_bits)
+            self._native = NativeTier(self.model, self.choice.library, block_size, self._kv_bits)
         return self._native
 
 
