@@ -4,7 +4,7 @@
     sums[g] = the sum of q over the columns of group g, which has 128 columns; the last one may have fewer
 
 The sums are over the integers, not over y, so that a product can correct for a weight's zero points exactly. The kernels
-that make y (rms_norm.py, silu_mul.py, and quantize of w8a8.py) quantise it as their last step.
+that make y (norm.py, activation.py, and quantize of w8a8.py) quantise it as their last step.
 """
 
 from __future__ import annotations

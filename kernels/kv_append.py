@@ -1,7 +1,8 @@
 """The steps between the projections and the attention of a layer: the heads' norms, RoPE, and the write to the KV pool.
 
-    q, k = norm(q), norm(k)                     RMSNorm over head_dim, for models that have it (Qwen3); kernels/rms_norm.py
-    q, k = rope(q, position), rope(k, position)                                                   kernels/rope.py
+    q, k = norm(q), norm(k)                     RMSNorm over head_dim, for models that have it (Qwen3); kernels/norm.py
+    q, k = rope(q, position), rope(k, position) for layers that have it                           kernels/rope.py
+    q *= query_scales[position]                 for models that have it (Ministral 3)
     pool[cell] = k, v                           as they are or quantised: kernels/common/kv_format.py
 
 for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. Everything is computed in float32, and a value is rounded once,
@@ -16,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import rms_norm, rope
+from kernels import norm, rope
 from kernels.common.kv_format import KVPool, pack, quantize_rows
 from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
@@ -31,13 +32,15 @@ HEADS_AT_ONCE = 8
 def reference(
     qkv: Tensor,
     positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     cells: Tensor,
     pool: KVPool,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """Like `kv_append`; q is 0 where the cell is -1."""
     heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
@@ -46,11 +49,14 @@ def reference(
     parts = qkv[real].float().unflatten(1, (-1, head_dim))
     query, key, value = parts.split((heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None:
-        query = rms_norm.reference(query, q_norm.float(), eps)
+        query = norm.reference(query, q_norm.float(), eps)
     if k_norm is not None:
-        key = rms_norm.reference(key, k_norm.float(), eps)
-    factors = rope.rope_factors(cos[positions], sin[positions])
-    query, key = rope.reference(query, *factors), rope.reference(key, *factors)
+        key = norm.reference(key, k_norm.float(), eps)
+    if cos is not None and sin is not None:
+        factors = rope.rope_factors(cos[positions], sin[positions], interleaved)
+        query, key = (rope.reference(x, *factors, interleaved) for x in (query, key))
+    if query_scales is not None:
+        query = query * query_scales[positions, None, None]
     block, offset = cells // block_size, cells % block_size
     sides = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
     if pool.params is None:
@@ -67,21 +73,24 @@ def reference(
 def kv_append(
     qkv: Tensor,
     positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     cells: Tensor,
     pool: KVPool,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """Writes the batch's keys and values to `pool`, and returns its q [tokens, heads, head_dim] in qkv's dtype.
 
     qkv [tokens, (heads + 2 * kv_heads) * head_dim]; positions, cells int64 [tokens], cells all different or -1;
-    cos, sin float32 [max_seq_len, head_dim / 2]; q_norm, k_norm [head_dim].
+    cos, sin float32 [max_seq_len, rotary_dim / 2], or both None: nothing is rotated; q_norm, k_norm [head_dim]; interleaved:
+    which dimensions are pairs (kernels/rope.py); query_scales float32 [max_seq_len].
     """
     if not runs_on(qkv):
-        return reference(qkv, positions, cos, sin, cells, pool, q_norm, k_norm, eps)
+        return reference(qkv, positions, cos, sin, cells, pool, q_norm, k_norm, eps, interleaved, query_scales)
     heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
     q = qkv.new_empty(len(qkv), heads, head_dim)
     config = _config(heads, kv_heads, head_dim)

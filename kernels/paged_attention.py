@@ -6,7 +6,9 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
     queries                [ n ]                          and sees keys in (position - window, position]
                                                           and those before min(sink_tokens, position + 1)
 
-    out = softmax(q k^T / sqrt(head_dim) + mask) v        query heads of one kv head share its keys (GQA)
+    out = softmax(softcap(scale * q k^T) + mask) v        query heads of one kv head share its keys (GQA)
+
+softcap(x) = cap * tanh(x / cap), or x. With sinks, the softmax of a head has one more score, whose weight no value gets.
 
 Sink tokens are the first ones of a sequence, which every query sees also where there is a window (StreamingLLM, Xiao et al. 2023;
 unlike there, keys keep their absolute rotary positions, so that KV that is computed again has the same bits).
@@ -32,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.common.kv_format import KVPool, unpack
+from kernels.common.scoring import PLAIN, Scoring, attend
 from kernels.common.transfer import place
 from kernels.common.triton_runtime import runs_at
 from kernels.context_attention import context_attention
@@ -199,36 +202,38 @@ def num_leading_single(num_queries: NDArray[np.int64], head_dim: int) -> int:
     return int((num_queries != 1).argmax()) if (num_queries != 1).any() else len(num_queries)
 
 
-def reference(q: Tensor, pool: KVPool, plan: AttentionPlan) -> Tensor:
+def reference(q: Tensor, pool: KVPool, plan: AttentionPlan, scoring: Scoring = PLAIN) -> Tensor:
     """Attends with q [num_tokens, heads, head_dim]; returns a new tensor like q."""
     if len(plan.generation) == 1 and plan.generation[0].tokens is None:
-        return _attend_generation(q, pool, plan.generation[0])
+        return _attend_generation(q, pool, plan.generation[0], scoring)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.generation:
         assert group.tokens is not None  # it is None only where the group is the whole batch
-        out.index_copy_(0, group.tokens, _attend_generation(q.index_select(0, group.tokens), pool, group))
+        out.index_copy_(0, group.tokens, _attend_generation(q.index_select(0, group.tokens), pool, group, scoring))
     for row in plan.context:
-        _attend_context(q, out, pool, row)
+        _attend_context(q, out, pool, row, scoring)
     return out
 
 
-def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
+def paged_attention(q: Tensor, pool: KVPool, plan: Plan, scoring: Scoring = PLAIN) -> Tensor:
     """Attends with q [num_tokens, heads, head_dim]; returns a new tensor like q.
 
     The KV of this step's tokens must be in the pool already.
     """
     if isinstance(plan, AttentionPlan):
-        return reference(q, pool, plan)
-    scale, window, sink = q.shape[-1] ** -0.5, plan.window, plan.sink_tokens
+        return reference(q, pool, plan, scoring)
+    scale = q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    window, sink = plan.window, plan.sink_tokens
+    sinks, cap = scoring.sinks, scoring.softcap
     first = 0 if plan.generation is None else len(plan.generation.lengths)
     parts = []
     if plan.generation is not None:
         _, lengths, tables = plan.generation
-        parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window, None, plan.split, sink))
+        parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window, sinks, plan.split, sink, cap))
     if plan.context is not None:
         starts, lengths, tables = plan.context
         assert starts is not None  # it is None only for generation rows
-        parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window, sink_tokens=sink))
+        parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window, sinks, sink, cap))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -344,7 +349,7 @@ def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     return (unpack(data, pool.bits).float() * scale[..., None] + least[..., None]).to(dtype)
 
 
-def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup) -> Tensor:
+def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup, scoring: Scoring) -> Tensor:
     """Attends with q [rows, heads, head_dim]. The query heads of a kv head become the queries of one product."""
     kv = gather_blocks(pool, group.blocks, q.dtype)
     kv = kv.view(q.shape[0], -1, *kv.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
@@ -354,16 +359,24 @@ def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup) -> Tenso
             kv[:, ragged].masked_fill_(group.unseen[:, ragged], 0)
     k, v = kv.transpose(1, 3).unbind(2)  # each [rows, kv_heads, cells, head_dim]
     grouped = q.unflatten(1, (kv.shape[3], -1))  # [rows, kv_heads, group, head_dim]
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).flatten(1, 2)
+    if not scoring.is_plain:
+        return attend(grouped[:, :, :, None], k, v, group.mask[:, :, None], scoring).flatten(1, 3)
+    scale = scoring.scale
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=scale).flatten(1, 2)
 
 
-def _attend_context(q: Tensor, out: Tensor, pool: KVPool, row: ContextRow) -> None:
+def _attend_context(q: Tensor, out: Tensor, pool: KVPool, row: ContextRow, scoring: Scoring) -> None:
     """Fill the row's part of `out` [num_tokens, heads, head_dim]."""
     kv = gather_blocks(pool, row.blocks, q.dtype).flatten(0, 1)  # [cells, 2, kv_heads, head_dim]
     for part in row.slices:
         k, v = kv[part.cells].permute(1, 2, 0, 3).unbind(0)  # each [kv_heads, keys, head_dim]
         queries = q[part.tokens].transpose(0, 1)[None]  # [1, heads, queries, head_dim]
-        attended = F.scaled_dot_product_attention(
-            queries, k[None], v[None], attn_mask=part.mask, is_causal=part.mask is None, enable_gqa=True
-        )
+        mask = part.mask
+        if scoring.is_plain:
+            attended = F.scaled_dot_product_attention(
+                queries, k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=True
+            )
+        else:
+            mask = queries.new_full((k.shape[1],) * 2, -torch.inf).triu(1) if mask is None else mask
+            attended = attend(queries.unflatten(1, (len(k), -1)), k[None], v[None], mask, scoring).flatten(1, 2)
         out[part.tokens] = attended[0].transpose(0, 1)

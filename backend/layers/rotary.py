@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from backend.architectures.description import RopeConfig
+from backend.architectures.description import QueryScaling, RopeConfig
 
 RotaryTables = tuple[Tensor, Tensor]  # (cos, sin), each float32 [max_seq_len, rotary_dim / 2]
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each rotated pair, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """Radians per position of each rotated pair, float32 [rotary_dim / 2]."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inv_freq / rope.factor
@@ -26,10 +26,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> RotaryTables:
-    """(cos, sin), each float32 [num_positions, head_dim / 2]."""
+    """(cos, sin), each float32 [num_positions, rotary_dim / 2]; a RopeConfig without a rotary_dim rotates all of a head."""
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    angles = torch.outer(positions, inverse_frequencies(rope, rope.rotary_dim or head_dim))
     return angles.cos().to(device), angles.sin().to(device)
+
+
+def query_scales(scaling: QueryScaling, num_positions: int, device: torch.device) -> Tensor:
+    """The factors of the queries of each position, float32 [num_positions]."""
+    steps = torch.arange(num_positions, dtype=torch.int64) // scaling.original_max_position
+    return (1 + scaling.beta * torch.log1p(steps.float())).to(device)
 
 
 def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:

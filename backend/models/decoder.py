@@ -14,16 +14,16 @@ from torch import Tensor
 from backend.architectures.description import ModelConfig
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.linear import Linear, num_bytes_of
-from backend.layers.lora import AdaptedTokens
+from backend.layers.lora import Adapt, AdaptedTokens
 from backend.layers.mlp import MlpWeights, mlp
-from backend.layers.norm import NormWeights, add_norm
-from backend.layers.rotary import RotaryTables, rotary_tables
+from backend.layers.norm import NormWeights, add, add_norm, norm
+from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
 from kernels.common.kv_format import KVPool
 from kernels.embedding import embedding
+from kernels.int8_rows import Int8Rows
 from kernels.paged_attention import Plan
-from kernels.rms_norm import rms_norm
 
 
 @dataclass(slots=True)
@@ -36,6 +36,9 @@ class LayerWeights:
     attention_out_norm: NormWeights | None
     mlp_norm: NormWeights | None
     mlp_out_norm: NormWeights | None
+
+
+Attend = Callable[[Tensor | Int8Rows], Tensor]  # normed hidden states [num_tokens, hidden] -> their attention, alike
 
 
 class MarkedOutput(NamedTuple):
@@ -104,34 +107,77 @@ class Decoder:
         """Run a flat batch of tokens and write their KV.
 
         token_ids, positions, cells are int64 [num_tokens]. plans holds the attention plan of each window; pools has one pool
-        a layer. embedded: the tokens [n] int64 of the batch whose embeddings are given, and these, [n, hidden]. adapted: the
-        tokens' LoRA adapters, if any has one. Returns the hidden states before the last norm, [num_tokens, hidden].
+        a layer. embedded: the tokens [n] int64 of the batch whose embeddings are given, and these, [n, hidden], which
+        embedding_scale does not multiply. adapted: the tokens' LoRA adapters, if any has one. Returns the hidden states before
+        the last norm, [num_tokens, hidden].
         """
-        eps = self.config.block.norm_eps
-        x = embedding(self.embedding, token_ids)  # [num_tokens, hidden]
+        block = self.config.block
+        x = embedding(self.embedding, token_ids, None if block.embedding_scale == 1 else block.embedding_scale)
         if embedded is not None:
             x.index_copy_(0, *embedded)
         delta: Tensor | None = None  # like x, and still to be added to it
-        may_quantize = not self.takes_adapters
+        run = self._parallel if block.parallel else self._sequential
         of_layers = zip(self.layers, pools, self.config.windows, self.rotary, strict=True)
         for index, (layer, pool, window, tables) in enumerate(of_layers):
-            assert layer.attention_norm is not None and layer.mlp_norm is not None and tables is not None
             adapt = None if adapted is None else partial(adapted.add, index)
-            to_int8 = may_quantize and layer.attention.qkv.takes_int8
-            normed, x = add_norm(x, delta, layer.attention_norm.weight, eps, to_int8)
-            delta = attention(normed, layer.attention, pool, plans[window], positions, cells, tables, eps, adapt)
-            normed, x = add_norm(x, delta, layer.mlp_norm.weight, eps, may_quantize and layer.mlp.gate_up.takes_int8)
-            delta = mlp(normed, layer.mlp, may_quantize, adapt)
-        return x if delta is None else x + delta
+            attend = partial(
+                attention,
+                weights=layer.attention,
+                block=block,
+                pool=pool,
+                plan=plans[window],
+                positions=positions,
+                cells=cells,
+                tables=tables,
+                query_scales=self.query_scales,
+                adapt=adapt,
+            )
+            x, delta = run(x, delta, layer, attend, adapt)
+        return add(x, delta, block)
+
+    def _sequential(
+        self, x: Tensor, delta: Tensor | None, layer: LayerWeights, attend: Attend, adapt: Adapt | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a layer on x and what is still to be added to it; returns the same of its results."""
+        block = self.config.block
+        normed, x = add_norm(x, delta, layer.attention_norm, block, self._takes_int8(layer.attention.qkv))
+        delta = norm(attend(normed), layer.attention_out_norm, block)
+        normed, x = add_norm(x, delta, layer.mlp_norm, block, self._takes_int8(layer.mlp.gate_up))
+        return x, norm(mlp(normed, layer.mlp, block, not self.takes_adapters, adapt), layer.mlp_out_norm, block)
+
+    def _parallel(
+        self, x: Tensor, delta: Tensor | None, layer: LayerWeights, attend: Attend, adapt: Adapt | None
+    ) -> tuple[Tensor, Tensor]:
+        """Like `_sequential`. Attention and mlp read the same norm, unless the mlp has one of its own."""
+        block, shares = self.config.block, layer.mlp_norm is None
+        to_int8 = self._takes_int8(layer.attention.qkv) and (not shares or self._takes_int8(layer.mlp.gate_up))
+        normed, x = add_norm(x, delta, layer.attention_norm, block, to_int8)
+        attended = attend(normed)
+        if not shares:
+            normed, x = add_norm(x, None, layer.mlp_norm, block, self._takes_int8(layer.mlp.gate_up))
+        return x, attended + mlp(normed, layer.mlp, block, not self.takes_adapters, adapt)
+
+    def _takes_int8(self, linear: Linear) -> bool:
+        """True if the norm before this layer is to quantise its output."""
+        return linear.takes_int8 and not self.takes_adapters
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        logits, block = self.lm_head(normed), self.config.block
+        if block.logit_scale == 1 and not block.logit_softcap:
+            return logits
+        scaled = logits.float() * block.logit_scale
+        if block.logit_softcap:
+            scaled = block.logit_softcap * torch.tanh(scaled / block.logit_softcap)
+        return scaled.to(logits.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden] -> [num_rows, vocab] in the model's dtype. Give it only the rows that are wanted."""
-        return self.lm_head(rms_norm(hidden, self.norm.weight, self.config.block.norm_eps))
+        return self._logits(norm(hidden, self.norm, self.config.block))
 
     def logits_and(self, names: Sequence[str], hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Like `logits`, with the marked outputs of these names, each [num_rows, width]."""
-        normed = rms_norm(hidden, self.norm.weight, self.config.block.norm_eps)
-        logits = self.lm_head(normed)
+        normed = norm(hidden, self.norm, self.config.block)
+        logits = self._logits(normed)
         return logits, {name: self.outputs[name].compute(normed, logits) for name in names}
 
 
@@ -156,11 +202,13 @@ def build_decoder(
     else:
         lm_head = linears.build({names.head: config.vocab_size}, config.hidden_size, is_head=True)
     layers = [_layer(config, source, linears, f"{names.layers}{index}.") for index in range(config.num_layers)]
-    norm = _norm(config, source, names.norm, config.hidden_size)
+    last_norm = _norm(config, source, names.norm, config.hidden_size)
     source.check_all_used()
     tables = [rotary_tables(rope, config.head_dim, max_seq_len, device) for rope in config.ropes]
     rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.layers]
-    return Decoder(config, embedding, layers, norm, lm_head, rotary, max_seq_len)
+    scaling = config.block.query_scaling
+    scales = None if scaling is None else query_scales(scaling, max_seq_len, device)
+    return Decoder(config, embedding, layers, last_norm, lm_head, rotary, max_seq_len, scales)
 
 
 def _layer(config: ModelConfig, source: TensorSource, linears: LinearBuilder, prefix: str) -> LayerWeights:
@@ -168,18 +216,19 @@ def _layer(config: ModelConfig, source: TensorSource, linears: LinearBuilder, pr
     hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
 
-    def norm(name: str | None) -> NormWeights | None:
+    def norm_of(name: str | None) -> NormWeights | None:
         return None if name is None else _norm(config, source, prefix + name, hidden)
 
-    attention_norm, attention_out_norm = norm(names.attention_norm), norm(names.attention_out_norm)
+    attention_norm, attention_out_norm = norm_of(names.attention_norm), norm_of(names.attention_out_norm)
     qk = {"none": None, "head": (head, head), "row": (q, kv)}[block.qk_norm]
     attention = AttentionWeights(
         qkv=linears.build(_rows(prefix, names.qkv, (q, kv, kv)), hidden, block.qkv_bias),
         out=linears.build({prefix + names.out: hidden}, q, block.out_bias),
-        q_norm=None if qk is None else _norm(config, source, prefix + names.q_norm, qk[0]).weight,
-        k_norm=None if qk is None else _norm(config, source, prefix + names.k_norm, qk[1]).weight,
+        q_norm=None if qk is None else _norm_weight(config, source, prefix + names.q_norm, qk[0]),
+        k_norm=None if qk is None else _norm_weight(config, source, prefix + names.k_norm, qk[1]),
+        sinks=source.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
     )
-    mlp_norm, mlp_out_norm = norm(names.mlp_norm), norm(names.mlp_out_norm)
+    mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
     inputs = (inter, inter) if block.gated else (inter,)
     mlp = MlpWeights(
         gate_up=linears.build(_rows(prefix, names.gate_up, inputs), hidden, block.mlp_bias),
@@ -194,7 +243,12 @@ def _rows(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> dict[st
 
 
 def _norm(config: ModelConfig, source: TensorSource, name: str, size: int) -> NormWeights:
+    bias = source.take(name + ".bias", (size,)) if config.block.norm_bias else None
+    return NormWeights(_norm_weight(config, source, name, size), bias)
+
+
+def _norm_weight(config: ModelConfig, source: TensorSource, name: str, size: int) -> Tensor:
     weight = source.take(name + ".weight", (size,))
     if config.block.norm_offset:  # in float32: the sum would be rounded in the model's dtype
         weight = weight.float() + config.block.norm_offset
-    return NormWeights(weight, source.take(name + ".bias", (size,)) if config.block.norm_bias else None)
+    return weight

@@ -61,7 +61,8 @@ class Calibration:
     def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor) -> None:
         """rows [rows, length] int64: token ids, each row a text of its own. embedding [vocab, hidden]."""
         self._config = config
-        self._hidden = F.embedding(rows, embedding).float()  # [rows, length, hidden]
+        scale = config.block.embedding_scale
+        self._hidden = F.embedding(rows, embedding).float() * scale  # [rows, length, hidden]
         self._sampled_of_each = max(1, SAMPLED // -(-len(rows) // ROWS_AT_ONCE))
 
     @torch.inference_mode()
@@ -74,6 +75,7 @@ class Calibration:
             vocab_size=1,
             tied_embeddings=True,
             quantization=None,
+            block=msgspec.structs.replace(self._config.block, embedding_scale=1.0),
         )
         hidden = config.hidden_size
         tensors = {"model.layers.0." + name: tensor for name, tensor in layer.items()}

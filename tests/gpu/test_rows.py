@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import choose_tokens, embedding, log_probs, rms_norm, silu_mul
+from kernels import activation, choose_tokens, embedding, log_probs, norm
 from kernels.int8_rows import Int8Rows, group_sums
 from tests.gpu.harness import (
     DEVICE,
@@ -30,30 +30,30 @@ def assert_rows(measured: Int8Rows, expected: Int8Rows) -> None:
 
 
 @each("dtype", HALVES)
-@each("shape", rms_norm.CASES)
+@each("shape", norm.CASES)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = (
         random(*shape, dtype=dtype),
         random(*shape, dtype=dtype, seed=1),
         random(shape[-1], dtype=dtype),
     )
-    assert_near(rms_norm.rms_norm(x, weight, EPS), rms_norm.reference(x.float(), weight.float(), EPS))
-    normed, total = rms_norm.add_rms_norm(x, residual, weight, EPS)
+    assert_near(norm.norm(x, weight, EPS), norm.reference(x.float(), weight.float(), EPS))
+    normed, total = norm.add_norm(x, residual, weight, EPS)
     assert_near(total, x.float() + residual.float())
-    assert_near(normed, rms_norm.reference(total.float(), weight.float(), EPS))
+    assert_near(normed, norm.reference(total.float(), weight.float(), EPS))
     if x.ndim == 2:
-        assert_rows(rms_norm.rms_norm_int8(x, weight, EPS), rms_norm.reference_int8(x, weight, EPS))
-        rows, total = rms_norm.add_rms_norm_int8(x, residual, weight, EPS)
-        assert_rows(rows, rms_norm.reference_int8(total, weight, EPS))
+        assert_rows(norm.norm_int8(x, weight, EPS), norm.reference_int8(x, weight, EPS))
+        rows, total = norm.add_norm_int8(x, residual, weight, EPS)
+        assert_rows(rows, norm.reference_int8(total, weight, EPS))
 
 
 @each("dtype", HALVES)
-@each("shape", silu_mul.CASES)
+@each("shape", activation.CASES)
 def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
-    assert_near(silu_mul.silu_mul(x), silu_mul.reference(x.float()))
+    assert_near(activation.activate(x), activation.reference(x.float()))
     if x.ndim == 2:
-        assert_rows(silu_mul.silu_mul_int8(x), silu_mul.reference_int8(x))
+        assert_rows(activation.activate_int8(x), activation.reference_int8(x))
 
 
 @each("dtype", HALVES)

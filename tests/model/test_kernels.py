@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import paged_attention, rms_norm, rope, silu_mul
+from kernels import activation, norm, paged_attention, rope
 from kernels.common.kv_format import plain_pool
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to 1 + |expected|
@@ -28,10 +28,10 @@ def assert_near(measured: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", rms_norm.CASES)
+@pytest.mark.parametrize("shape", norm.CASES)
 def test_rms_norm_follows_its_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = random_tensor(*shape, dtype=dtype), random_tensor(shape[-1], dtype=dtype)
-    measured = rms_norm.rms_norm(x, weight, 1e-3)
+    measured = norm.norm(x, weight, 1e-3)
     expected = torch.empty(shape, dtype=torch.float64)
     for index in np.ndindex(*shape[:-1]):
         row = x[index].double()
@@ -57,12 +57,12 @@ def test_rope_rotates_each_pair_by_its_angle(num_tokens: int, heads: int, head_d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", silu_mul.CASES)
+@pytest.mark.parametrize("shape", activation.CASES)
 def test_silu_mul_gates_the_second_half_by_the_first(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random_tensor(*shape, dtype=dtype)
     half = shape[-1] // 2
     gate, up = x[..., :half].double(), x[..., half:].double()
-    assert_near(silu_mul.silu_mul(x), gate / (1 + torch.exp(-gate)) * up)
+    assert_near(activation.activate(x), gate / (1 + torch.exp(-gate)) * up)
 
 
 class Scene:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import rms_norm, silu_mul
+from kernels import activation, norm
 from kernels.common import quantize
 from kernels.common.kv_format import quantize_rows
 
@@ -36,13 +36,13 @@ def test_rms_norm_is_that_of_torch(kernels: CDLL) -> None:
     for rows, n in widths(1):
         x, weight, out = random_tensor(rng, rows, n) * 3, random_tensor(rng, n), torch.empty(rows, n)
         kernels.everbatch_rms_norm(x.data_ptr(), weight.data_ptr(), rows, n, 1e-3, out.data_ptr())
-        assert_near(out, rms_norm.reference(x.double(), weight.double(), 1e-3), (rows, n))
+        assert_near(out, norm.reference(x.double(), weight.double(), 1e-3), (rows, n))
 
 
 def test_rms_norm_may_write_to_its_input(kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(2)
     x, weight = random_tensor(rng, 3, 77), random_tensor(rng, 77)
-    expected = rms_norm.reference(x.double(), weight.double(), 1e-3)
+    expected = norm.reference(x.double(), weight.double(), 1e-3)
     kernels.everbatch_rms_norm(x.data_ptr(), weight.data_ptr(), 3, 77, 1e-3, x.data_ptr())
     assert_near(x, expected, "in place")
 
@@ -52,7 +52,7 @@ def test_silu_mul_is_that_of_torch(kernels: CDLL) -> None:
     for rows, n in widths(3):
         x, out = random_tensor(rng, rows, 2 * n) * 5, torch.empty(rows, n)
         kernels.everbatch_silu_mul(x.data_ptr(), rows, n, out.data_ptr())
-        assert_near(out, silu_mul.reference(x.double()), (rows, n))
+        assert_near(out, activation.reference(x.double()), (rows, n))
 
 
 def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels: CDLL) -> None:

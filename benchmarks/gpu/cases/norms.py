@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Check, Peer, Random, int8_rows, near, worst
 from benchmarks.gpu.cases.compiled import compiled
 from benchmarks.gpu.goals import at_most_us, of_floor
-from kernels import rms_norm, silu_mul
+from kernels import activation, norm
 from kernels.int8_rows import Int8Rows
 
 EPS = 1e-5
@@ -37,12 +37,12 @@ def _make_gate(random: Random, rows: int, intermediate: int) -> Tensor:
 
 def _check_norm(x: Norm, out: tuple[Tensor, Tensor]) -> Check:
     total = x.x.float() + x.residual.float()
-    return worst(near(out[1], total), near(out[0], rms_norm.reference(out[1].float(), x.weight.float(), EPS)))
+    return worst(near(out[1], total), near(out[0], norm.reference(out[1].float(), x.weight.float(), EPS)))
 
 
 def _check_norm_int8(x: Norm, out: tuple[Int8Rows, Tensor]) -> Check:
     total = x.x.float() + x.residual.float()
-    return worst(near(out[1], total), int8_rows(out[0], rms_norm.reference_int8(out[1], x.weight, EPS)))
+    return worst(near(out[1], total), int8_rows(out[0], norm.reference_int8(out[1], x.weight, EPS)))
 
 
 def _eager_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def _eager_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Te
 
 def _eager_norm_int8(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Int8Rows, Tensor]:
     total = x + residual
-    return rms_norm.reference_int8(total, weight, EPS), total
+    return norm.reference_int8(total, weight, EPS), total
 
 
 def _compiled(function: Callable[..., object]) -> Peer:
@@ -73,12 +73,12 @@ def cases(small: bool) -> list[Case]:
         goals, is_warm = NORM_GOALS[rows], rows == 64
         made += [
             _case(
-                f"add + RMSNorm {rows} x 4096", 4, make, lambda x: rms_norm.add_rms_norm(*x, EPS), _check_norm,
+                f"add + RMSNorm {rows} x 4096", 4, make, lambda x: norm.add_norm(*x, EPS), _check_norm,
                 8 * count * hidden, goals, Peer("eager F.rms_norm", lambda x: _eager_norm(*x)), _compiled(_eager_norm),
                 is_warm=is_warm,
             ),
             _case(
-                f"add + RMSNorm + int8 {rows} x 4096", 4, make, lambda x: rms_norm.add_rms_norm_int8(*x, EPS),
+                f"add + RMSNorm + int8 {rows} x 4096", 4, make, lambda x: norm.add_norm_int8(*x, EPS),
                 _check_norm_int8, 7 * count * hidden, goals, _compiled(_eager_norm_int8), is_warm=is_warm,
             ),
         ]  # fmt: skip
@@ -87,15 +87,15 @@ def cases(small: bool) -> list[Case]:
         make = partial(_make_gate, rows=count, intermediate=intermediate)
         made += [
             _case(
-                f"SiLU gate {rows} x 14336", 6, make, silu_mul.silu_mul,
-                lambda x, out: near(out, silu_mul.reference(x.float())), 6 * count * intermediate, (of_floor(0.85),),
-                Peer("eager", silu_mul.reference),
-                Peer("torch.compile", lambda x: compiled(silu_mul.reference)(x), compiles=True),
+                f"SiLU gate {rows} x 14336", 6, make, activation.activate,
+                lambda x, out: near(out, activation.reference(x.float())), 6 * count * intermediate, (of_floor(0.85),),
+                Peer("eager", activation.reference),
+                Peer("torch.compile", lambda x: compiled(activation.reference)(x), compiles=True),
             ),
             _case(
-                f"SiLU gate + int8 {rows} x 14336", 6, make, silu_mul.silu_mul_int8,
-                lambda x, out: int8_rows(out, silu_mul.reference_int8(x)), 5 * count * intermediate, (of_floor(0.85),),
-                Peer("torch.compile", lambda x: compiled(silu_mul.reference_int8)(x), compiles=True),
+                f"SiLU gate + int8 {rows} x 14336", 6, make, activation.activate_int8,
+                lambda x, out: int8_rows(out, activation.reference_int8(x)), 5 * count * intermediate, (of_floor(0.85),),
+                Peer("torch.compile", lambda x: compiled(activation.reference_int8)(x), compiles=True),
             ),
         ]  # fmt: skip
     return made

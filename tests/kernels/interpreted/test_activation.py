@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import silu_mul as kernel
+from kernels import activation as kernel
 from kernels.int8_rows import group_sums
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
@@ -15,20 +15,20 @@ from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 @pytest.mark.parametrize("shape", kernel.CASES)
 def test_the_second_half_is_gated_by_the_first(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random_tensor(*shape, dtype=dtype)
-    y = kernel.silu_mul(x)
+    y = kernel.activate(x)
     assert y.dtype == dtype
     assert_near(y, kernel.reference(x.float()))
 
 
 def test_gates_of_any_size_do_not_overflow() -> None:
     x = torch.tensor([[-3e38, -200.0, -0.0, 200.0, 1.0, 2.0, 3.0, 4.0]])
-    assert torch.equal(kernel.silu_mul(x), torch.tensor([[0.0, 0.0, 0.0, 800.0]]))
+    assert torch.equal(kernel.activate(x), torch.tensor([[0.0, 0.0, 0.0, 800.0]]))
 
 
 def test_rows_that_are_not_contiguous_are_read_as_they_are() -> None:
     x = random_tensor(96, 5).t()
-    assert_near(kernel.silu_mul(x), kernel.reference(x))
-    assert torch.equal(kernel.silu_mul_int8(x).sums, kernel.silu_mul_int8(x.contiguous()).sums)
+    assert_near(kernel.activate(x), kernel.reference(x))
+    assert torch.equal(kernel.activate_int8(x).sums, kernel.activate_int8(x.contiguous()).sums)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,7 +37,7 @@ def test_int8_rows_have_their_scales_and_sums(shape: tuple[int, int], dtype: tor
     x = random_tensor(*shape, dtype=dtype)
     x[-1] = 0
     assert_int8_like_the_reference(x)
-    assert kernel.silu_mul_int8(x).scale[-1] == 0
+    assert kernel.activate_int8(x).scale[-1] == 0
 
 
 @pytest.mark.parametrize("intermediate", [kernel.MAX_ROW_BLOCK, kernel.MAX_ROW_BLOCK + 1, 5 * kernel.LOOP_BLOCK])
@@ -49,7 +49,7 @@ def test_long_int8_rows_have_one_scale(intermediate: int) -> None:
 
 
 def assert_int8_like_the_reference(x: Tensor) -> None:
-    q, scale, sums = kernel.silu_mul_int8(x)
+    q, scale, sums = kernel.activate_int8(x)
     expected_q, expected_scale, _ = kernel.reference_int8(x)
     assert q.dtype == torch.int8 and q.shape == expected_q.shape
     assert_near(scale, expected_scale)
