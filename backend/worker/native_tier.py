@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.architectures.description import Block
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row
 from backend.layers.linear import Linear, QuantizedWeight, Weight
+from backend.layers.norm import NormWeights
+from backend.layers.rotary import RotaryTables
 from backend.models.decoder import Decoder, LayerWeights
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
@@ -23,7 +26,15 @@ from backend.worker.tier import KVBlock
 from kernels import w4a16
 from kernels.common import four_bits
 from kernels.common.super_blocks import SuperBlocks
-from kernels.cpu.decoder import Given, NativeDecoder, NativeLayer, NativeShape, UnknownCell
+from kernels.cpu.decoder import (
+    Given,
+    NativeDecoder,
+    NativeForm,
+    NativeLayer,
+    NativeNorm,
+    NativeShape,
+    UnknownCell,
+)
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena
@@ -101,20 +112,20 @@ class NativeTier:
             config.num_kv_heads,
             config.head_dim,
             config.intermediate_size,
-            config.block.norm_eps,
             block_size,
             kv_bits,
+            model.max_seq_len,
             config.sink_tokens,
         )
-        layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
+        of_layers = zip(model.layers, config.windows, model.rotary, strict=True)
+        layers = [_native_layer(config.block, *of_layer) for of_layer in of_layers]
         lm_head, screen = _packed(model.lm_head), None
         if Screen.fits(lm_head) and lm_head.num_bytes >= MIN_SHARE * model.num_linear_bytes:
             screen = Screen(library, lm_head)
             log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
-        tables = model.rotary[0]
-        assert tables is not None
-        norm = _float(model.norm.weight)
-        self._decoder = NativeDecoder(library, shape, model.embedding, *tables, layers, norm, lm_head, screen)
+        norm = _native_norm(model.norm)
+        form = _native_form(config.block, model.query_scales)
+        self._decoder = NativeDecoder(library, shape, form, model.embedding, layers, norm, lm_head, screen)
         self._dtype = torch.uint8 if kv_bits else model.embedding.dtype
         self._hidden_size, self._outputs = config.hidden_size, model.outputs
         self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(_packed_adapter)
@@ -160,19 +171,50 @@ class NativeTier:
         return Given(addresses, positions.numpy(), vectors)
 
 
-def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:
-    assert layer.attention_norm is not None and layer.mlp_norm is not None
+def _native_form(block: Block, query_scales: Tensor | None) -> NativeForm:
+    return NativeForm(
+        norm_eps=block.norm_eps,
+        norm=block.norm,
+        norms_rows=block.qk_norm == "row",
+        activation=block.activation,
+        is_gated=block.gated,
+        is_parallel=block.parallel,
+        is_interleaved=block.rope_interleaved,
+        attention_scale=block.attention_scale,
+        attention_softcap=block.attention_softcap,
+        embedding_scale=block.embedding_scale,
+        residual_scale=block.residual_scale,
+        logit_scale=block.logit_scale,
+        logit_softcap=block.logit_softcap,
+        query_scales=query_scales,
+    )
+
+
+def _native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: RotaryTables | None) -> NativeLayer:
+    attention, mlp = layer.attention, layer.mlp
+    mlp_norm = layer.attention_norm if block.parallel and layer.mlp_norm is None else layer.mlp_norm
     return NativeLayer(
-        input_norm=_float(layer.attention_norm.weight),
-        qkv=_packed(layer.attention.qkv),
-        q_norm=None if layer.attention.q_norm is None else _float(layer.attention.q_norm),
-        k_norm=None if layer.attention.k_norm is None else _float(layer.attention.k_norm),
-        out=_packed(layer.attention.out),
-        post_norm=_float(layer.mlp_norm.weight),
-        gate_up=_packed(layer.mlp.gate_up),
-        down=_packed(layer.mlp.down),
+        qkv=_packed(attention.qkv),
+        out=_packed(attention.out),
+        gate_up=_packed(mlp.gate_up),
+        down=_packed(mlp.down),
+        attention_norm=_if_there(layer.attention_norm),
+        mlp_norm=_if_there(mlp_norm),
+        attention_out_norm=_if_there(layer.attention_out_norm),
+        mlp_out_norm=_if_there(layer.mlp_out_norm),
+        q_norm=None if attention.q_norm is None else NativeNorm(_float(attention.q_norm)),
+        k_norm=None if attention.k_norm is None else NativeNorm(_float(attention.k_norm)),
+        rotary=rotary,
         window=window,
     )
+
+
+def _native_norm(norm: NormWeights) -> NativeNorm:
+    return NativeNorm(_float(norm.weight), None if norm.bias is None else _float(norm.bias))
+
+
+def _if_there(norm: NormWeights | None) -> NativeNorm | None:
+    return None if norm is None else _native_norm(norm)
 
 
 def _packed_adapter(adapter: PreparedAdapter) -> PackedAdapter:

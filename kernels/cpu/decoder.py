@@ -1,4 +1,4 @@
-"""NativeDecoder: runs a whole step of a Llama-shaped model in one native call (native/step.cpp)."""
+"""NativeDecoder: runs a whole step of a model in one native call (native/step.cpp)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ from torch import Tensor
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.screen import Screen
-from kernels.cpu.structs import BatchStruct, KVLayout, LayerStruct, LoraLayerStruct, ModelStruct, ScreenStruct
+from kernels.cpu.structs import (
+    ACTIVATIONS,
+    NORMS,
+    BatchStruct,
+    FormStruct,
+    KVLayout,
+    LayerStruct,
+    LoraLayerStruct,
+    ModelStruct,
+    NormStruct,
+    ScreenStruct,
+)
 
 MAX_HEAD_DIM = 1024
 UNIT = 32  # tokens of a panel of the KV pool; block sizes must be multiples of it
@@ -30,19 +41,30 @@ class UnknownCell(IndexError):
         self.row = row
 
 
+class NativeNorm(NamedTuple):
+    """The weights of a norm, float32."""
+
+    weight: Tensor  # [size]
+    bias: Tensor | None = None  # [size]
+
+
 @dataclass(slots=True)
 class NativeLayer:
-    """The weights of a layer; those of norms are float32."""
+    """The weights of a layer. Where it has no norm for the input of a half, that half reads the hidden states themselves."""
 
-    input_norm: Tensor  # [hidden]
     qkv: PackedLinear  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
     out: PackedLinear
-    post_norm: Tensor  # [hidden]
-    gate_up: PackedLinear  # [2 * intermediate, hidden]: gate, then up
+    gate_up: PackedLinear  # [2 * intermediate, hidden]: gate, then up; without a gate [intermediate, hidden]
     down: PackedLinear
-    window: int | None  # tokens
+    attention_norm: NativeNorm | None  # [hidden]
+    mlp_norm: NativeNorm | None
+    attention_out_norm: NativeNorm | None = None  # of what attention yields, before it is added to the hidden states
+    mlp_out_norm: NativeNorm | None = None
+    q_norm: NativeNorm | None = None  # [head_dim]; with NativeForm.norms_rows [heads * head_dim]
+    k_norm: NativeNorm | None = None
+    rotary: tuple[Tensor, Tensor] | None = None  # cos and sin, float32 [max_seq_len, rotary_dim / 2]
+    sinks: Tensor | None = None  # float32 [heads]
+    window: int | None = None  # tokens
 
 
 @dataclass(slots=True)
@@ -51,10 +73,30 @@ class NativeShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    norm_eps: float
     block_size: int  # tokens, a multiple of UNIT
     kv_bits: int  # bits of a number in the KV pool: 8 or 4; 0: the type of the computation
+    max_seq_len: int
     sink_tokens: int = 0  # in layers with a window
+
+
+@dataclass(slots=True)
+class NativeForm:
+    """What is alike in all layers; backend/architectures/description.py says what a model computes with it."""
+
+    norm_eps: float
+    norm: str = "rms"  # of NORMS
+    norms_rows: bool = False  # q_norm and k_norm are of all heads of a token together
+    activation: str = "silu"  # of ACTIVATIONS
+    is_gated: bool = True
+    is_parallel: bool = False
+    is_interleaved: bool = False  # rotary dimensions 2i and 2i + 1 belong together
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    query_scales: Tensor | None = None  # float32 [max_seq_len]
 
 
 class Given(NamedTuple):
@@ -72,24 +114,20 @@ class NativeDecoder:
         self,
         library: CDLL,
         shape: NativeShape,
+        form: NativeForm,
         embedding: Tensor,  # [vocab, hidden]; its type, float32 or bfloat16, is the one to compute in
-        cos: Tensor,  # [max_seq_len, head_dim / 2] float32
-        sin: Tensor,
         layers: Sequence[NativeLayer],
-        norm: Tensor,  # [hidden] float32
+        norm: NativeNorm,  # [hidden]
         lm_head: PackedLinear,
         screen: Screen | None = None,  # int8 copy of lm_head; small greedy steps read it instead of most of lm_head
     ):
-        if shape.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {shape.head_dim}, the native kernels take up to {MAX_HEAD_DIM}")
-        if shape.block_size % UNIT:
-            raise ValueError(f"block_size is {shape.block_size}, the native kernels need a multiple of {UNIT}")
+        layout = kv_layout(shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_bits, embedding.dtype)
+        for name in ("logit_scale", "attention_scale"):
+            if (scale := getattr(form, name)) is not None and scale <= 0:
+                raise ValueError(f"{name} is {scale}, the native kernels take numbers above 0")
         self._library = library
-        self._held = (embedding, cos, sin, list(layers), norm, lm_head, screen)
-        self.vocab_size = embedding.shape[0]
-        self.layout = KVLayout(
-            shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_bits, embedding.dtype.itemsize
-        )
+        self._held = (form, embedding, list(layers), norm, lm_head, screen)
+        self.vocab_size, self.layout = embedding.shape[0], layout
         self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers))
         self._model = ModelStruct(
             embedding.shape[1],
@@ -97,14 +135,12 @@ class NativeDecoder:
             len(layers),
             shape.heads,
             self.vocab_size,
-            cos.shape[0],
+            shape.max_seq_len,
             shape.sink_tokens,
-            self.layout,
-            shape.norm_eps,
+            layout,
+            _form_struct(form, shape.head_dim),
             embedding.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            norm.data_ptr(),
+            _norm_struct(norm),
             lm_head.struct,
             ScreenStruct() if screen is None else screen.struct,
             self._layers,
@@ -201,15 +237,63 @@ class NativeDecoder:
             self._workspace = None
 
 
+def kv_layout(block_size: int, kv_heads: int, head_dim: int, kv_bits: int, dtype: torch.dtype) -> KVLayout:
+    """The layout of a KV pool for a computation in `dtype`, float32 or bfloat16. Raises ValueError for one that there is not."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}, the native kernels take up to {MAX_HEAD_DIM}")
+    if block_size % UNIT:
+        raise ValueError(f"block_size is {block_size}, the native kernels need a multiple of {UNIT}")
+    return KVLayout(block_size, kv_heads, head_dim, kv_bits, dtype.itemsize)
+
+
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(head_dim), each operation rounded to float32."""
+    return float(np.float32(1) / np.sqrt(np.float32(head_dim)))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _norm_struct(norm: NativeNorm | None) -> NormStruct:
+    return NormStruct() if norm is None else NormStruct(*map(_address, norm))
+
+
+def _form_struct(form: NativeForm, head_dim: int) -> FormStruct:
+    return FormStruct(
+        NORMS[form.norm],
+        ACTIVATIONS[form.activation],
+        form.is_gated,
+        form.is_parallel,
+        form.norms_rows,
+        form.is_interleaved,
+        form.norm_eps,
+        default_scale(head_dim) if form.attention_scale is None else form.attention_scale,
+        form.attention_softcap,
+        form.embedding_scale,
+        form.residual_scale,
+        form.logit_scale,
+        form.logit_softcap,
+        _address(form.query_scales),
+    )
+
+
 def _layer_struct(layer: NativeLayer) -> LayerStruct:
+    cos, sin = (None, None) if layer.rotary is None else layer.rotary
     return LayerStruct(
         layer.qkv.struct,
         layer.out.struct,
         layer.gate_up.struct,
         layer.down.struct,
-        layer.input_norm.data_ptr(),
-        layer.post_norm.data_ptr(),
-        None if layer.q_norm is None else layer.q_norm.data_ptr(),
-        None if layer.k_norm is None else layer.k_norm.data_ptr(),
+        _norm_struct(layer.attention_norm),
+        _norm_struct(layer.mlp_norm),
+        _norm_struct(layer.attention_out_norm),
+        _norm_struct(layer.mlp_out_norm),
+        _norm_struct(layer.q_norm),
+        _norm_struct(layer.k_norm),
+        _address(cos),
+        _address(sin),
+        0 if cos is None else 2 * cos.shape[1],
+        _address(layer.sinks),
         layer.window or 0,
     )

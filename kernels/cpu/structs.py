@@ -6,7 +6,9 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
 from kernels.common.adapter import LINEARS, MAX_PARTS
 
-# The enum Format of native/formats.h.
+# The enums NormKind of native/rows.h, Activation of native/activation.h and Format of native/formats.h.
+NORMS = {"rms": 0, "layer": 1}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, V4_K = range(11)
 PANEL = 32
 
@@ -35,17 +37,60 @@ class KVLayout(Structure):
     ]
 
 
+class NormStruct(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
+
+
 class LayerStruct(Structure):
     _fields_ = [
         ("qkv", LinearStruct),
         ("out", LinearStruct),
         ("gate_up", LinearStruct),
         ("down", LinearStruct),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        ("attention_norm", NormStruct),
+        ("mlp_norm", NormStruct),
+        ("attention_out_norm", NormStruct),
+        ("mlp_out_norm", NormStruct),
+        ("q_norm", NormStruct),
+        ("k_norm", NormStruct),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("rotary_dim", c_int64),
+        ("sinks", c_void_p),
         ("window", c_int64),
+    ]
+
+
+class FormStruct(Structure):
+    _fields_ = [
+        ("norm", c_int32),
+        ("activation", c_int32),
+        ("is_gated", c_int32),
+        ("is_parallel", c_int32),
+        ("norms_rows", c_int32),
+        ("is_interleaved", c_int32),
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        ("attention_softcap", c_float),
+        ("embedding_scale", c_float),
+        ("residual_scale", c_float),
+        ("logit_scale", c_float),
+        ("logit_softcap", c_float),
+        ("query_scales", c_void_p),
+    ]
+
+
+class ScoringStruct(Structure):
+    _fields_ = [("scale", c_float), ("softcap", c_float), ("sinks", c_void_p)]
+
+
+class AttentionStruct(Structure):
+    _fields_ = [
+        ("heads", c_int64),
+        ("kv", KVLayout),
+        ("scoring", ScoringStruct),
+        ("window", c_int64),
+        ("sink_tokens", c_int64),
     ]
 
 
@@ -63,11 +108,9 @@ class ModelStruct(Structure):
         ("max_seq_len", c_int64),
         ("sink_tokens", c_int64),
         ("kv", KVLayout),
-        ("eps", c_float),
+        ("form", FormStruct),
         ("embedding", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("norm", c_void_p),
+        ("norm", NormStruct),
         ("lm_head", LinearStruct),
         ("screen", ScreenStruct),
         ("layers", POINTER(LayerStruct)),

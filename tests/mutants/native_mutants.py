@@ -6,7 +6,7 @@ from backend.executor import engine_supervisor
 from backend.kvcache import sizing
 from backend.worker import native_tier, tier
 from deploy import server_log
-from kernels.cpu import decoder, linear
+from kernels.cpu import attention, decoder, linear
 from tests.mutants.changes import Plant, change, change_everywhere
 
 _SETTINGS = "tests/parity/test_ordinary_settings.py::test_replies_are_the_same_bits_alone_and_in_a_pool_that_evicts"
@@ -16,6 +16,13 @@ _HIDDEN = _OUTPUTS + "test_hidden_states_equal_a_plain_forward_with_context_rows
 _PROMPTS = "tests/model/test_prompt_inputs.py"
 _LINEAR = "tests/native/test_linear.py::"
 _EXECUTOR = "tests/model/test_executor.py::"
+_BLOCKS = "tests/native/test_blocks.py::test_logits_are_those_of_the_torch_tier"
+_ALONE = "tests/native/test_attention.py::"
+
+
+def _form(*replacement: tuple[str, str]) -> Plant:
+    return change_everywhere(decoder._form_struct, *replacement)
+
 
 # name -> (what plants it, tests that must fail)
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
@@ -58,5 +65,37 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "a_remark_is_told_at_each_start_anew": (
         change(server_log, "remarks", ("list(dict.fromkeys(", "list(tuple(")),
         ["tests/deploy/test_server_log.py::test_what_the_engine_remarks_is_found_once_each_also_in_json"],
+    ),
+    "q_and_k_are_normed_head_by_head": (
+        change_everywhere(native_tier._native_form, ('== "row"', '== "rows"')),
+        [_BLOCKS],
+    ),
+    "a_parallel_block_runs_as_a_sequential_one": (_form(("form.is_parallel,", "False,")), [_BLOCKS]),
+    "the_one_norm_of_a_parallel_block_is_not_the_mlp_s": (
+        change_everywhere(native_tier._native_layer, ("block.parallel and", "False and")),
+        [_BLOCKS],
+    ),
+    "what_attention_yields_is_normed_as_the_mlp_s": (
+        change_everywhere(
+            decoder._layer_struct, ("_norm_struct(layer.attention_out_norm)", "_norm_struct(layer.mlp_out_norm)")
+        ),
+        [_BLOCKS],
+    ),
+    "neighbours_are_not_rotated_together": (_form(("form.is_interleaved,", "False,")), [_BLOCKS]),
+    "all_of_a_head_is_rotated_by_half_of_the_angles": (
+        change_everywhere(decoder._layer_struct, ("2 * cos.shape[1]", "cos.shape[1]")),
+        [_BLOCKS],
+    ),
+    "logits_are_not_scaled": (
+        _form(("form.logit_scale,", "1.0,")),
+        ["tests/native/test_blocks.py::test_capped_logits_keep_to_the_cap_and_the_greedy_token_is_theirs"],
+    ),
+    "a_sink_is_scaled_like_a_score": (
+        change(attention.NativeAttention, "__init__", ("sinks.float()", "(sinks.float() * head_dim**-0.5)")),
+        [_ALONE + "test_results_are_those_of_the_formula"],
+    ),
+    "attention_alone_sees_all_tokens": (
+        change(attention.NativeAttention, "__init__", ("window or 0", "0")),
+        [_ALONE + "test_results_are_those_of_the_formula"],
     ),
 }

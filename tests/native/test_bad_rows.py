@@ -16,7 +16,7 @@ from torch import Tensor
 from backend.architectures.description import LayerConfig
 from backend.core.step import Row
 from backend.worker.native_tier import NativeTier, PackLinears
-from kernels.cpu.decoder import Given, NativeDecoder, NativeShape, UnknownCell
+from kernels.cpu.decoder import Given, NativeDecoder, NativeForm, NativeNorm, NativeShape, UnknownCell
 from tests.model.driver import Driver
 from tests.native.harness import Format, drive, load, native_driver, prompt
 from tools.make_random_model import make_random_model
@@ -185,7 +185,7 @@ def test_blocks_behind_the_widest_window_and_the_sink_tokens_may_be_gone_and_no_
 def test_a_shape_that_the_kernels_cannot_take_is_refused(
     best_kernels: CDLL, changes: dict[str, int], message: str
 ) -> None:
-    sizes = dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, norm_eps=1e-6, block_size=32, kv_bits=0) | changes
+    sizes = dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, block_size=32, kv_bits=0, max_seq_len=1) | changes
     nothing = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
-        NativeDecoder(best_kernels, NativeShape(**sizes), nothing, nothing, nothing, [], nothing, None)
+        NativeDecoder(best_kernels, NativeShape(**sizes), NativeForm(1e-6), nothing, [], NativeNorm(nothing), None)

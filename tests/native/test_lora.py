@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.adapter import LINEARS, Part
-from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape
+from kernels.cpu.decoder import NativeDecoder, NativeForm, NativeLayer, NativeNorm, NativeShape
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter, pack_a, pack_b
 from kernels.cpu.memory import Arena
@@ -21,6 +21,7 @@ Q, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 OUTPUTS = {"qkv": (0, Q, Q + KV, Q + 2 * KV), "out": (0, HIDDEN), "gate_up": (0, INTER, 2 * INTER), "down": (0, HIDDEN)}
 INPUTS = {"qkv": HIDDEN, "out": Q, "gate_up": HIDDEN, "down": INTER}
 NUM_LAYERS, BLOCK = 2, 32
+SHAPE = NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, BLOCK, kv_bits=0, max_seq_len=256)
 
 
 def test_packing_puts_each_number_where_the_kernel_looks_for_it() -> None:
@@ -50,13 +51,10 @@ class Model:
             made = {name: make_linear(library, arena, OUTPUTS[name][-1], INPUTS[name], dtype) for name in LINEARS}
             self.weights.append({name: weight for name, (_, weight) in made.items()})
             packed = {name: linear for name, (linear, _) in made.items()}
-            norms = dict(input_norm=torch.ones(HIDDEN), post_norm=torch.ones(HIDDEN), q_norm=None, k_norm=None)
-            layers.append(NativeLayer(**packed, **norms, window=None))
+            ones, rotary = NativeNorm(torch.ones(HIDDEN)), (angles.cos(), angles.sin())
+            layers.append(NativeLayer(**packed, attention_norm=ones, mlp_norm=ones, rotary=rotary))
         head, _ = make_linear(library, arena, VOCAB, HIDDEN, dtype)
-        shape = NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, 1e-5, BLOCK, kv_bits=0)
-        self.decoder = NativeDecoder(
-            library, shape, self.embedding, angles.cos(), angles.sin(), layers, torch.ones(HIDDEN), head
-        )
+        self.decoder = NativeDecoder(library, SHAPE, NativeForm(1e-5), self.embedding, layers, ones, head)
         blocks = 16
         size = self.decoder.kv_block_bytes // dtype.itemsize
         self.pools = [torch.zeros(blocks, size, dtype=dtype) for _ in range(NUM_LAYERS)]
@@ -117,18 +115,11 @@ def test_an_adapter_does_what_merged_weights_do(kernels: CDLL) -> None:
     adapted = Model(kernels, dtype).run([(3, 20)], [PackedAdapter(layers, dtype)])[3]
     merged = Model(kernels, dtype)
     arena = Arena()
-    native = merged.decoder._held[3]
+    form, embedding, native, norm, head, _ = merged.decoder._held
     for layer, weights, parts in zip(native, merged.weights, layers, strict=True):
         for name in LINEARS:
             for part in parts[name]:
                 weights[name][part.first : part.first + len(part.b)] += part.scale * part.b @ part.a
             setattr(layer, name, PackedLinear.of_floats(kernels, arena, weights[name], None))
-    again = NativeDecoder(
-        kernels,
-        NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, 1e-5, BLOCK, kv_bits=0),
-        *merged.decoder._held[:3],
-        native,
-        *merged.decoder._held[4:6],
-    )
-    merged.decoder = again
+    merged.decoder = NativeDecoder(kernels, SHAPE, form, embedding, native, norm, head)
     torch.testing.assert_close(adapted, merged.run([(3, 20)], ())[3], rtol=2e-4, atol=2e-4)

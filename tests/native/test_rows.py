@@ -1,17 +1,21 @@
-"""The kernels between the products: norms, the activation function, quantisation of activations."""
+"""The kernels between the products: norms, activation functions, quantisation of activations."""
 
 from __future__ import annotations
 
 import random
-from ctypes import CDLL
+from collections.abc import Callable
+from ctypes import CDLL, byref
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import activation, norm
+from kernels import norm as norm_kernel
 from kernels.common import quantize
 from kernels.common.kv_format import quantize_rows
+from kernels.cpu.structs import ACTIVATIONS, NORMS, NormStruct
 
 ROUNDING = 1e-6  # relative to 1 + |expected|
 
@@ -31,37 +35,77 @@ def assert_near(measured: Tensor, expected: Tensor, case: object) -> None:
     assert error <= ROUNDING, f"{case}: {error:.1e}"
 
 
-def test_rms_norm_is_that_of_torch(kernels: CDLL) -> None:
+def norm(kernels: CDLL, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    of = NormStruct(weight.data_ptr(), None if bias is None else bias.data_ptr())
+    kernels.everbatch_norm(NORMS[kind], x.data_ptr(), byref(of), *x.shape, 1e-3, out.data_ptr())
+
+
+def exact_norm(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x, weight = x.double(), weight.double()
+    if kind == "layer":
+        return F.layer_norm(x, weight.shape, weight, None if bias is None else bias.double(), 1e-3)
+    return norm_kernel.reference(x, weight, 1e-3) + (0 if bias is None else bias)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_are_those_of_torch(kernels: CDLL, kind: str, has_bias: bool) -> None:
     rng = torch.Generator().manual_seed(1)
     for rows, n in widths(1):
-        x, weight, out = random_tensor(rng, rows, n) * 3, random_tensor(rng, n), torch.empty(rows, n)
-        kernels.everbatch_rms_norm(x.data_ptr(), weight.data_ptr(), rows, n, 1e-3, out.data_ptr())
-        assert_near(out, norm.reference(x.double(), weight.double(), 1e-3), (rows, n))
+        x, weight = random_tensor(rng, rows, n) * 3 + 1, random_tensor(rng, n)
+        bias, out = random_tensor(rng, n) if has_bias else None, torch.empty(rows, n)
+        norm(kernels, kind, x, weight, bias, out)
+        assert_near(out, exact_norm(kind, x, weight, bias), (rows, n))
 
 
-def test_rms_norm_may_write_to_its_input(kernels: CDLL) -> None:
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_may_write_to_its_input(kernels: CDLL, kind: str) -> None:
     rng = torch.Generator().manual_seed(2)
-    x, weight = random_tensor(rng, 3, 77), random_tensor(rng, 77)
-    expected = norm.reference(x.double(), weight.double(), 1e-3)
-    kernels.everbatch_rms_norm(x.data_ptr(), weight.data_ptr(), 3, 77, 1e-3, x.data_ptr())
+    x, weight, bias = random_tensor(rng, 3, 77), random_tensor(rng, 77), random_tensor(rng, 77)
+    expected = exact_norm(kind, x, weight, bias)
+    norm(kernels, kind, x, weight, bias, x)
     assert_near(x, expected, "in place")
 
 
-def test_silu_mul_is_that_of_torch(kernels: CDLL) -> None:
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activate(kernels: CDLL, kind: str, inputs: Tensor, is_gated: bool) -> Tensor:
+    rows, width = inputs.shape
+    out = torch.empty(rows, width // 2 if is_gated else width)
+    kernels.everbatch_activate(ACTIVATIONS[kind], is_gated, inputs.data_ptr(), *out.shape, out.data_ptr())
+    return out
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_are_those_of_torch(kernels: CDLL, kind: str, is_gated: bool) -> None:
     rng = torch.Generator().manual_seed(3)
     for rows, n in widths(3):
-        x, out = random_tensor(rng, rows, 2 * n) * 5, torch.empty(rows, n)
-        kernels.everbatch_silu_mul(x.data_ptr(), rows, n, out.data_ptr())
-        assert_near(out, activation.reference(x.double()), (rows, n))
+        x = random_tensor(rng, rows, 2 * n) * 5
+        gate, up = x.double().split(n, 1) if is_gated else (x.double(), 1)
+        assert_near(activate(kernels, kind, x, is_gated), FUNCTIONS[kind](gate) * up, (rows, n))
 
 
-def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels: CDLL) -> None:
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+def test_an_activation_has_the_same_bits_in_whole_vectors_and_behind_them(kernels: CDLL, kind: str) -> None:
+    x = random_tensor(torch.Generator().manual_seed(5), 1, 64) * 4
+    whole = activate(kernels, kind, x, False)
+    for n in range(1, 64):
+        assert torch.equal(activate(kernels, kind, x[:, 64 - n :].contiguous(), False), whole[:, 64 - n :]), n
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_neither_overflow_nor_make_nan_of_large_numbers(kernels: CDLL, kind: str) -> None:
     gate = torch.tensor([-3e38, -1e4, -100.0, -88.0, -87.0, -0.0, 0.0, 1e-30, 87.0, 100.0, 1e4, 3e38])
     for n in (len(gate), 2 * len(gate)):  # the tail of a row goes another way than its whole vectors
-        gates, out = gate.repeat(n // len(gate)), torch.empty(n)
-        gate_up = torch.cat((gates, torch.ones(n)))
-        kernels.everbatch_silu_mul(gate_up.data_ptr(), 1, n, out.data_ptr())
-        assert_near(out, torch.nn.functional.silu(gates.double()), n)
+        gates = gate.repeat(n // len(gate))
+        out = activate(kernels, kind, torch.cat((gates, torch.ones(n)))[None], True)
+        assert_near(out[0], FUNCTIONS[kind](gates.double()), n)
 
 
 def quantised(kernels: CDLL, x: Tensor, group: int) -> tuple[Tensor, Tensor]:

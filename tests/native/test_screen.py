@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
-from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape
+from kernels.cpu.decoder import NativeDecoder, NativeForm, NativeLayer, NativeNorm, NativeShape
 from kernels.cpu.isa import AMX_EMULATED
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
@@ -35,27 +35,23 @@ class Model:
             weight = torch.randn(rows, columns, generator=rng) * columns**-0.5
             return PackedLinear.of_floats(library, arena, weight.to(dtype))
 
-        ones = torch.ones(hidden)
+        ones = NativeNorm(torch.ones(hidden))
         self.layer = NativeLayer(
-            ones,
             linear(3 * HEADS * HEAD_DIM, hidden),
-            None,
-            None,
             linear(hidden, HEADS * HEAD_DIM),
-            ones,
             linear(2 * INTERMEDIATE, hidden),
             linear(hidden, INTERMEDIATE),
-            None,
+            ones,
+            ones,
         )
         self.embedding = (torch.randn(vocab, hidden, generator=rng) * scale).to(dtype)
         self.lm_head = PackedLinear.of_floats(library, arena, lm_head)
-        self.tables = torch.ones(MAX_LEN, HEAD_DIM // 2), torch.zeros(MAX_LEN, HEAD_DIM // 2)
 
     def decoder(self, screen: Screen | None) -> NativeDecoder:
-        shape = NativeShape(HEADS, HEADS, HEAD_DIM, INTERMEDIATE, 1e-5, BLOCK, False)
-        norm = torch.ones(self.embedding.shape[1])
+        shape = NativeShape(HEADS, HEADS, HEAD_DIM, INTERMEDIATE, BLOCK, 0, MAX_LEN)
+        norm = NativeNorm(torch.ones(self.embedding.shape[1]))
         return NativeDecoder(
-            self.library, shape, self.embedding, *self.tables, [self.layer], norm, self.lm_head, screen
+            self.library, shape, NativeForm(1e-5), self.embedding, [self.layer], norm, self.lm_head, screen
         )
 
     def greedy(self, screen: Screen | None, num_rows: int, wants_logits: bool = False) -> tuple[np.ndarray, Tensor]:

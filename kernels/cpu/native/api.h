@@ -1,5 +1,6 @@
 // The C interface. kernels/cpu/structs.py mirrors every structure field by field.
 #pragma once
+#include "activation.h"
 #include "attention.h"
 #include "lora.h"
 #include "screen.h"
@@ -7,23 +8,49 @@
 extern "C" {
 
 struct everbatch_layer {
-    everbatch::Linear qkv, out, gate_up, down;
-    const float *input_norm, *post_norm;  // [hidden]
-    const float *q_norm, *k_norm;         // [head_dim]; null without
-    int64_t window;                       // tokens; 0 = all
+    everbatch::Linear qkv, out, gate_up, down;  // gate_up: of an MLP without a gate only up
+    everbatch::Norm attention_norm, mlp_norm;   // of what they read, [hidden]; without one that is x
+    everbatch::Norm attention_out_norm, mlp_out_norm;  // of what they yield, before it is added to x
+    everbatch::Norm q_norm, k_norm;                    // [head_dim], or of all heads of a token
+    const float *cos, *sin;  // [max_seq_len][rotary_dim / 2]; null: queries and keys are not rotated
+    int64_t rotary_dim;      // the first dimensions of a head, which are rotated
+    const float* sinks;      // [heads]; null without
+    int64_t window;          // tokens; 0 = all
+};
+
+// What is alike in all layers.
+struct everbatch_form {
+    int32_t norm;        // an everbatch::NormKind, of all norms
+    int32_t activation;  // an everbatch::Activation
+    int32_t is_gated;
+    int32_t is_parallel;  // attention and MLP read the same x; else the MLP reads what attention has added to
+    int32_t norms_rows;   // q_norm and k_norm are of all heads of a token together
+    int32_t is_interleaved;  // dimensions 2i and 2i + 1 are rotated together; else i and i + rotary_dim / 2
+    float eps;               // of norms
+    float attention_scale, attention_softcap;  // everbatch::Scoring
+    float embedding_scale, residual_scale;     // of a token's embedding; of what is added to x
+    float logit_scale, logit_softcap;          // 0: no cap
+    const float* query_scales;                 // [max_seq_len]: what rotated queries are multiplied with; null without
 };
 
 struct everbatch_model {
     int64_t hidden, intermediate, num_layers, heads, vocab, max_seq_len;
     int64_t sink_tokens;     // the first tokens of a sequence, which layers with a window see too
     everbatch::KVLayout kv;  // element_bytes says what type is computed in: 4 float32, 2 bfloat16
-    float eps;
-    const void* embedding;   // [vocab][hidden] in that type
-    const float *cos, *sin;  // [max_seq_len][head_dim / 2]
-    const float* norm;       // [hidden]
+    everbatch_form form;
+    const void* embedding;  // [vocab][hidden] in that type
+    everbatch::Norm norm;   // [hidden]
     everbatch::Linear lm_head;
     everbatch::Screen screen;  // the screen of lm_head
     const everbatch_layer* layers;
+};
+
+// Attention alone: one layer of a model whose other parts are run by other code.
+struct everbatch_attention {
+    int64_t heads;
+    everbatch::KVLayout kv;  // element_bytes says of what type queries, keys, values and results are
+    everbatch::Scoring scoring;
+    int64_t window, sink_tokens;
 };
 
 struct everbatch_row {
@@ -45,7 +72,7 @@ struct everbatch_batch {
     const int32_t* adapter_of;                    // [num_rows]: index into them, -1 = none; null when no row has one
     int64_t max_rank;                             // of any adapter
     const float* const* embedded;  // [tokens of all rows]: a token's embedding [hidden] where it is given; null: that of its id
-    const int64_t* positions;      // [tokens of all rows]: by which queries and keys are rotated
+    const int64_t* positions;      // [tokens of all rows]: by which queries and keys are rotated, and queries are scaled
                                    // Either array is null where no row has any.
     int32_t threads;
 };

@@ -13,6 +13,9 @@
 // Of int8 and int4 the whole numbers are multiplied. With keys n * f + o, of which f and o are a token's, a query's score is f times its
 // product with n, plus o times the sum of the query. With values n * f + o, the weight is multiplied by f, and the sum of weights times o is
 // added to all dimensions.
+//
+// With a soft cap (Gemma 2, arXiv:2408.00118) a score is replaced by its capped value as soon as it is there. A sink (gpt-oss) is a score
+// that no key has: it enters the sum of exponentials at the very end, when all splits are merged.
 #pragma once
 #include "walk.h"
 
@@ -111,6 +114,15 @@ struct SoftmaxState {
     static float weight(float m_i, float m, float scale) { return m_i == -INFINITY ? 0.0f : exp2_negative<float>(splat((m_i - m) * scale))[0]; }
 };
 
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// What a layer makes of its scores.
+struct Scoring {
+    float scale;         // what the product of a query and a key is multiplied with
+    float softcap;       // a score s becomes cap * tanh(s / cap); 0 = it stays
+    const float* sinks;  // [heads]: one more score, which is not capped; null without
+};
+
 // Scratch of one thread.
 template <class T>
 struct AttentionScratch {
@@ -122,12 +134,12 @@ struct AttentionScratch {
 };
 
 // Attention of a walk's tokens, with `group` query heads each, over one kv head. E: the type of the pool's cells.
-// q [tokens * group][dim] of T, zero beyond head_dim.
+// q [tokens * group][dim] of T, zero beyond head_dim. The sinks of `scoring` are those of these heads.
 template <class T, class E>
 class Attention {
 public:
-    Attention(const KVLayout& l, const Walk& walk, int group, const T* q, float scale, AttentionScratch<T>& s)
-        : l_(l), walk_(walk), group_(group), q_(q), scale_(scale * 1.44269504088896341f), s_(s) {
+    Attention(const KVLayout& l, const Walk& walk, int group, const T* q, const Scoring& scoring, AttentionScratch<T>& s)
+        : l_(l), walk_(walk), group_(group), q_(q), scoring_(scoring), scale_(scoring.softcap ? LOG2_E : scoring.scale * LOG2_E), s_(s) {
         s.scores.grow(size_t(ROWS_HELD) * SCORES_LD), s.weights.grow(size_t(ROWS_HELD) * WEIGHTS_LD);
         if (!IS_QUANTIZED) return;
         s.panels.grow(size_t(2 * SEGMENT) * dim_), s.query_sums.grow(rows_);
@@ -181,7 +193,15 @@ private:
     template <class Put>
     void finish(Put put) {
         for (int r = 0; r < rows_; r++)
-            put(r / group_, r % group_, s_.whole.acc.data() + size_t(r) * dim_, 1.0f / s_.whole.l_i.data()[r]);
+            put(r / group_, r % group_, s_.whole.acc.data() + size_t(r) * dim_,
+                scoring_.sinks ? inverse_with_sink(r) : 1.0f / s_.whole.l_i.data()[r]);
+    }
+
+    // What the sum of row r's values is to be multiplied with, where its softmax has a sink. One copy for all callers.
+    __attribute__((noinline)) float inverse_with_sink(int r) const {
+        const float sink = scoring_.sinks[r % group_] * LOG2_E, greatest = s_.whole.m_i.data()[r] * scale_, m = std::max(sink, greatest);
+        const Vec own = exp2_negative<float>(splat(greatest - m)), of_sink = exp2_negative<float>(splat(sink - m));
+        return own[0] / fma(splat(s_.whole.l_i.data()[r]), own, of_sink)[0];
     }
 
     static constexpr bool IS_QUANTIZED = BITS<E> <= 8, HAS_OFFSETS = BITS<E> == 4;
@@ -319,6 +339,12 @@ private:
         }
     }
 
+    // The products x[0 .. n) of queries and keys become capped scores.
+    __attribute__((noinline)) void cap(float* x, int n) const {
+        const Vec scale = splat(scoring_.scale / scoring_.softcap);
+        for (int j = 0; j < n; j += LANES) store(x + j, tanh(load<Vec>(x + j) * scale) * scoring_.softcap);
+    }
+
     // Sets the scores x[lo .. hi) of a row to minus infinity where it does not see the key. Returns the greatest.
     float mask(int row, float* x, int lo, int hi, int64_t base) const {
         if constexpr (IS_QUANTIZED) {
@@ -329,6 +355,7 @@ private:
                 store(x + j, HAS_OFFSETS ? fma(sum, load<Vec>(o + j), scaled) : scaled);
             }
         }
+        if (scoring_.softcap) cap(x + lo, hi - lo);
         const int64_t at = walk_.position + row / group_;  // sees keys (at - window, at], and those before sink_tokens
         if (walk_.window) {
             const int seen_from = int(std::min<int64_t>(hi, at - walk_.window + 1 - base));
@@ -350,7 +377,8 @@ private:
     const Walk& walk_;
     const int group_;
     const T* const q_;
-    const float scale_;  // of scores, times log2(e)
+    const Scoring scoring_;
+    const float scale_;  // of scores as `mask` leaves them, times log2(e)
     AttentionScratch<T>& s_;
     const int dim_ = l_.dim(), rows_ = walk_.tokens * group_;
     // Products read the pool's cells. Of int8 and int4 they do so for a few rows only; for more, cells are unpacked once.

@@ -132,13 +132,17 @@ int64_t everbatch_read(const void* memory, int64_t bytes, int32_t passes, int32_
     return total;
 }
 
-void everbatch_rms_norm(const float* x, const float* weight, int64_t rows, int64_t n, float eps, float* out) {
-    for (int64_t r = 0; r < rows; r++) rms_norm(x + r * n, weight, n, eps, out + r * n);
+// x [rows][n]
+void everbatch_norm(int32_t kind, const float* x, const Norm* norm, int64_t rows, int64_t n, float eps, float* out) {
+    for (int64_t r = 0; r < rows; r++) normalise(NormKind(kind), *norm, x + r * n, n, eps, out + r * n);
 }
 
-// gate_up [rows][2 * n] -> out [rows][n]
-void everbatch_silu_mul(const float* gate_up, int64_t rows, int64_t n, float* out) {
-    for (int64_t r = 0; r < rows; r++) silu_mul(gate_up + r * 2 * n, gate_up + r * 2 * n + n, n, out + r * n);
+// inputs [rows][2 * n], or [rows][n] without a gate -> out [rows][n]
+void everbatch_activate(int32_t kind, int32_t is_gated, const float* inputs, int64_t rows, int64_t n, float* out) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float* gate = inputs + r * (is_gated ? 2 : 1) * n;
+        activate(Activation(kind), gate, is_gated ? gate + n : nullptr, n, out + r * n);
+    }
 }
 
 // x [n] -> q int8 and one scale a group; n a multiple of group, group one of 16.

@@ -1,36 +1,59 @@
-// Work on single rows between the products: norms, the activation function, and the conversion to operands of linear layers.
+// Work on single rows between the products: norms, and the conversion to operands of linear layers.
 #pragma once
 #include "linear.h"
 
 namespace everbatch {
 
-// Sum of x^2. Elements after the last whole vector are added one by one.
-inline float sum_of_squares(const float* x, int64_t n) {
+enum NormKind : int32_t { RMS, LAYER };
+
+struct Norm {
+    const float *weight, *bias;  // [size]; no weight: there is no norm; no bias: nothing is added
+};
+
+// add(... add(add(0, x[0]), x[1]) ...), for an `add` that sums some function of x. Elements after the last whole vector are added one by one.
+template <class Add>
+ALWAYS_INLINE float sum_over(const float* x, int64_t n, Add add) {
     constexpr int CHAINS = 4;  // independent sums, which do not wait for each other
     Vec sums[CHAINS] = {};
     int64_t i = 0;
     for (; i + CHAINS * LANES <= n; i += CHAINS * LANES)
 #pragma GCC unroll 4
-        for (int c = 0; c < CHAINS; c++) sums[c] = fma(load<Vec>(x + i + c * LANES), load<Vec>(x + i + c * LANES), sums[c]);
-    for (; i + LANES <= n; i += LANES) sums[0] = fma(load<Vec>(x + i), load<Vec>(x + i), sums[0]);
+        for (int c = 0; c < CHAINS; c++) sums[c] = add(sums[c], load<Vec>(x + i + c * LANES));
+    for (; i + LANES <= n; i += LANES) sums[0] = add(sums[0], load<Vec>(x + i));
     float total = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < n; i++) total += x[i] * x[i];
+    for (; i < n; i++) total = add(total, x[i]);
     return total;
 }
 
+// sum + x^2
+ALWAYS_INLINE Vec add_square(Vec sum, Vec x) { return fma(x, x, sum); }
+ALWAYS_INLINE float add_square(float sum, float x) { return sum + x * x; }
+
 // out = x / sqrt(mean(x^2) + eps) * weight. `out` may be x.
 inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
-    const float scale = 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps);
+    const float squares = sum_over(x, n, [](auto sum, auto v) { return add_square(sum, v); });
+    const float scale = 1.0f / std::sqrt(squares / float(n) + eps);
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) store(out + i, load<Vec>(x + i) * scale * load<Vec>(weight + i));
     for (; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// out = silu(gate) * up
-inline void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) store(out + i, silu(load<Vec>(gate + i)) * load<Vec>(up + i));
-    for (; i < n; i++) out[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+// out = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight. `out` may be x.
+inline void layer_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+    const float mean = sum_over(x, n, [](auto sum, auto v) { return sum + v; }) / float(n);
+    const float squares = sum_over(x, n, [mean](auto sum, auto v) { return add_square(sum, v - mean); });
+    const float scale = 1.0f / std::sqrt(squares / float(n) + eps);
+    for (int64_t i = 0; i < n; i++) out[i] = (x[i] - mean) * scale * weight[i];
+}
+
+// out = the norm of x, which there must be. `out` may be x.
+inline void normalise(NormKind kind, const Norm& norm, const float* x, int64_t n, float eps, float* out) {
+    if (kind == RMS)
+        rms_norm(x, norm.weight, n, eps, out);
+    else
+        layer_norm(x, norm.weight, n, eps, out);
+    if (norm.bias)
+        for (int64_t i = 0; i < n; i++) out[i] += norm.bias[i];
 }
 
 // int8 with one scale for each group: scale = max|x| / 127, q = round(x / scale), and minus the sum of q. n is a multiple of LANES.

@@ -1,12 +1,14 @@
-// One step of a Llama-shaped decoder over a flat mixed batch, in one parallel region.
+// One step of a decoder (backend/architectures/description.py) over a flat mixed batch, in one parallel region.
 //
 // The phases of each layer (| = the next phase begins when all items of this one are done, whichever threads did them: team.h):
 //     norm to operand | qkv product | rope, write KV | attention | to operand | out product, added to x | norm to operand |
-//     gate and up product | silu(gate) * up to operand | down product, added to x |
+//     gate and up product | activation to operand | down product, added to x
+// Some models have more: a norm of q and k over all heads after the qkv product, a norm of a product before it is added to x. In a parallel
+// block the MLP comes first, because both halves read the x that was there before.
 // A product of rows that have adapters is preceded by a phase of its own, and adds their part to its sums (lora.h).
 // An operand is the form in which a linear layer reads its input. After the attention of the last layer, only tokens whose logits
 // are wanted go on.
-#include "spans.h"
+#include "workspace.h"
 
 using namespace everbatch;
 
@@ -20,43 +22,20 @@ struct Best {
 // Distance of rows of n float32: n rounded up to 64, and one cache line more, so that rows do not all map to the same cache sets.
 int64_t row_length(int64_t n) { return (n + 63) / 64 * 64 + 16; }
 
+// Of `half` pairs: dimensions i and i + half.
 void rotate(const float* x, const float* cos, const float* sin, int64_t half, float* __restrict out) {
     for (int64_t i = 0; i < half; i++) {
         out[i] = x[i] * cos[i] - x[i + half] * sin[i];
         out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
     }
 }
-
-void convert(const float* x, int64_t n, float* out) { memcpy(out, x, size_t(n) * sizeof(float)); }
-void convert(const float* x, int64_t n, bf16* out) {
-    for (int64_t i = 0; i < n; i += LANES) store_bf16(out + i, load<Vec>(x + i));
+// The same of neighbours.
+void rotate_neighbours(const float* x, const float* cos, const float* sin, int64_t half, float* __restrict out) {
+    for (int64_t i = 0; i < half; i++) {
+        out[2 * i] = x[2 * i] * cos[i] - x[2 * i + 1] * sin[i];
+        out[2 * i + 1] = x[2 * i + 1] * cos[i] + x[2 * i] * sin[i];
+    }
 }
-
-}  // namespace
-
-// Memory of a step, kept for the next one. Its buffers only grow.
-struct everbatch_workspace {
-    struct Thread {
-        Buffer<float> row;
-        AttentionScratch<float> of_floats;
-        AttentionScratch<bf16> of_halves;
-
-        AttentionScratch<float>& attention(float) { return of_floats; }
-        AttentionScratch<bf16>& attention(bf16) { return of_halves; }
-    };
-    Buffer<float> x, y, attended, partials;
-    Buffer<char> queries;
-    OperandBuffer normed[NUM_FORMATS], attention[NUM_FORMATS], activated[NUM_FORMATS];  // operands of (qkv and gate_up), of out, of down
-    OperandBuffer last, screened;  // operands of lm_head and of its screen
-    std::vector<Thread> threads;
-    Lora<float> lora_of_floats;
-    Lora<bf16> lora_of_halves;
-
-    Lora<float>& lora(float) { return lora_of_floats; }
-    Lora<bf16>& lora(bf16) { return lora_of_halves; }
-};
-
-namespace {
 
 constexpr int64_t MANY_ROWS = 64;  // from here on arithmetic, not reading weights, limits a product
 
@@ -64,32 +43,29 @@ template <class T>
 class Step {
 public:
     Step(const everbatch_model& m, const everbatch_batch& b, everbatch_workspace& w)
-        : m_(m), b_(b), w_(w), lora_(w.lora(T())), kv_(m.kv), group_(int(m.heads / m.kv.kv_heads)), dim_(m.kv.dim()) {
+        : m_(m), b_(b), w_(w), lora_(w.lora(T())), attention_(b, m.kv, m.heads, w.attention) {
         for (int64_t r = 0; r < b.num_rows; r++) {
             const everbatch_row& row = b.rows[r];
             for (int t = 0; t < row.num_tokens; t++) all_.push_back(int64_t(all_.size()));
             for (int t = row.num_logits; t > 0; t--) sampled_.push_back(int64_t(all_.size()) - t);
         }
         tokens_ = int64_t(all_.size());
-        units_ = cut(b, PANEL, PANEL);
-        queries_ = cut(b, std::max(1, ROWS_TOGETHER / group_), 0);
-        spans_.share(queries_, kv_.kv_heads, group_, dim_);
-        w.partials.grow(spans_.partials());
+        const int64_t qkv = (m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim;
         x_ld_ = row_length(m.hidden), att_ld_ = row_length(m.heads * m.kv.head_dim);
-        y_ld_ = row_length(std::max((m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim, 2 * m.intermediate));
-        int64_t widest = std::max<int64_t>(m.lm_head.depth(), 2 * dim_);
+        y_ld_ = row_length(std::max(qkv, (m.form.is_gated ? 2 : 1) * m.intermediate));
+        int64_t widest = m.lm_head.depth();
         w.x.grow(tokens_ * x_ld_), w.y.grow(tokens_ * y_ld_), w.attended.grow(tokens_ * att_ld_);
-        w.queries.grow(tokens_ * m.heads * dim_ * sizeof(T));
         for (int64_t i = 0; i < m.num_layers; i++) {  // a checkpoint may have left some layers unquantised
             const everbatch_layer& l = m.layers[i];
             for (const Linear* of_norm : {&l.qkv, &l.gate_up}) w.normed[of_norm->format].shape(*of_norm, tokens_, sizeof(T));
-            w.attention[l.out.format].shape(l.out, tokens_, sizeof(T));
+            w.heads[l.out.format].shape(l.out, tokens_, sizeof(T));
+            if (l.attention_out_norm.weight || l.mlp_out_norm.weight) w.delta.grow(tokens_ * x_ld_);
             w.activated[l.down.format].shape(l.down, tokens_, sizeof(T));
             widest = std::max({widest, l.qkv.depth(), l.gate_up.depth(), l.out.depth(), l.down.depth()});
         }
         w.last.shape(m.lm_head, int64_t(sampled_.size()), sizeof(T));
-        if (w.threads.size() < size_t(b.threads)) w.threads = std::vector<everbatch_workspace::Thread>(b.threads);
-        for (auto& thread : w.threads) thread.row.grow(widest);
+        if (w.rows.size() < size_t(b.threads)) w.rows = std::vector<Buffer<float>>(size_t(b.threads));
+        for (auto& row : w.rows) row.grow(widest);
         if (has_lora_) {
             std::vector<int32_t> adapters, of_sampled;
             for (int64_t r = 0; r < b.num_rows; r++) adapters.insert(adapters.end(), size_t(b.rows[r].num_tokens), b.adapter_of[r]);
@@ -124,8 +100,9 @@ private:
 
     void embed(Team& team) {
         const T* table = static_cast<const T*>(m_.embedding);
-        team.for_each(int64_t(units_.size()), [&](int64_t u) {
-            const Piece& piece = units_[u];
+        const std::vector<Piece>& units = attention_.units();
+        team.for_each(int64_t(units.size()), [&](int64_t u) {
+            const Piece& piece = units[size_t(u)];
             const int64_t* ids = b_.token_ids + b_.rows[piece.row].slot * m_.max_seq_len + piece.position;
             for (int t = 0; t < piece.count; t++) {
                 float* x = w_.x.data() + (piece.first + t) * x_ld_;
@@ -134,31 +111,49 @@ private:
                     continue;
                 }
                 const T* from = table + ids[t] * m_.hidden;
-                for (int64_t i = 0; i < m_.hidden; i++) x[i] = to_float(from[i]);
+                for (int64_t i = 0; i < m_.hidden; i++) x[i] = to_float(from[i]) * m_.form.embedding_scale;
             }
         });
     }
 
-    float* scratch(Team& team) { return w_.threads[team.id].row.data(); }
+    float* scratch(Team& team) { return w_.rows[size_t(team.id)].data(); }
+
+    void normalise(const Norm& norm, const float* x, int64_t n, float* out) const {
+        everbatch::normalise(NormKind(m_.form.norm), norm, x, n, m_.form.eps, out);
+    }
 
     // operand = norm(x), for the picked tokens. told: where these rows are wanted as floats as well, or null.
-    void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked, const LoraRows* adapted,
+    void prepare_normed(Team& team, OperandBuffer& operand, const Norm& norm, const std::vector<int64_t>& picked, const LoraRows* adapted,
                         float* told = nullptr) {
         team.for_each(int64_t(picked.size()), [&](int64_t r) {
-            rms_norm(w_.x.data() + picked[r] * x_ld_, weight, m_.hidden, m_.eps, scratch(team));
+            const float* x = w_.x.data() + picked[r] * x_ld_;
+            if (norm.weight)
+                normalise(norm, x, m_.hidden, scratch(team));
+            else
+                memcpy(scratch(team), x, size_t(m_.hidden) * sizeof(float));
             if (adapted) lora_.put(*adapted, r, scratch(team), m_.hidden);
             if (told) memcpy(told + r * m_.hidden, scratch(team), size_t(m_.hidden) * sizeof(float));
             operand.put(r, scratch(team));
         });
     }
 
-    void add_to_x(Team& team, const Linear& l, const OperandBuffer& operand, const std::vector<int64_t>& picked, Adapted adapted) {
+    // x += residual_scale * norm(product), for the picked tokens. A product that has no norm is added while its sums are in the cache.
+    void add_to_x(Team& team, const Linear& l, const Norm& norm, const OperandBuffer& operand, const std::vector<int64_t>& picked, Adapted adapted) {
+        const int64_t rows = int64_t(picked.size());
+        const Vec scale = splat(m_.form.residual_scale);
         shrink(team, l, adapted);
-        linear<T>(team, l, operand.view(), int64_t(picked.size()), [&](int64_t r, int64_t column, const float* given) {
+        linear<T>(team, l, operand.view(), rows, [&](int64_t r, int64_t column, const float* given) {
             alignas(64) float own[PANEL];
             const float* sums = with_lora(adapted, r, column, given, own);
+            if (norm.weight) return void(memcpy(w_.delta.data() + r * x_ld_ + column, sums, PANEL * sizeof(float)));
             float* x = w_.x.data() + picked[r] * x_ld_ + column;
-            for (int j = 0; j < PANEL; j += LANES) store(x + j, load<Vec>(x + j) + load<Vec>(sums + j));
+            for (int j = 0; j < PANEL; j += LANES) store(x + j, fma(load<Vec>(sums + j), scale, load<Vec>(x + j)));
+        });
+        if (!norm.weight) return;
+        team.for_each(rows, [&](int64_t r) {
+            float *x = w_.x.data() + picked[r] * x_ld_, *delta = scratch(team);
+            normalise(norm, w_.delta.data() + r * x_ld_, m_.hidden, delta);
+            for (int64_t i = 0; i < m_.hidden; i++) x[i] += delta[i] * m_.form.residual_scale;
         });
     }
 
@@ -183,124 +178,118 @@ private:
         return own;
     }
 
+    // Which tokens the halves of a layer go on with, after its attention.
+    struct Half {
+        int64_t index;  // of the layer
+        const std::vector<int64_t>& picked;
+        const LoraRows* adapted;
+    };
+
     void layer(Team& team, int64_t index) {
         const everbatch_layer& l = m_.layers[index];
         const LoraRows* adapted = has_lora_ ? &lora_rows_ : nullptr;
-        prepare_normed(team, w_.normed[l.qkv.format], l.input_norm, all_, adapted);
+        prepare_normed(team, w_.normed[l.qkv.format], l.attention_norm, all_, adapted);
         to_y(team, l.qkv, tokens_, {adapted, index, &LoraLayer::qkv});
+        if (m_.form.norms_rows) norm_rows(team, l);
         const bool is_last = index + 1 == m_.num_layers;
         const std::vector<int64_t>& picked = is_last ? sampled_ : all_;
-        if (kv_.kv_bits == 8)
-            attention<int8_t>(team, l, b_.pools[index], !picked.empty());
-        else if (kv_.kv_bits == 4)
-            attention<Int4>(team, l, b_.pools[index], !picked.empty());
-        else
-            attention<T>(team, l, b_.pools[index], !picked.empty());
+        attend(team, l, b_.pools[index], !picked.empty());
         if (picked.empty()) return;
-        if (has_lora_ && is_last) adapted = &lora_sampled_;
-        team.for_each(int64_t(picked.size()), [&](int64_t r) {
-            memcpy(scratch(team), w_.attended.data() + picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
-            if (adapted) lora_.put(*adapted, r, scratch(team), l.out.k);
-            w_.attention[l.out.format].put(r, scratch(team));
-        });
-        add_to_x(team, l.out, w_.attention[l.out.format], picked, {adapted, index, &LoraLayer::out});
-        prepare_normed(team, w_.normed[l.gate_up.format], l.post_norm, picked, adapted);
-        activate(team, l, int64_t(picked.size()), {adapted, index, &LoraLayer::gate_up});
-        add_to_x(team, l.down, w_.activated[l.down.format], picked, {adapted, index, &LoraLayer::down});
+        const Half half{index, picked, has_lora_ && is_last ? &lora_sampled_ : adapted};
+        if (m_.form.is_parallel) mlp(team, l, half);
+        out(team, l, half);
+        if (!m_.form.is_parallel) mlp(team, l, half);
     }
 
-    // activated = silu(gate) * up. With many rows, gate and up are not stored in between.
+    // The end of the attention: from the heads' results to x.
+    void out(Team& team, const everbatch_layer& l, const Half& half) {
+        OperandBuffer& operand = w_.heads[l.out.format];
+        team.for_each(int64_t(half.picked.size()), [&](int64_t r) {
+            memcpy(scratch(team), w_.attended.data() + half.picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
+            if (half.adapted) lora_.put(*half.adapted, r, scratch(team), l.out.k);
+            operand.put(r, scratch(team));
+        });
+        add_to_x(team, l.out, l.attention_out_norm, operand, half.picked, {half.adapted, half.index, &LoraLayer::out});
+    }
+
+    void mlp(Team& team, const everbatch_layer& l, const Half& half) {
+        prepare_normed(team, w_.normed[l.gate_up.format], l.mlp_norm, half.picked, half.adapted);
+        activate(team, l, int64_t(half.picked.size()), {half.adapted, half.index, &LoraLayer::gate_up});
+        add_to_x(team, l.down, l.mlp_out_norm, w_.activated[l.down.format], half.picked, {half.adapted, half.index, &LoraLayer::down});
+    }
+
+    // activated = activation(gate) * up, or activation(up) without a gate. With many rows, gate and up are not stored in between.
     void activate(Team& team, const everbatch_layer& l, int64_t rows, Adapted adapted) {
         OperandBuffer& activated = w_.activated[l.down.format];
+        const Operand& input = w_.normed[l.gate_up.format].view();
+        const auto kind = Activation(m_.form.activation);
         if (rows >= MANY_ROWS && activated.takes_panels() && !adapted.rows) {
-            linear_of_halves<T>(team, l.gate_up, w_.normed[l.gate_up.format].view(), rows,
-                                [&](int64_t r, int64_t column, float* gate, const float* up) {
-                                    silu_mul(gate, up, PANEL, gate);
-                                    activated.put_panel(r, column, gate);
-                                });
+            const auto put = [&](int64_t r, int64_t column, float* gate, const float* up) {
+                everbatch::activate(kind, gate, up, PANEL, gate);
+                activated.put_panel(r, column, gate);
+            };
+            if (m_.form.is_gated)
+                linear_of_halves<T>(team, l.gate_up, input, rows, put);
+            else
+                linear<T>(team, l.gate_up, input, rows, [&](int64_t r, int64_t column, float* up) { put(r, column, up, nullptr); });
             return;
         }
         to_y(team, l.gate_up, rows, adapted);
         team.for_each(rows, [&](int64_t r) {
             const float* y = w_.y.data() + r * y_ld_;
-            silu_mul(y, y + m_.intermediate, m_.intermediate, scratch(team));
+            everbatch::activate(kind, y, m_.form.is_gated ? y + m_.intermediate : nullptr, m_.intermediate, scratch(team));
             if (adapted.rows) lora_.put(*adapted.rows, r, scratch(team), m_.intermediate);
             activated.put(r, scratch(team));
         });
     }
 
-    // E: the type of the pool's cells.
-    template <class E>
-    void attention(Team& team, const everbatch_layer& l, char* pool, bool is_wanted) {
-        append<E>(team, l, pool);
-        if (is_wanted) attend_all<E>(team, l, pool);
-    }
-
-    // Normalises and rotates q and k of y. Queries go to their buffer, keys and values to the pool.
-    template <class E>
-    void append(Team& team, const everbatch_layer& l, char* pool) {
-        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(units_.size()) * kv_heads;
-        float *turned = scratch(team), *value = turned + dim_;
-        std::fill(turned + d, turned + dim_, 0.0f), std::fill(value + d, value + dim_, 0.0f);
-        T* queries = reinterpret_cast<T*>(w_.queries.data());
-        auto normed_rotated = [&](const float* x, const float* norm, int64_t position) {
-            alignas(64) float normed[MAX_HEAD_DIM];
-            if (norm) rms_norm(x, norm, d, m_.eps, normed), x = normed;
-            rotate(x, m_.cos + position * (d / 2), m_.sin + position * (d / 2), d / 2, turned);
-        };
-        auto head_of = [&](int64_t item) {
-            const Piece& piece = units_[item / kv_heads];
-            const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
-            return KVHead{kv_, pool + table[piece.position / kv_.block_size] * kv_.block_bytes() + item % kv_heads * kv_.head_bytes()};
-        };
-        team.for_each(items, [&](int64_t item) {
-            const Piece& piece = units_[item / kv_heads];
-            const int64_t h = item % kv_heads, next = std::min(item + 1, items - 1);
-            const KVHead head = head_of(item);
-            prefetch_cell<E>(head_of(next), int(units_[next / kv_heads].position % kv_.block_size));
-            for (int t = 0; t < piece.count; t++) {
-                const int64_t position = piece.position + t, flat = piece.first + t;
-                const int64_t angle = b_.positions ? b_.positions[flat] : position;
-                const float* y = w_.y.data() + flat * y_ld_;
-                for (int g = 0; g < group_; g++) {
-                    normed_rotated(y + (h * group_ + g) * d, l.q_norm, angle);
-                    convert(turned, dim_, queries + ((h * tokens_ + flat) * group_ + g) * dim_);
-                }
-                normed_rotated(y + (m_.heads + h) * d, l.k_norm, angle);
-                memcpy(value, y + (m_.heads + kv_heads + h) * d, size_t(d) * sizeof(float));
-                write_cell<E>(head, int(position % kv_.block_size), turned, value);
-            }
+    // Normalises q and k of y, all heads of a token together.
+    void norm_rows(Team& team, const everbatch_layer& l) {
+        const int64_t of_q = m_.heads * m_.kv.head_dim, of_k = m_.kv.kv_heads * m_.kv.head_dim;
+        team.for_each(tokens_, [&](int64_t token) {
+            float *q = w_.y.data() + token * y_ld_, *k = q + of_q;
+            normalise(l.q_norm, q, of_q, q), normalise(l.k_norm, k, of_k, k);
         });
     }
 
-    template <class E>
-    void attend_all(Team& team, const everbatch_layer& l, const char* pool) {
-        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(spans_.all.size()) * kv_heads;
-        const float scale = 1.0f / std::sqrt(float(d));
-        const T* queries = reinterpret_cast<const T*>(w_.queries.data());
-        auto walk_of = [&](int64_t item) {
-            const Piece& piece = queries_[spans_.all[item / kv_heads].piece];
-            const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
-            return Walk(kv_, pool, int(item % kv_heads), table, piece.position, piece.count, l.window, m_.sink_tokens);
-        };
-        team.for_each(items, [&](int64_t item) {
-            const int64_t following = std::min(item + 1, items - 1), h = item % kv_heads;
-            const Walk walk = walk_of(item), next = walk_of(following);
-            const Ahead ahead = next.first_panels(next.segment_from(int64_t(spans_.all[following / kv_heads].split) * SPLIT));
-            const Span& span = spans_.all[item / kv_heads];
-            const int64_t first = queries_[span.piece].first;
-            Attention<T, E> attention(kv_, walk, group_, queries + (h * tokens_ + first) * group_ * dim_, scale,
-                                      w_.threads[team.id].attention(T()));
-            auto put = [&](int t, int g, const float* sums, float inverse) {
-                float* out = w_.attended.data() + (first + t) * att_ld_ + (h * group_ + g) * d;
-                for (int64_t i = 0; i < d; i++) out[i] = sums[i] * inverse;
-            };
-            if (span.splits == 1) return attention.whole(ahead, put);
-            float* partials = w_.partials.data() + spans_.partial_of(span, h);
-            attention.split(span.split, ahead);
-            attention.store_split(partials + span.split * spans_.partial_size);
-            if (spans_.is_last(span, h)) attention.merged(partials, span.splits, spans_.partial_size, put);
-        });
+    // Queries, keys and values of y as the products read them.
+    struct Heads {
+        const Step& step;
+        const everbatch_layer& layer;
+
+        int64_t angle(int64_t token, int64_t position) const { return step.b_.positions ? step.b_.positions[token] : position; }
+        const float* of(int64_t token, int64_t head) const { return step.w_.y.data() + token * step.y_ld_ + head * step.m_.kv.head_dim; }
+
+        void query(int64_t token, int64_t position, int64_t head, float* out) const {
+            const everbatch_form& form = step.m_.form;
+            step.turn(layer, of(token, head), layer.q_norm, angle(token, position), out);
+            if (form.query_scales)
+                for (int i = 0; i < step.m_.kv.head_dim; i++) out[i] *= form.query_scales[angle(token, position)];
+        }
+        void key(int64_t token, int64_t position, int64_t head, float* out) const {
+            step.turn(layer, of(token, step.m_.heads + head), layer.k_norm, angle(token, position), out);
+        }
+        void value(int64_t token, int64_t head, float* out) const {
+            memcpy(out, of(token, step.m_.heads + step.m_.kv.kv_heads + head), size_t(step.m_.kv.head_dim) * sizeof(float));
+        }
+    };
+
+    // out = x, normalised on its own and rotated. angle: a row of the rotary tables.
+    void turn(const everbatch_layer& l, const float* x, const Norm& norm, int64_t angle, float* out) const {
+        const int64_t d = m_.kv.head_dim, half = l.rotary_dim / 2, turned = l.cos ? l.rotary_dim : 0;
+        alignas(64) float normed[MAX_HEAD_DIM];
+        if (norm.weight && !m_.form.norms_rows) normalise(norm, x, d, normed), x = normed;
+        if (turned) (m_.form.is_interleaved ? rotate_neighbours : rotate)(x, l.cos + angle * half, l.sin + angle * half, half, out);
+        if (turned < d) memcpy(out + turned, x + turned, size_t(d - turned) * sizeof(float));
+    }
+
+    void attend(Team& team, const everbatch_layer& l, char* pool, bool is_wanted) {
+        const Scoring scoring{m_.form.attention_scale, m_.form.attention_softcap, l.sinks};
+        attention_.run(team, pool, {l.window, m_.sink_tokens}, scoring, is_wanted, Heads{*this, l},
+                       [&](int64_t token, int64_t head, const float* acc, float factor) {
+                           float* out = w_.attended.data() + token * att_ld_ + head * m_.kv.head_dim;
+                           for (int i = 0; i < m_.kv.head_dim; i++) out[i] = acc[i] * factor;
+                       });
     }
 
     void head(Team& team) {
@@ -322,17 +311,29 @@ private:
         });
     }
 
-    // A put() that keeps the greatest logit of each row that this thread has seen, and stores the logits if they are wanted.
+    // A put() that keeps the greatest logit of each row that this thread has seen, and stores the logits if they are wanted. It compares what
+    // lm_head yields: the scale of logits is greater than zero, and it and the cap keep their order.
     auto find_best(Team& team) {
         return [this, best = best_.data() + team.id * int64_t(sampled_.size())](int64_t r, int64_t column, const float* sums) {
             const int count = int(std::min<int64_t>(PANEL, m_.vocab - column));
-            if (b_.logits) memcpy(b_.logits + r * m_.vocab + column, sums, size_t(count) * sizeof(float));
+            if (b_.logits) put_logits(sums, count, b_.logits + r * m_.vocab + column);
             Vec maxima = load<Vec>(sums);
             for (int j = LANES; j < PANEL; j += LANES) maxima = vmax(maxima, load<Vec>(sums + j));
             if (count == PANEL && reduce_max(maxima) < best[r].value) return;
             for (int j = 0; j < count; j++)
                 if (sums[j] > best[r].value || (sums[j] == best[r].value && column + j < best[r].id)) best[r] = {sums[j], column + j};
         };
+    }
+
+    // Stores `count` logits of a panel, scaled and capped.
+    void put_logits(const float* sums, int count, float* out) const {
+        const float scale = m_.form.logit_scale, cap = m_.form.logit_softcap;
+        alignas(64) float logits[PANEL];
+        for (int j = 0; j < PANEL; j += LANES) {
+            const Vec scaled = load<Vec>(sums + j) * scale;
+            store(logits + j, cap ? everbatch::tanh(scaled / cap) * cap : scaled);
+        }
+        memcpy(out, logits, size_t(count) * sizeof(float));
     }
 
     // wanted_ = the panels of lm_head that may hold the greatest logit of some row (screen.h).
@@ -374,14 +375,11 @@ private:
     const everbatch_batch& b_;
     everbatch_workspace& w_;
     Lora<T>& lora_;
+    BatchAttention<T> attention_;
     const bool has_lora_ = b_.adapter_of;
     LoraRows lora_rows_, lora_sampled_;  // of all tokens, of those whose logits are wanted
-    const KVLayout& kv_;
-    const int group_, dim_;
     int64_t tokens_, x_ld_, y_ld_, att_ld_;
     std::vector<int64_t> all_, sampled_;
-    std::vector<Piece> units_, queries_;
-    Spans spans_;
     std::vector<Best> best_;  // [threads][sampled]
     bool is_screened_;
     std::vector<Reach> reaches_;             // [sampled]
@@ -391,22 +389,13 @@ private:
 
 // The first row that names a token or a block that does not exist, or -1.
 int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
-    int64_t widest = 1;  // the widest window of a layer, in tokens
-    for (int64_t i = 0; i < m.num_layers; i++) widest = std::max(widest, m.layers[i].window ? m.layers[i].window : m.max_seq_len);
-    const int64_t sink_blocks = (m.sink_tokens + m.kv.block_size - 1) / m.kv.block_size;
+    Sight widest{1, m.sink_tokens};
+    for (int64_t i = 0; i < m.num_layers && widest.window; i++) widest.window = m.layers[i].window ? std::max(widest.window, m.layers[i].window) : 0;
     int64_t flat = 0;
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
-        const int64_t end = int64_t(row.num_computed) + row.num_tokens, block_size = m.kv.block_size;
-        if (row.num_computed < 0 || row.num_tokens < 1 || end > m.max_seq_len) return r;
-        if (row.num_logits < 0 || row.num_logits > row.num_tokens || (end + block_size - 1) / block_size > b.max_blocks) return r;
-        const int32_t* table = b.block_tables + row.slot * b.max_blocks;
-        const int64_t in_window = std::max<int64_t>(0, row.num_computed - widest + 1) / block_size;
-        for (int64_t block = 0; block * block_size < end; block++) {
-            if (block == sink_blocks) block = std::max(block, in_window);  // blocks in between may have been let go
-            if (table[block] < 0 || table[block] >= b.num_blocks) return r;
-        }
-        for (int64_t t = row.num_computed; t < end; t++, flat++) {
+        if (row.num_logits < 0 || row.num_logits > row.num_tokens || !has_blocks(row, b, m.kv, m.max_seq_len, widest)) return r;
+        for (int64_t t = row.num_computed; t < int64_t(row.num_computed) + row.num_tokens; t++, flat++) {
             const int64_t id = b.token_ids[row.slot * m.max_seq_len + t];
             if ((id < 0 || id >= m.vocab) && !(b.embedded && b.embedded[flat])) return r;
             if (b.positions && (b.positions[flat] < 0 || b.positions[flat] >= m.max_seq_len)) return r;

@@ -1,0 +1,97 @@
+"""NativeAttention: one layer's attention over the native KV pool, for models whose other parts are run by other code."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, byref, c_void_p
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu.decoder import UnknownCell, default_scale, kv_layout
+from kernels.cpu.structs import AttentionStruct, BatchStruct, ScoringStruct
+
+
+class Scratch:
+    """Memory of the kernels, which layers that run one after the other may share."""
+
+    def __init__(self, library: CDLL):
+        self._library = library
+        self.address = library.everbatch_new_workspace()
+
+    def __del__(self) -> None:
+        if getattr(self, "address", None):
+            self._library.everbatch_free_workspace(self.address)
+            self.address = None
+
+
+class NativeAttention:
+    """Not thread-safe, nor are two that share their scratch memory."""
+
+    def __init__(
+        self,
+        library: CDLL,
+        scratch: Scratch,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,  # float32 or bfloat16: of queries, keys, values and results
+        block_size: int,  # tokens
+        kv_bits: int = 0,  # bits of a number in the KV pool: 8 or 4; 0: `dtype`
+        window: int | None = None,  # tokens that one sees, itself included; None = all
+        sink_tokens: int = 0,  # the first tokens of a sequence, seen from outside of a window too
+        scale: float | None = None,  # of the products of queries and keys; None: 1 / sqrt(head_dim)
+        softcap: float = 0.0,  # a score s becomes softcap * tanh(s / softcap); 0: it stays
+        sinks: Tensor | None = None,  # [heads]: one more score of each head's softmax, whose weight no value gets
+    ):
+        """Raises ValueError for sizes that the kernels do not take."""
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the type is {dtype}, the native kernels take torch.float32 and torch.bfloat16")
+        if scale is not None and scale <= 0:
+            raise ValueError(f"scale is {scale}, the native kernels take numbers above 0")
+        if heads % kv_heads:
+            raise ValueError(f"{heads} heads cannot share {kv_heads} kv heads evenly")
+        self._library, self._scratch, self._dtype = library, scratch, dtype
+        self._q_shape, self._kv_shape = (heads, head_dim), (kv_heads, head_dim)
+        self._sinks = None if sinks is None else sinks.float().contiguous()
+        scoring = ScoringStruct(
+            default_scale(head_dim) if scale is None else scale,
+            softcap,
+            None if self._sinks is None else self._sinks.data_ptr(),
+        )
+        layout = kv_layout(block_size, kv_heads, head_dim, kv_bits, dtype)
+        self._attention = AttentionStruct(heads, layout, scoring, window or 0, sink_tokens)
+        self.kv_block_bytes = int(library.everbatch_kv_block_bytes(byref(layout)))  # of this layer
+
+    def __call__(
+        self,
+        q: Tensor,  # [tokens, heads, head_dim]
+        k: Tensor,  # [tokens, kv_heads, head_dim]
+        v: Tensor,  # like k
+        rows: NDArray[np.int32],  # [num_rows, 4]: slot, computed tokens, tokens to run; the last number is not read
+        block_tables: NDArray[np.int32],  # [slots, max_blocks]
+        pool: Tensor,  # [num_blocks, kv_block_bytes] bytes, of any dtype
+    ) -> Tensor:
+        """Write the keys and values of a flat batch, all rows' tokens one after the other, to the pool, and attend.
+
+        q and k are normed and rotated. Returns what is like q. A token's result depends on its own sequence alone, bit for
+        bit. Raises UnknownCell, before anything is written, for a block that does not exist, and ValueError for tensors of
+        other shapes or types.
+        """
+        tokens = int(rows[:, 2].sum())
+        for name, tensor, shape in (("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)):
+            if tensor.shape != (tokens, *shape) or tensor.dtype != self._dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {[*tensor.shape]}, the rows need {self._dtype} {[tokens, *shape]}"
+                )
+        q, k, v, rows = q.contiguous(), k.contiguous(), v.contiguous(), np.ascontiguousarray(rows, dtype=np.int32)
+        out = torch.empty_like(q)
+        batch = BatchStruct(rows=rows.ctypes.data, num_rows=len(rows), threads=torch.get_num_threads())
+        batch.block_tables, batch.max_blocks = block_tables.ctypes.data, block_tables.shape[1]
+        batch.num_blocks, batch.pools = pool.shape[0], (c_void_p * 1)(pool.data_ptr())
+        addresses = (tensor.data_ptr() for tensor in (q, k, v, out))
+        bad = self._library.everbatch_attend(byref(self._attention), byref(batch), *addresses, self._scratch.address)
+        if bad >= 0:
+            raise UnknownCell(bad)
+        return out
