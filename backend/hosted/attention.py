@@ -42,7 +42,9 @@ class LayerAttention(NamedTuple):
 class Attention(Protocol):
     """The attention of one step."""
 
-    def __call__(self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def __call__(
+        self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """q [tokens, heads, dim], k, v [tokens, kv_heads, dim], contiguous -> [tokens, heads, dim].
 
         dim is the largest key_dim or value_dim of the model; what a head has less is filled with zeros.
@@ -62,27 +64,43 @@ class AttentionHost:
             setattr(module, _HOST, self)
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int | None, sinks: Tensor | None
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """q [1, heads, tokens, dim], k, v [1, kv_heads, tokens, dim] -> [1, tokens, heads, value_dim]."""
-        asked = LayerAttention(q.shape[1], k.shape[1], k.shape[3], v.shape[3], scale, softcap, window, sinks is not None)
+        asked = LayerAttention(
+            q.shape[1], k.shape[1], k.shape[3], v.shape[3], scale, softcap, window, sinks is not None
+        )
         if self.step is None:
             return self._learn(module, asked, q, k, v)
         index = self._index[id(module)]
         known = self.layers[index]
         if asked != known:
-            raise RuntimeError(f"attention of layer {index} asks for {asked}, and asked for {known} while it was loaded")
+            raise RuntimeError(
+                f"attention of layer {index} asks for {asked}, and asked for {known} while it was loaded"
+            )
         repeats = self.kv_heads // asked.kv_heads
         if repeats > 1:  # a layer with fewer kv heads than the pools have
             k, v = (side.repeat_interleave(repeats, dim=1) for side in (k, v))
         sides = (self._rows(side) for side in (q, k, v))
-        return self.step(index, asked, *sides, sinks)[None, ..., : asked.value_dim]
+        return self.step(index, asked, *sides, sinks)[None, ..., : asked.value_dim].contiguous()
 
     def _learn(self, module: nn.Module, asked: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if getattr(module, "is_causal", True) is False:
-            raise ConfigError(f"{type(module).__name__} attends to later tokens, which is not supported; use another model")
+            raise ConfigError(
+                f"{type(module).__name__} attends to later tokens, which is not supported; use another model"
+            )
         if id(module) in self._index:
-            raise ConfigError(f"{type(module).__name__} attends twice in a pass, which is not supported; use another model")
+            raise ConfigError(
+                f"{type(module).__name__} attends twice in a pass, which is not supported; use another model"
+            )
         self._index[id(module)] = len(self.layers)
         self.layers.append(asked)
         self.dim = max(self.dim, asked.key_dim, asked.value_dim)
@@ -113,7 +131,9 @@ def attend(
         if name not in _HARMLESS and value_ is not None:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which is not supported; use another model")
     if attention_mask is not None:
-        raise ConfigError(f"{type(module).__name__} attends with a mask of its own, which is not supported; use another model")
+        raise ConfigError(
+            f"{type(module).__name__} attends with a mask of its own, which is not supported; use another model"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return host.attend(module, query, key, value, scale, float(softcap or 0.0), sliding_window, s_aux), None
 

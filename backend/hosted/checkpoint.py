@@ -58,7 +58,9 @@ class HostedCheckpoint:
             )
         return known[name]
 
-    def build(self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions) -> HostedModel:
+    def build(
+        self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions
+    ) -> HostedModel:
         """Make the model. Raises ConfigError."""
         limit = max_seq_len or self.config.max_position
         if limit > self.config.max_position:
@@ -121,11 +123,12 @@ def library_config(content: dict[str, Any]) -> PretrainedConfig:
 def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
     """What the engine needs to know. Heads and windows are known once the model is built. Raises ConfigError."""
     try:
-        heads = int(config.num_attention_heads)
         layers = int(config.num_hidden_layers)
         hidden, vocab, positions = int(config.hidden_size), int(config.vocab_size), int(config.max_position_embeddings)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{FILE}: transformers' configuration lacks a size ({_sentence(error)}); use another model") from None
+        raise ConfigError(
+            f"{FILE}: transformers' configuration lacks a size ({_sentence(error)}); use another model"
+        ) from None
     names = content.get("architectures") or ["none"]
     dtype = content.get("dtype") or content.get("torch_dtype")
     return ModelConfig(
@@ -134,9 +137,9 @@ def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
         hidden_size=hidden,
         intermediate_size=hidden,
         num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=hidden,
         max_position=positions,
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         layers=(LayerConfig(),) * layers,

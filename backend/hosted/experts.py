@@ -60,7 +60,11 @@ def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
             parts[pairs] = 0
             continue
         x = hidden_states[pairs // count]
-        x = self._apply_gate(layers["gate_up_proj"][expert](x)) if self.has_gate else self.act_fn(layers["up_proj"][expert](x))
+        x = (
+            self._apply_gate(layers["gate_up_proj"][expert](x))
+            if self.has_gate
+            else self.act_fn(layers["up_proj"][expert](x))
+        )
         y = layers["down_proj"][expert](x)
         parts[pairs] = self.post_expert_norm(y) if self.has_post_expert_norm else y
     weighted = parts.view(tokens, count, -1) * top_k_weights[..., None]

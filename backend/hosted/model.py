@@ -20,11 +20,20 @@ from backend.models.decoder import MarkedOutput
 
 class HostedModel:
     def __init__(
-        self, config: ModelConfig, module: Any, host: AttentionHost, products: Products, max_seq_len: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        module: Any,
+        host: AttentionHost,
+        products: Products,
+        max_seq_len: int,
+        dtype: torch.dtype,
     ) -> None:
         self.config, self.max_seq_len, self.dtype = config, max_seq_len, dtype
         self._module, self._host, self._products = module, host, products
-        self._hidden: Tensor | None = None
+        self._hidden: Tensor | None = None  # of all tokens, as the base model returns them
+        self._rows: Tensor | None = (
+            None  # what the head reads, for families that call a part of the base model directly
+        )
         self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.takes_adapters = False
         self.outputs = {
@@ -32,6 +41,7 @@ class HostedModel:
             "logits": MarkedOutput(config.vocab_size, lambda hidden, logits: logits),
         }
         module.base_model.register_forward_hook(self._keep_hidden)
+        module.get_output_embeddings().register_forward_pre_hook(self._keep_rows)
 
     @property
     def num_linear_bytes(self) -> int:
@@ -85,10 +95,12 @@ class HostedModel:
         self._host.step = attention
         try:
             logits = self._run(token_ids, positions, rows)
-            assert self._hidden is not None  # the base model has run
-            return logits, self._hidden[0, rows]
+            if self._hidden is not None:
+                return logits, self._hidden[0, rows]
+            assert self._rows is not None  # the head has run
+            return logits, self._rows[0] if self._picks_rows else self._rows[0, rows]
         finally:
-            self._hidden = None
+            self._hidden = self._rows = None
 
     def _run(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         picked = {"logits_to_keep": rows} if self._picks_rows else {}
@@ -99,6 +111,9 @@ class HostedModel:
     def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
+    def _keep_rows(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._rows = args[0]
+
     def _note(self, stack: list[nn.Module], multiplying: dict[int, nn.Module]) -> None:
         if self._products.seen and stack:
             multiplying[id(stack[-1])] = stack[-1]
@@ -108,10 +123,14 @@ class HostedModel:
         """The configuration with what the first pass has shown. Raises ConfigError for heads that do not fit into one pool."""
         layers = self._host.layers
         if not layers:
-            raise ConfigError(f"{self.config.architecture} does not attend through transformers' interface; use another model")
+            raise ConfigError(
+                f"{self.config.architecture} does not attend through transformers' interface; use another model"
+            )
         kv_heads, heads = self._host.kv_heads, max(layer.heads for layer in layers)
         if any(kv_heads % layer.kv_heads or layer.heads % kv_heads for layer in layers):
-            raise ConfigError(f"{self.config.architecture} has layers whose numbers of heads do not divide each other's")
+            raise ConfigError(
+                f"{self.config.architecture} has layers whose numbers of heads do not divide each other's"
+            )
         return msgspec.structs.replace(
             self.config,
             num_layers=len(layers),

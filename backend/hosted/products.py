@@ -45,7 +45,11 @@ class Products(TorchFunctionMode):
         self.seen = False  # a product was computed since this was set to False
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = kwargs or {}
         if func in _LINEAR:

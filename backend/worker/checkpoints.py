@@ -35,4 +35,8 @@ def read_eos_ids(path: Path, checkpoint: loader.Checkpoint | HostedCheckpoint) -
         return loader.read_eos_ids(path)
     config = checkpoint.config
     ids = token_ids(read_object(path, loader.GENERATION) or {}, "eos_token_id", loader.GENERATION)
-    return loader.check_eos_ids(ids, config, loader.GENERATION) if ids else loader.check_eos_ids(config.eos_ids, config, FILE)
+    return (
+        loader.check_eos_ids(ids, config, loader.GENERATION)
+        if ids
+        else loader.check_eos_ids(config.eos_ids, config, FILE)
+    )

@@ -72,7 +72,7 @@ class NativeLayers:
         """`kv_bits` as in NativeTier."""
         self._model, self._library = model, library
         self._block_size, self._kv_bits = block_size, kv_bits
-        self._scratch = Scratch(library)
+        self._scratch, self._threads = Scratch(library), torch.get_num_threads()
         self._layers: dict[int, NativeAttention] = {}
 
     def kv_block(self) -> KVBlock:
@@ -85,7 +85,9 @@ class NativeLayers:
     ) -> None:
         self._rows, self._tables, self._pools = batch.row_numbers(rows, num_logits), batch.block_tables, pools
 
-    def __call__(self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def __call__(
+        self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         attention = self._layers.get(index)
         if attention is None:
             attention = self._layer(index, layer.heads, layer.scale, layer.softcap, layer.window, sinks)
@@ -109,6 +111,7 @@ class NativeLayers:
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            threads=self._threads,
         )
 
 
@@ -134,7 +137,9 @@ class PagedLayers:
             flat.rows, self._layout.block_size, config.windows, config.head_dim, dtype, device, sink_tokens=0
         )
 
-    def __call__(self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def __call__(
+        self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         qkv = torch.cat((q, k, v), dim=1).flatten(1)
         pool, flat = self._pools[index], self._flat
         q = kv_append(qkv, flat.positions, None, None, flat.cells, pool)

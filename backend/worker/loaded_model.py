@@ -141,7 +141,11 @@ class LoadedModel:
         return part_bytes(place, rank, itemsize)
 
     def _hosted_tier(self, block_size: int) -> Tier:
-        from backend.worker.hosted_tier import HostedTier, NativeLayers, PagedLayers  # only where transformers is needed
+        from backend.worker.hosted_tier import (
+            HostedTier,
+            NativeLayers,
+            PagedLayers,
+        )  # only where transformers is needed
 
         model: HostedModel = self.model  # type: ignore[assignment]  # what a HostedCheckpoint builds
         if self.choice.library is None:

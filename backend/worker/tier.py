@@ -108,7 +108,9 @@ def choose_tier(
     reason: str | None = "model.kernels is torch"
     library: build.NativeLibrary | None = None
     if wanted == "triton":
-        reason = "transformers runs the model layer by layer" if is_hosted else _triton_objection(kv_cache, device, config)
+        reason = (
+            "transformers runs the model layer by layer" if is_hosted else _triton_objection(kv_cache, device, config)
+        )
     elif wanted == "native":
         reason = _native_objection(device, config)
         if reason is None:

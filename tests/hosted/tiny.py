@@ -21,17 +21,33 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 160, "global_head_dim": 16, "n_shared_experts": 1, "moe_num_experts": 4, "moe_k": 2,
 }  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+OWN: dict[str, dict[str, Any]] = {  # what a model type needs besides
+    "hunyuan_v1_dense": _ROPE,
+    "hunyuan_v1_moe": _ROPE,
+    "ministral": _ROPE,
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 def tiny_config(kind: str, **given: Any) -> Any:
     """A small configuration of the model type `kind`; `given` settings come before those of this file."""
     known = transformers.CONFIG_MAPPING[kind]
     default = known()
-    chosen = {name: value for name, value in COMMON.items() if getattr(default, name, None) is not None}
+    chosen = {name: value for name, value in COMMON.items() if _has(default, name)}
+    if "qk_rope_head_dim" in chosen:  # multi-head latent attention: keys are of all heads
+        chosen.pop("head_dim", None)
+        chosen["num_key_value_heads"] = COMMON["num_attention_heads"]
     chosen |= {**OWN.get(kind, {}), **given}
     config = known(**chosen)
     return config.get_text_config(decoder=True)
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # a setting that differs between layers, which the library refuses to read
+        return True
 
 
 def tiny_model(kind: str, seed: int = 0, **given: Any) -> PreTrainedModel:
