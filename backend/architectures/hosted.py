@@ -96,7 +96,7 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
-    "YoutuForCausalLM": "youtu",
+   
 }
 
 _REASONS: dict[str, tuple[str, ...]] = {
@@ -124,6 +124,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "FalconForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "MptForCausalLM",
         "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
     ),
+    "transformers does not give back the embedding of a checkpoint that it wrote": ("YoutuForCausalLM",),
     "its layers attend more than once in a pass": ("DiffLlamaForCausalLM", "HrmTextForCausalLM"),
     "its attention sees chunks of a text, and this server has windows only": ("Llama4ForCausalLM",),
     "it multiplies activations with activations, so that a token would depend on the requests beside it": ("Gemma3nForCausalLM",),

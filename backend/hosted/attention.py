@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backend.api.errors import ConfigError
+from backend.hosted.masks import window_of
 
 NAME = "everbatch"
 _HOST = "attention_host"
@@ -27,7 +27,7 @@ _HARMLESS = {
 
 
 class LayerAttention(NamedTuple):
-    """What one layer asks of its attention. Equal in all calls."""
+    """What one layer asks of its attention, as the first pass has shown it."""
 
     heads: int
     kv_heads: int
@@ -53,7 +53,7 @@ class Attention(Protocol):
 
 
 class AttentionHost:
-    """Of one model. Steps set `step` before the model runs."""
+    """Of one model. In the first pass it learns; steps set `step` before the model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[LayerAttention] = []
@@ -63,49 +63,29 @@ class AttentionHost:
         for module in model.modules():
             setattr(module, _HOST, self)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        softcap: float,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """q [1, heads, tokens, dim], k, v [1, kv_heads, tokens, dim] -> [1, tokens, heads, value_dim]."""
-        asked = LayerAttention(
-            q.shape[1], k.shape[1], k.shape[3], v.shape[3], scale, softcap, window, sinks is not None
-        )
-        if self.step is None:
-            return self._learn(module, asked, q, k, v)
+        assert self.step is not None  # only after the first pass
         index = self._index[id(module)]
-        known = self.layers[index]
-        if asked != known:
-            raise RuntimeError(
-                f"attention of layer {index} asks for {asked}, and asked for {known} while it was loaded"
-            )
-        repeats = self.kv_heads // asked.kv_heads
+        layer = self.layers[index]
+        repeats = self.kv_heads // layer.kv_heads
         if repeats > 1:  # a layer with fewer kv heads than the pools have
             k, v = (side.repeat_interleave(repeats, dim=1) for side in (k, v))
-        sides = (self._rows(side) for side in (q, k, v))
-        return self.step(index, asked, *sides, sinks)[None, ..., : asked.value_dim].contiguous()
+        out = self.step(index, layer, self._rows(q), self._rows(k), self._rows(v), sinks)
+        return out[None, ..., : layer.value_dim].contiguous()
 
-    def _learn(self, module: nn.Module, asked: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def learn(self, module: nn.Module, layer: LayerAttention, v: Tensor) -> Tensor:
+        """Returns values of the shape that `attend` returns. Raises ConfigError for an attention that cannot be served."""
+        name = type(module).__name__
         if getattr(module, "is_causal", True) is False:
-            raise ConfigError(
-                f"{type(module).__name__} attends to later tokens, which is not supported; use another model"
-            )
+            raise ConfigError(f"{name} attends to later tokens, which is not supported; use another model")
         if id(module) in self._index:
-            raise ConfigError(
-                f"{type(module).__name__} attends twice in a pass, which is not supported; use another model"
-            )
+            raise ConfigError(f"{name} attends twice in a pass, which is not supported; use another model")
         self._index[id(module)] = len(self.layers)
-        self.layers.append(asked)
-        self.dim = max(self.dim, asked.key_dim, asked.value_dim)
-        self.kv_heads = max(self.kv_heads, asked.kv_heads)
-        return v.transpose(1, 2).repeat_interleave(asked.heads // asked.kv_heads, dim=2)  # of the right shape
+        self.layers.append(layer)
+        self.dim = max(self.dim, layer.key_dim, layer.value_dim)
+        self.kv_heads = max(self.kv_heads, layer.kv_heads)
+        return v.transpose(1, 2).repeat_interleave(layer.heads // layer.kv_heads, dim=2)
 
     def _rows(self, side: Tensor) -> Tensor:
         """[1, heads, tokens, d] -> [tokens, heads, dim], contiguous."""
@@ -127,15 +107,22 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The function that attention modules of transformers call. Raises ConfigError for an argument that is not known."""
     host: AttentionHost = getattr(module, _HOST)
+    if host.step is not None:
+        return host.attend(module, query, key, value, s_aux), None
     for name, value_ in given.items():
         if name not in _HARMLESS and value_ is not None:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which is not supported; use another model")
-    if attention_mask is not None:
-        raise ConfigError(
-            f"{type(module).__name__} attends with a mask of its own, which is not supported; use another model"
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return host.attend(module, query, key, value, scale, float(softcap or 0.0), sliding_window, s_aux), None
+    layer = LayerAttention(
+        query.shape[1],
+        key.shape[1],
+        key.shape[3],
+        value.shape[3],
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        float(softcap or 0.0),
+        window_of(attention_mask, sliding_window),
+        s_aux is not None,
+    )
+    return host.learn(module, layer, value), None
 
 
 ALL_ATTENTION_FUNCTIONS[NAME] = attend

@@ -21,7 +21,8 @@ _PARTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def hold_experts(model: nn.Module, options: LinearOptions) -> None:
     """Replace the stacked weights [experts, n, k] of every expert module by lists of layers, one for each expert."""
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if not hasattr(module, "_apply_gate") or not isinstance(getattr(module, "down_proj", None), nn.Parameter):
             continue
         held: dict[str, list[EngineLinear]] = {}
@@ -39,7 +40,7 @@ def hold_experts(model: nn.Module, options: LinearOptions) -> None:
             delattr(module, name)
             if biases is not None:
                 delattr(module, name + "_bias")
-        module.engine_experts = held  # type: ignore[assignment]  # layers that hold no parameters of torch
+        module.engine_experts = held
 
 
 def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

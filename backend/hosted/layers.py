@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -39,9 +41,11 @@ def replace_linears(model: nn.Module, head: nn.Module | None, options: LinearOpt
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            transposed = type(child) is Conv1D
-            if transposed or (isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward):
-                setattr(module, name, engine_linear(child.weight, child.bias, options, child is head, transposed))
+            is_plain = isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
+            if is_plain or type(child) is Conv1D:  # the latter, of GPT-2, is an nn.Linear whose weight is transposed
+                parameters: Any = child
+                weight, bias, is_transposed = parameters.weight, parameters.bias, not is_plain
+                setattr(module, name, engine_linear(weight, bias, options, child is head, is_transposed))
 
 
 def engine_linear(

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from backend.api.errors import ConfigError
 from backend.architectures.description import LayerConfig, ModelConfig
-from backend.hosted.attention import Attention, AttentionHost
+from backend.hosted.attention import NAME, Attention, AttentionHost, LayerAttention
 from backend.hosted.layers import EngineLinear
+from backend.hosted.masks import masks_are_windows
 from backend.hosted.products import Products
 from backend.models.decoder import MarkedOutput
+
+
+_TWO_TOKENS = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.arange(2)
 
 
 class HostedModel:
@@ -54,38 +58,52 @@ class HostedModel:
         return f"linear layers {self.num_linear_bytes / 1e6:,.1f} MB, run by transformers"
 
     def learn(self) -> None:
-        """Run two tokens, which tells what each layer's attention asks for, and which modules multiply by themselves.
+        """Run two tokens twice. The first pass tells what each layer's attention asks for, the second one which modules multiply
+        by themselves.
 
         Raises ConfigError for what cannot be run independently of the batch.
         """
-        stack: list[nn.Module] = []
-        multiplying: dict[int, nn.Module] = {}
-
-        def enter(module: nn.Module, args: Any) -> None:
-            self._note(stack, multiplying)
-            stack.append(module)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._note(stack, multiplying)
-            stack.pop()
-
-        hooks = [each.register_forward_pre_hook(enter) for each in self._module.modules()]
-        hooks += [each.register_forward_hook(leave, always_call=False) for each in self._module.modules()]
         try:
-            with self._products:
-                self._run(torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.arange(2))
+            with masks_are_windows(NAME):
+                self._run(*_TWO_TOKENS)
+            self._host.step = _values
+            self._run_multiplying()
         except ConfigError:
             raise
         except Exception as error:  # module code of any family
             raise ConfigError(
                 f"{self.config.architecture} cannot be run on a flat batch: {type(error).__name__}: {str(error)[:300]}"
             ) from None
+        self.config = self._described()
+
+    def _run_multiplying(self) -> None:
+        """Let modules that compute products of their own compute them by `Products` from now on."""
+        stack: list[nn.Module] = []
+        multiplying: dict[int, nn.Module] = {}
+
+        def note() -> None:
+            if self._products.seen and stack:
+                multiplying[id(stack[-1])] = stack[-1]
+            self._products.seen = False
+
+        def enter(module: nn.Module, args: Any) -> None:
+            note()
+            stack.append(module)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            note()
+            stack.pop()
+
+        hooks = [each.register_forward_pre_hook(enter) for each in self._module.modules()]
+        hooks += [each.register_forward_hook(leave) for each in self._module.modules()]
+        try:
+            with self._products:
+                self._run(*_TWO_TOKENS)
         finally:
             for hook in hooks:
                 hook.remove()
         for module in multiplying.values():
-            module.forward = _inside(self._products, module.forward)  # type: ignore[method-assign]
-        self.config = self._described()
+            module.forward = _inside(self._products, module.forward)
 
     def run(self, token_ids: Tensor, positions: Tensor, rows: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
         """token_ids, positions int64 [tokens]; rows int64: the tokens whose logits are wanted.
@@ -113,11 +131,6 @@ class HostedModel:
 
     def _keep_rows(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._rows = args[0]
-
-    def _note(self, stack: list[nn.Module], multiplying: dict[int, nn.Module]) -> None:
-        if self._products.seen and stack:
-            multiplying[id(stack[-1])] = stack[-1]
-        self._products.seen = False
 
     def _described(self) -> ModelConfig:
         """The configuration with what the first pass has shown. Raises ConfigError for heads that do not fit into one pool."""
@@ -147,3 +160,8 @@ def _inside(products: Products, forward: Callable[..., Any]) -> Callable[..., An
             return forward(*args, **given)
 
     return run
+
+
+def _values(index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """An Attention for a pass of which only the modules matter."""
+    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)

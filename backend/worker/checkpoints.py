@@ -12,11 +12,10 @@ from backend.api.quantised import FILE
 from backend.api.weight_files import weight_files
 from backend.architectures.hosted import implementation_of
 from backend.models import loader
+from backend.models.config import check_eos_ids
 
 if TYPE_CHECKING:
     from backend.hosted.checkpoint import HostedCheckpoint
-
-AnyCheckpoint = "loader.Checkpoint | HostedCheckpoint"
 
 
 def open_checkpoint(path: Path, implementation: Implementation) -> loader.Checkpoint | HostedCheckpoint:
@@ -35,8 +34,4 @@ def read_eos_ids(path: Path, checkpoint: loader.Checkpoint | HostedCheckpoint) -
         return loader.read_eos_ids(path)
     config = checkpoint.config
     ids = token_ids(read_object(path, loader.GENERATION) or {}, "eos_token_id", loader.GENERATION)
-    return (
-        loader.check_eos_ids(ids, config, loader.GENERATION)
-        if ids
-        else loader.check_eos_ids(config.eos_ids, config, FILE)
-    )
+    return check_eos_ids(ids, config, loader.GENERATION) if ids else check_eos_ids(config.eos_ids, config, FILE)

@@ -18,15 +18,16 @@ from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.tier import KVBlock
 from kernels.common.kv_format import PoolLayout
+from kernels.common.scoring import Scoring
 from kernels.cpu.attention import NativeAttention, Scratch
 from kernels.cpu.decoder import UnknownCell
 from kernels.kv_append import kv_append
-from kernels.paged_attention import Scoring, paged_attention, plan_attention
+from kernels.paged_attention import paged_attention, plan_attention
 
 
 class HostedTier:
-    """`run` leaves the other operators of torch one thread: how they share work among threads depends on the batch's size, and the
-    last bits of some on how they share it.
+    """`run` leaves torch's own operators one thread and no oneDNN: how they share their work, and whether oneDNN does it, depends
+    on the batch's size, and the last bits of some depend on that.
     """
 
     def __init__(self, model: HostedModel, attention: NativeLayers | PagedLayers) -> None:
@@ -49,7 +50,7 @@ class HostedTier:
         """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
         flat = batch.flatten(rows, num_logits)
         self._attention.begin(batch, rows, num_logits, flat, pools)
-        with torch.inference_mode(), _one_thread():
+        with torch.inference_mode(), _same_for_all_sizes():
             try:
                 logits, hidden = self._model.run(flat.token_ids, flat.positions, flat.logits_index, self._attention)
             except UnknownCell as error:
@@ -147,11 +148,13 @@ class PagedLayers:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _same_for_all_sizes() -> Iterator[None]:
+    """Let torch's operators round an element alike in tensors of all sizes."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+            yield
     finally:
         torch.set_num_threads(count)
 

@@ -13,6 +13,7 @@ from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, Q
 from backend.api.errors import ConfigError
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
+from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.lora import Layers, Place
 from backend.worker.adapter_pages import (
@@ -59,13 +60,13 @@ class LoadedModel:
             )
         checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
         self.config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
-        self._device = device
+        self.device = device
         self._kv_dtype = kv_dtype(kv_cache, self.config)
         self.choice = choose_tier(section, kv_cache, device, self.config, progress, self.is_hosted)
         self.dtype = self.choice.computes_in(dtype)
         self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device)
         linears = linear_options(self.choice, section.quantization, self.dtype)
-        self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
+        self.model: Decoder | HostedModel = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
         self.config = self.model.config  # of a hosted model heads and windows are known only now
         self._native: NativeTier | None = None
         self._lora = lora
@@ -75,6 +76,12 @@ class LoadedModel:
     @property
     def tier_name(self) -> str:
         return self.choice.name
+
+    @property
+    def decoder(self) -> Decoder:
+        """Of a model that is not hosted."""
+        assert isinstance(self.model, Decoder)
+        return self.model
 
     @property
     def max_seq_len(self) -> int:
@@ -97,7 +104,7 @@ class LoadedModel:
 
     def storage(self, block_size: int, num_blocks: int) -> KVStorage:
         """Raises ConfigError when memory for `num_blocks` cannot be had."""
-        storage = KVStorage(self.config.num_layers, *self.kv_block(block_size), self._device)
+        storage = KVStorage(self.config.num_layers, *self.kv_block(block_size), self.device)
         try:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
@@ -113,7 +120,7 @@ class LoadedModel:
             return self._hosted_tier(block_size)
         if self.tier_name == "native":
             return self._native_tier(block_size)
-        return TorchTier(self.model, self.layout(block_size))
+        return TorchTier(self.decoder, self.layout(block_size))
 
     @property
     def lora_module_bytes(self) -> int:
@@ -130,7 +137,7 @@ class LoadedModel:
             weights = hold_layers(layers, pages)
         if self.tier_name == "triton":
             page = self.pages.page_bytes
-            num_pages = -(-make_stacks(self.model, self._lora.max_rank).bytes_per_adapter // page)
+            num_pages = -(-make_stacks(self.decoder, self._lora.max_rank).bytes_per_adapter // page)
             return weights, pages.num_bytes, num_pages * page
         return weights, pages.num_bytes, pages.num_bytes
 
@@ -147,7 +154,8 @@ class LoadedModel:
             PagedLayers,
         )  # only where transformers is needed
 
-        model: HostedModel = self.model  # type: ignore[assignment]  # what a HostedCheckpoint builds
+        model = self.model
+        assert not isinstance(model, Decoder)
         if self.choice.library is None:
             return HostedTier(model, PagedLayers(model, self.layout(block_size)))
         return HostedTier(model, NativeLayers(model, self.choice.library, block_size, self._kv_bits))
@@ -160,7 +168,7 @@ class LoadedModel:
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
             assert self.choice.library is not None  # choose_tier chooses this tier only with it
-            self._native = NativeTier(self.model, self.choice.library, block_size, self._kv_bits)
+            self._native = NativeTier(self.decoder, self.choice.library, block_size, self._kv_bits)
         return self._native
 
 
@@ -210,7 +218,7 @@ def load_draft_model(
             f"use --set model.max_seq_len={config.max_position}"
         )
     section = msgspec.structs.replace(section, path=path, max_seq_len=model.max_seq_len, additional_outputs=())
-    return LoadedModel(checkpoint, section, kv_cache, model.model.embedding.device)
+    return LoadedModel(checkpoint, section, kv_cache, model.device)
 
 
 def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:
