@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -71,7 +72,8 @@ class AttentionHost:
         repeats = self.kv_heads // layer.kv_heads
         if repeats > 1:  # a layer with fewer kv heads than the pools have
             k, v = (side.repeat_interleave(repeats, dim=1) for side in (k, v))
-        out = self.step(index, layer, self._rows(q), self._rows(k), self._rows(v), sinks)
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # products of the tier are its own matter
+            out = self.step(index, layer, self._rows(q), self._rows(k), self._rows(v), sinks)
         return out[None, ..., : layer.value_dim].contiguous()
 
     def learn(self, module: nn.Module, layer: LayerAttention, v: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What the masks of a family say: each layer's attention window.
 
-In the first pass the library is asked for masks, as for its own attention, and every mask becomes a tensor [1, 1, 1, 1] that holds
-the window in tokens, 0 for none. So windows are those that the library's reference applies, whatever attention modules say.
+In the first pass the library is asked for masks, as for its own attention, and every mask becomes a tensor [1, 1, 1, 1] that
+holds the window in tokens, 0 for none. So windows are those that the library's reference applies, whatever attention modules say.
 In later passes no masks are made.
 """
 
@@ -19,6 +19,8 @@ from backend.api.errors import ConfigError
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> whether the query sees the key
 
+_OTHER = -1  # a mask that is no window
+
 
 @contextmanager
 def masks_are_windows(name: str) -> Iterator[None]:
@@ -31,18 +33,21 @@ def masks_are_windows(name: str) -> Iterator[None]:
 
 
 def window_of(mask: Tensor | None, named: int | None) -> int | None:
-    """The window of a layer: its mask's, or the one that its module names where it has no mask."""
-    return named if mask is None else int(mask.flatten()[0]) or None
-
-
-def _as_window(mask_function: Sees, local_size: int | None = None, **given: Any) -> Tensor:
-    window = local_size or 0
-    if not _is_window(mask_function, window):
+    """The window of a layer: its mask's, or the one that its module names where it has no mask. Raises ConfigError."""
+    if mask is None:
+        return named
+    window = int(mask.flatten()[0])
+    if window == _OTHER:
         raise ConfigError(
             "the model's attention has a mask that is neither causal nor a causal window, which is not supported; use a model of "
             "another family"
         )
-    return torch.full((1, 1, 1, 1), window)
+    return window or None
+
+
+def _as_window(mask_function: Sees, local_size: int | None = None, **given: Any) -> Tensor:
+    window = local_size or 0
+    return torch.full((1, 1, 1, 1), window if _is_window(mask_function, window) else _OTHER)
 
 
 def _is_window(sees: Sees, window: int) -> bool:
