@@ -12,6 +12,7 @@ from backend.api.origins import shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
+Implementation = Literal["auto", "native", "transformers"]
 Quantization = Literal["none", "int8", "w8a8", "w4a8"]
 KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
@@ -40,6 +41,9 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     logits_post_processors: tuple[str, ...] = ()  # `name=module:function`, each for requests that give its name
     batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
     quantization: Quantization = "none"  # `int8`, `w8a8` with activations, `w4a8` (CPU); none = the checkpoint's own
+    implementation: Implementation = (
+        "auto"  # `transformers` runs families that `native` has not; auto = native where it can
+    )
     chat_template: str = ""  # file with a Jinja template in place of the model's own; empty = the model's own
 
 

@@ -75,11 +75,9 @@ class LinearBuilder:
 
     def from_tensor(self, weight: Tensor) -> Linear:
         """The output head whose weight [n, k] stays in use elsewhere (a tied embedding)."""
-        if self._checkpoint is None and self._options.quantization != "none":
-            group = self._options.columns_per_scale(weight.shape[1])
-            q, scale = quantize_weight(weight, group)
-            return self._options.make(QuantizedWeight(q, scale, group, _of_head(self._options.quantization)), None)
-        return self._options.make(weight, None)
+        if self._checkpoint is not None:
+            return self._options.make(weight, None)
+        return make_linear(weight, None, self._options, is_head=True)
 
     def _are_quantized(self, rows: Mapping[str, int], marker: str) -> bool:
         """True if the checkpoint holds these projections quantised; layers excluded from quantisation are stored as floats."""
@@ -104,6 +102,16 @@ class LinearBuilder:
             q[start : start + count], scale[start : start + count] = rounded(stored, group)
             start += count
         return QuantizedWeight(q, scale, group, format)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, options: LinearOptions, is_head: bool = False) -> Linear:
+    """A layer of weight [n, k] and bias [n] or None, quantised if `options` say so. `is_head`: as in LinearBuilder.build."""
+    if options.quantization == "none":
+        return options.make(weight, bias)
+    format = _of_head(options.quantization) if is_head else options.quantization
+    group = options.columns_per_scale(weight.shape[1])
+    q, scale = options.rounding_to(format)(weight, group)
+    return options.make(QuantizedWeight(q, scale, group, format), bias)
 
 
 def _of_head(format: QuantizedFormat) -> QuantizedFormat:

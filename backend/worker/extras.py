@@ -11,7 +11,7 @@ A step runs in several passes when its prompts want more rows than MAX_ROWS, so 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,11 +29,14 @@ from backend.worker.input_batch import InputBatch
 from backend.worker.post_processors import Failure, Opted, PostProcessors
 from kernels.common.transfer import Fetched
 
+if TYPE_CHECKING:
+    from backend.hosted.model import HostedModel
+
 Values = TypeVar("Values", NDArray[np.int64] | None, Tensor | None, Tensor)
 MAX_ROWS = 256  # rows of logits for prompts in one pass
 
 
-def check_outputs(names: Sequence[str], model: Decoder) -> None:
+def check_outputs(names: Sequence[str], model: Decoder | HostedModel) -> None:
     """Raise ConfigError for an additional output that the model does not mark."""
     for name in names:
         if name not in model.outputs:

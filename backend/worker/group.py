@@ -33,6 +33,7 @@ from backend.models.decoder import Decoder
 from backend.sampling.sampler import Sampler
 from backend.sampling.slots import SlotParameters
 from backend.worker.adapters import AdapterReader
+from backend.worker.checkpoints import open_checkpoint, read_eos_ids
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.device_runner import DeviceRunner
 from backend.worker.draft_model import DraftModel
@@ -49,6 +50,7 @@ from backend.worker.prompt_inputs import PromptInputs
 from kernels.cpu.isa import supported_isas
 
 if TYPE_CHECKING:
+    from backend.hosted.checkpoint import HostedCheckpoint
     from backend.guided.compiler import GuideCompiler
 
 log = logging.getLogger("everbatch.worker")
@@ -130,11 +132,11 @@ class InProcessWorkerGroup:
         section = self._section
         torch.set_num_threads(section.num_threads or _physical_cores())
         if self._buffers is not None:
-            checkpoint = loader.of_buffers(*self._buffers)
+            checkpoint: loader.Checkpoint | HostedCheckpoint = loader.of_buffers(*self._buffers)
             eos_ids = checkpoint.config.eos_ids
         else:
-            checkpoint = loader.open_directory(self.model_path)
-            eos_ids = loader.read_eos_ids(self.model_path)
+            checkpoint = open_checkpoint(self.model_path, section.implementation)
+            eos_ids = read_eos_ids(self.model_path, checkpoint)
         loaded = self._loaded = LoadedModel(
             checkpoint, section, self._kv_cache, self.device, self._progress, self._lora
         )
@@ -179,7 +181,7 @@ class InProcessWorkerGroup:
             additional_outputs=section.additional_outputs,
             output_widths={name: output.width for name, output in loaded.model.outputs.items()},
             post_processors=self._processors.names,
-            prompt_embedding_width=config.hidden_size,
+            prompt_embedding_width=0 if loaded.is_hosted else config.hidden_size,
             guide_refusal=refusal,
             lora_module_bytes=loaded.lora_module_bytes if self._lora.enabled else 0,
             lora_page_bytes=loaded.pages.page_bytes,
@@ -246,7 +248,7 @@ class InProcessWorkerGroup:
     @property
     def model(self) -> Decoder | None:
         """None before `load` and after `shutdown`."""
-        return None if self._loaded is None else self._loaded.model
+        return None if self._loaded is None else self._loaded.decoder
 
     @property
     def _ready(self) -> LoadedModel:
@@ -278,7 +280,7 @@ class InProcessWorkerGroup:
             draft = self._make_draft_model(batch, block_size, num_blocks)
             page = loaded.pages.page_bytes
             return DeviceRunner(
-                model, layout, storage, batch, parameters, graphs, extras, guided, self._lora, page, draft
+                loaded.decoder, layout, storage, batch, parameters, graphs, extras, guided, self._lora, page, draft
             )
         batch = InputBatch(slots, max_len, block_size, device, prompts)
         sampler = Sampler(slots, vocab_size, device, loaded.choice.library)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -13,6 +14,7 @@ from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
+from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.lora import Layers, Place
 from backend.worker.adapter_pages import (
@@ -33,13 +35,17 @@ from kernels.common.kv_format import PoolLayout
 from kernels.cpu.linear import RoundToFourBits
 from kernels.cpu.lora import PackedAdapter, packed_bytes
 
+if TYPE_CHECKING:
+    from backend.hosted.checkpoint import HostedCheckpoint
+    from backend.hosted.model import HostedModel
+
 log = logging.getLogger("everbatch.worker")
 
 
 class LoadedModel:
     def __init__(
         self,
-        checkpoint: loader.Checkpoint,
+        checkpoint: loader.Checkpoint | HostedCheckpoint,
         section: ModelConfigSection,
         kv_cache: KvCacheConfig,
         device: torch.device,
@@ -47,15 +53,22 @@ class LoadedModel:
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
     ) -> None:
         """Raises ConfigError when the checkpoint, or the tier that `section` names, cannot be used."""
+        self.is_hosted = not isinstance(checkpoint, loader.Checkpoint)
+        if self.is_hosted and lora.enabled:
+            raise ConfigError(
+                f"lora.enabled is true, and {checkpoint.config.architecture} is run by transformers, where no adapters are "
+                f"served; use --set lora.enabled=false, or a model that docs/models.md lists as native"
+            )
         checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
         self.config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
-        self._device = device
+        self.device = device
         self._kv_dtype = kv_dtype(kv_cache, self.config)
-        self.choice = choose_tier(section, kv_cache, device, self.config, progress)
+        self.choice = choose_tier(section, kv_cache, device, self.config, progress, self.is_hosted)
         self.dtype = self.choice.computes_in(dtype)
         self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device, self.config)
         linears = linear_options(self.choice, section.quantization, self.dtype)
-        self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
+        self.model: Decoder | HostedModel = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
+        self.config = self.model.config  # of a hosted model heads and windows are known only now
         self._native: NativeTier | None = None
         self._lora = lora
         page = page_bytes(self.config, self._part_bytes, lora.page_rank, lora.max_rank)
@@ -66,13 +79,19 @@ class LoadedModel:
         return self.choice.name
 
     @property
+    def decoder(self) -> Decoder:
+        """Of a model that is not hosted."""
+        assert isinstance(self.model, Decoder)
+        return self.model
+
+    @property
     def max_seq_len(self) -> int:
         """Positions that the model was built for."""
         return self.model.max_seq_len
 
     def kv_block(self, block_size: int) -> KVBlock:
-        if self.tier_name == "native":
-            return self._native_tier(block_size).kv_block()
+        if self.is_hosted or self.tier_name == "native":
+            return self.tier(block_size).kv_block()
         layout = self.layout(block_size)
         return KVBlock(layout.block_shape, layout.dtype)
 
@@ -86,7 +105,7 @@ class LoadedModel:
 
     def storage(self, block_size: int, num_blocks: int) -> KVStorage:
         """Raises ConfigError when memory for `num_blocks` cannot be had."""
-        storage = KVStorage(self.config.num_layers, *self.kv_block(block_size), self._device)
+        storage = KVStorage(self.config.num_layers, *self.kv_block(block_size), self.device)
         try:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
@@ -98,9 +117,11 @@ class LoadedModel:
 
     def tier(self, block_size: int) -> Tier:
         """The object that runs steps: on the native and torch tiers, and for a draft model on every tier."""
+        if self.is_hosted:
+            return self._hosted_tier(block_size)
         if self.tier_name == "native":
             return self._native_tier(block_size)
-        return TorchTier(self.model, self.layout(block_size))
+        return TorchTier(self.decoder, self.layout(block_size))
 
     @property
     def lora_module_bytes(self) -> int:
@@ -117,7 +138,7 @@ class LoadedModel:
             weights = hold_layers(layers, pages)
         if self.tier_name == "triton":
             page = self.pages.page_bytes
-            num_pages = -(-make_stacks(self.model, self._lora.max_rank).bytes_per_adapter // page)
+            num_pages = -(-make_stacks(self.decoder, self._lora.max_rank).bytes_per_adapter // page)
             return weights, pages.num_bytes, num_pages * page
         return weights, pages.num_bytes, pages.num_bytes
 
@@ -127,11 +148,28 @@ class LoadedModel:
             return packed_bytes(place.first, place.n, place.k, rank, itemsize)
         return part_bytes(place, rank, itemsize)
 
+    def _hosted_tier(self, block_size: int) -> Tier:
+        from backend.worker.hosted_tier import (
+            HostedTier,
+            NativeLayers,
+            PagedLayers,
+        )  # only where transformers is needed
+
+        model = self.model
+        assert not isinstance(model, Decoder)
+        if self.choice.library is None:
+            return HostedTier(model, PagedLayers(model, self.layout(block_size)))
+        return HostedTier(model, NativeLayers(model, self.choice.library, block_size, self._kv_bits))
+
+    @property
+    def _kv_bits(self) -> int:
+        """Bits of a number in the native tier's KV pool; 0: those of the model's type."""
+        return {"int8": 8, "int4": 4}.get(self._kv_dtype, 0)
+
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
             assert self.choice.library is not None  # choose_tier chooses this tier only with it
-            kv_bits = {"int8": 8, "int4": 4}.get(self._kv_dtype, 0)
-            self._native = NativeTier(self.model, self.choice.library, block_size, kv_bits)
+            self._native = NativeTier(self.decoder, self.choice.library, block_size, self._kv_bits)
         return self._native
 
 
@@ -188,7 +226,7 @@ def load_draft_model(
             f"use --set model.max_seq_len={config.max_position}"
         )
     section = msgspec.structs.replace(section, path=path, max_seq_len=model.max_seq_len, additional_outputs=())
-    return LoadedModel(checkpoint, section, kv_cache, model.model.embedding.device)
+    return LoadedModel(checkpoint, section, kv_cache, model.device)
 
 
 def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:

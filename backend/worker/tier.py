@@ -95,8 +95,10 @@ def choose_tier(
     device: torch.device,
     config: ModelConfig,
     progress: Callable[[str], None],
+    is_hosted: bool = False,
 ) -> Choice:
-    """Choose the tier and log the choice with its reason.
+    """Choose the tier and log the choice with its reason. is_hosted: transformers runs the model (backend/hosted), and the
+    tier's linear layers and attention are in it.
 
     Raises ConfigError when `model.kernels` names a tier, or EVERBATCH_ISA an instruction set, that cannot run here.
     """
@@ -106,7 +108,9 @@ def choose_tier(
     reason: str | None = "model.kernels is torch"
     library: build.NativeLibrary | None = None
     if wanted == "triton":
-        reason = _triton_objection(kv_cache, device, config)
+        reason = (
+            "transformers runs the model layer by layer" if is_hosted else _triton_objection(kv_cache, device, config)
+        )
     elif wanted == "native":
         reason = _native_objection(device, config)
         if reason is None:

@@ -44,6 +44,7 @@ class NativeAttention:
         scale: float | None = None,  # of the products of queries and keys; None: 1 / sqrt(head_dim)
         softcap: float = 0.0,  # a score s becomes softcap * tanh(s / softcap); 0: it stays
         sinks: Tensor | None = None,  # [heads]: one more score of each head's softmax, whose weight no value gets
+        threads: int | None = None,  # None: torch's number at the time of a call
     ):
         """Raises ValueError for sizes that the kernels do not take."""
         if dtype not in (torch.float32, torch.bfloat16):
@@ -52,7 +53,7 @@ class NativeAttention:
             raise ValueError(f"scale is {scale}, the native kernels take numbers above 0")
         if heads % kv_heads:
             raise ValueError(f"{heads} heads cannot share {kv_heads} kv heads evenly")
-        self._library, self._scratch, self._dtype = library, scratch, dtype
+        self._library, self._scratch, self._dtype, self._threads = library, scratch, dtype, threads
         self._q_shape, self._kv_shape = (heads, head_dim), (kv_heads, head_dim)
         self._sinks = None if sinks is None else sinks.float().contiguous()
         scoring = ScoringStruct(
@@ -92,7 +93,7 @@ class NativeAttention:
         rows, block_tables = (np.ascontiguousarray(each, dtype=np.int32) for each in (rows, block_tables))
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
-        batch = BatchStruct(rows=rows.ctypes.data, num_rows=len(rows), threads=torch.get_num_threads())
+        batch = BatchStruct(rows=rows.ctypes.data, num_rows=len(rows), threads=self._threads or torch.get_num_threads())
         batch.block_tables, batch.max_blocks = block_tables.ctypes.data, block_tables.shape[1]
         batch.num_blocks, batch.pools = pool.shape[0], (c_void_p * 1)(pool.data_ptr())
         addresses = (tensor.data_ptr() for tensor in (q, k, v, out))

@@ -41,6 +41,7 @@ class PackedLinear:
     def __init__(self, library: CDLL, held: tuple[Tensor | None, ...], struct: LinearStruct):
         self._library = library
         self._held = held  # kept alive, because `struct` points to them
+        self.threads: int | None = None  # of a call; None: torch's number at that time
         self._takes = _INPUTS.get(struct.format, [torch.float32, torch.bfloat16])
         self.struct = struct
 
@@ -156,7 +157,7 @@ class PackedLinear:
             rows.shape[0],
             x.dtype.itemsize,
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads or torch.get_num_threads(),
         )
         return out.to(x.dtype).view(*x.shape[:-1], self.struct.n)
 

@@ -1,0 +1,152 @@
+"""The families that transformers runs (backend/hosted), and those that it knows and this server refuses.
+
+tests/hosted decides every entry: it builds a tiny checkpoint of the family, compares the logits with transformers' own, and
+looks whether a token's bits depend on others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from backend.api.config import Implementation
+from backend.api.errors import ConfigError
+from backend.api.model_files import shown
+from backend.api.quantised import FILE
+from backend.api.supported import ARCHITECTURES
+
+HOSTED: dict[str, str] = {  # architecture -> model_type
+    "AXK1ForCausalLM": "axk1",
+    "AfmoeForCausalLM": "afmoe",
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "AriaTextForCausalLM": "aria_text",
+    "BeamForCausalLM": "beam",
+    "BioGptForCausalLM": "biogpt",
+    "BitNetForCausalLM": "bitnet",
+    "CTRLLMHeadModel": "ctrl",
+    "Cohere2ForCausalLM": "cohere2",
+    "Cohere2MoeForCausalLM": "cohere2_moe",
+    "CohereForCausalLM": "cohere",
+    "CwmForCausalLM": "cwm",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Dots1ForCausalLM": "dots1",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Exaone4ForCausalLM": "exaone4",
+    "ExaoneMoeForCausalLM": "exaone_moe",
+    "FlexOlmoForCausalLM": "flex_olmo",
+    "FlintForCausalLM": "flint",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GlmForCausalLM": "glm",
+    "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSWAForCausalLM": "granitemoe_swa",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "GraniteSWAForCausalLM": "granite_swa",
+    "HYV3ForCausalLM": "hy_v3",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "HyperCLOVAXForCausalLM": "hyperclovax",
+    "Jais2ForCausalLM": "jais2",
+    "JetMoeForCausalLM": "jetmoe",
+    "Kolibri1ForCausalLM": "kolibri1",
+    "LagunaForCausalLM": "laguna",
+    "LlamaForCausalLM": "llama",
+    "MellumForCausalLM": "mellum",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
+    "MiniCPM3ForCausalLM": "minicpm3",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ministral3ForCausalLM": "ministral3",
+    "MinistralForCausalLM": "ministral",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "ModernBertDecoderForCausalLM": "modernbert-decoder",
+    "MoshiForCausalLM": "moshi",
+    "NanoChatForCausalLM": "nanochat",
+    "NemotronForCausalLM": "nemotron",
+    "OPTForCausalLM": "opt",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "OlmoForCausalLM": "olmo",
+    "OlmoeForCausalLM": "olmoe",
+    "PersimmonForCausalLM": "persimmon",
+    "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
+    "PhimoeForCausalLM": "phimoe",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "SolarOpenForCausalLM": "solar_open",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "VaultGemmaForCausalLM": "vaultgemma",
+   
+}
+
+_REASONS: dict[str, tuple[str, ...]] = {
+    "it keeps recurrent or convolutional state, and this server keeps KV only": (
+        "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM",
+        "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
+        "MiniMaxForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM",
+        "ZambaForCausalLM", "ZayaForCausalLM", "xLSTMForCausalLM",
+    ),
+    "its attention chooses keys by an index of its own, which has no place in the KV cache": (
+        "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM",
+        "HYV4ForCausalLM", "MiniMaxM3VLForCausalLM",
+    ),
+    "it attends to later tokens, or to an encoder's output": (
+        "BartForCausalLM", "BertGenerationDecoder", "BertLMHeadModel", "BigBirdForCausalLM", "BigBirdPegasusForCausalLM",
+        "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM",
+        "ErnieForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MegatronBertForCausalLM", "MllamaForCausalLM", "MusicgenForCausalLM",
+        "MusicgenMelodyForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "ProphetNetForCausalLM",
+        "RemBertForCausalLM", "RoCBertForCausalLM", "RoFormerForCausalLM", "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM",
+        "TrOCRForCausalLM", "WhisperForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM", "XmodForCausalLM",
+    ),
+    "it computes attention by itself, not through transformers' attention interface": (
+        "BloomForCausalLM", "BltForCausalLM", "CodeGenForCausalLM", "CpmAntForCausalLM", "DbrxForCausalLM", "DogeForCausalLM",
+        "FalconForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "MptForCausalLM",
+        "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
+    ),
+    "transformers does not give back the embedding of a checkpoint that it wrote": ("YoutuForCausalLM",),
+    "its layers attend more than once in a pass": ("DiffLlamaForCausalLM", "HrmTextForCausalLM"),
+    "its attention sees chunks of a text, and this server has windows only": ("Llama4ForCausalLM",),
+    "it multiplies activations with activations, so that a token would depend on the requests beside it": ("Gemma3nForCausalLM",),
+}  # fmt: skip
+REFUSED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+
+
+def implementation_of(content: dict[str, Any], wanted: Implementation) -> Literal["native", "transformers"]:
+    """Which implementation runs the model of a config.json. Raises ConfigError for one that transformers does not run here."""
+    names = content.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if wanted == "native" or (wanted == "auto" and name in ARCHITECTURES):
+        return "native"
+    if name in HOSTED:
+        return "transformers"
+    if name in REFUSED:
+        raise ConfigError(
+            f"{FILE}: architectures {shown(name)} is not supported: {REFUSED[name]}; use a model of another family"
+        )
+    if wanted == "transformers":
+        raise ConfigError(
+            f"{FILE}: model.implementation is transformers, and {shown(name)} is none of the {len(HOSTED)} families that it runs "
+            f"here; docs/models.md lists them"
+        )
+    return "native"  # which says what is near

@@ -1,0 +1,202 @@
+"""A checkpoint of a family that has no native description: opened and checked by its config.json, built by transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.utils import logging as library_logging
+
+from backend.api.errors import ConfigError
+from backend.api.model_files import shown, token_ids
+from backend.api.quantised import FILE
+from backend.architectures.description import LayerConfig, ModelConfig, RopeConfig
+from backend.hosted import attention, experts
+from backend.hosted.attention import AttentionHost
+from backend.hosted.experts import hold_experts
+from backend.hosted.layers import replace_linears
+from backend.hosted.model import HostedModel
+from backend.hosted.products import Products
+from backend.models.linears import LinearOptions
+
+log = logging.getLogger("everbatch.worker")
+
+MAX_MODULES = 4096  # layers, or experts of a layer: bounds what a number in config.json can make the library build
+_COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts", "n_layer", "moe_num_experts")
+
+
+class HostedCheckpoint:
+    """Has the interface of backend.models.loader.Checkpoint. Nothing large is read before `build`."""
+
+    def __init__(self, content: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """`content`: of config.json. Raises ConfigError."""
+        self._library_config = library_config(content)
+        self.config = engine_config(content, self._library_config)
+        self.tensors = tensors
+
+    def limit_attention(self, windows: object, sink_tokens: int) -> None:
+        """Raises ConfigError if windows or sink tokens are configured: a hosted model's windows are its own."""
+        if windows is not None or sink_tokens:
+            raise ConfigError(
+                f"kv_cache.max_attention_window and kv_cache.sink_tokens cannot be set for {self.config.architecture}, which "
+                f"transformers runs; leave them out"
+            )
+
+    def compute_dtype(self, dtype: str) -> torch.dtype:
+        """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
+        name = (self.config.dtype or "float32") if dtype == "auto" else dtype
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if name not in known:
+            raise ConfigError(
+                f"{FILE}: dtype {shown(name)} is not supported; use one of {', '.join(known)} with --set model.dtype=..."
+            )
+        return known[name]
+
+    def build(
+        self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions
+    ) -> HostedModel:
+        """Make the model. Raises ConfigError."""
+        limit = max_seq_len or self.config.max_position
+        if limit > self.config.max_position:
+            raise ConfigError(
+                f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
+            )
+        with torch.inference_mode(), _quiet():
+            module = self._load(dtype).to(device)
+            head = module.get_output_embeddings()
+            replace_linears(module, head, linears)
+            hold_experts(module, linears)
+            host, products = AttentionHost(module), Products(linears)
+            model = HostedModel(self.config, module.eval(), host, products, limit, dtype)
+            model.learn()
+        return model
+
+    def _load(self, dtype: torch.dtype) -> Any:
+        lazy = {name: _Lazy(self.tensors, name) for name in self.tensors}
+        config = self._library_config
+        config._attn_implementation = attention.NAME
+        try:
+            family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            module, found = family.from_pretrained(
+                None,
+                config=config,
+                state_dict=lazy,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                experts_implementation=experts.NAME,
+                output_loading_info=True,
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # the library checks shapes and settings by exceptions of all kinds
+            raise ConfigError(f"{self.config.architecture} cannot be loaded: {_sentence(error)}") from None
+        _check(found)
+        return module
+
+
+def library_config(content: dict[str, Any]) -> PretrainedConfig:
+    """The library's configuration of a config.json. Raises ConfigError for one that it does not accept."""
+    for name in _COUNTS:
+        count = content.get(name)
+        if isinstance(count, int) and not 0 <= count <= MAX_MODULES:
+            raise ConfigError(f"{FILE}: {name} is {count}, allowed is 0 to {MAX_MODULES}; correct it")
+    kind = content.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if not isinstance(kind, str) or kind not in known:
+        raise ConfigError(
+            f"{FILE}: model_type {shown(kind)} is not known to transformers {transformers.__version__}; use another model"
+        )
+    try:
+        with _quiet():
+            config = known[kind].from_dict(dict(content))
+            return config.get_text_config(decoder=True)
+    except Exception as error:  # configuration classes raise what they please
+        raise ConfigError(f"{FILE}: transformers does not accept it: {_sentence(error)}; correct it") from None
+
+
+def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
+    """What the engine needs to know. Heads and windows are known once the model is built. Raises ConfigError."""
+    try:
+        layers = int(config.num_hidden_layers)
+        hidden, vocab, positions = int(config.hidden_size), int(config.vocab_size), int(config.max_position_embeddings)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{FILE}: transformers' configuration lacks a size ({_sentence(error)}); use another model"
+        ) from None
+    names = content.get("architectures") or ["none"]
+    dtype = content.get("dtype") or content.get("torch_dtype")
+    return ModelConfig(
+        architecture=str(names[0]),
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_layers=layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=hidden,
+        max_position=positions,
+        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        layers=(LayerConfig(),) * layers,
+        ropes=(RopeConfig(),),
+        dtype=dtype if isinstance(dtype, str) else None,
+        eos_ids=token_ids(content, "eos_token_id", FILE),
+        quantization=None,
+        kv_cache_dtype=None,
+    )
+
+
+class _Lazy:
+    """A tensor that is read when the library indexes it, as a slice of a safetensors file is."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        self._tensors, self._name = tensors, name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensors[self._name][index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensors[self._name].shape)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensors[self._name].shape
+
+
+def _check(found: dict[str, Any]) -> None:
+    """Raise ConfigError when the checkpoint lacks tensors of the model, or has others."""
+    for kind, text in (
+        ("missing_keys", "the checkpoint lacks the tensor {}; its config.json describes another model"),
+        ("mismatched_keys", "tensor {} has another shape than config.json asks for; they are of different models"),
+        ("unexpected_keys", "tensor {} of the checkpoint is not used; its config.json describes another model"),
+        ("error_msgs", "the checkpoint cannot be read: {}"),
+    ):
+        if names := found.get(kind):
+            first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
+            raise ConfigError(text.format(shown(first)))
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error of the library."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the library's own reports and progress bars: what is wrong is said by ConfigError."""
+    level = library_logging.get_verbosity()
+    bars = library_logging.is_progress_bar_enabled()
+    library_logging.set_verbosity_error()
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(level)
+        if bars:
+            library_logging.enable_progress_bar()

@@ -1,0 +1,37 @@
+"""Opens a checkpoint by the implementation that runs it: the engine's own decoder, or transformers (backend/hosted)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend.api.config import Implementation
+from backend.api.gguf import gguf_file
+from backend.api.model_files import read_object, token_ids
+from backend.api.quantised import FILE
+from backend.api.weight_files import weight_files
+from backend.architectures.hosted import implementation_of
+from backend.models import loader
+from backend.models.config import check_eos_ids
+
+if TYPE_CHECKING:
+    from backend.hosted.checkpoint import HostedCheckpoint
+
+
+def open_checkpoint(path: Path, implementation: Implementation) -> loader.Checkpoint | HostedCheckpoint:
+    """A checkpoint directory, or a GGUF file. Raises ConfigError."""
+    content = None if gguf_file(path) else read_object(path, FILE)
+    if content is None or implementation_of(content, implementation) == "native":
+        return loader.open_directory(path)
+    from backend.hosted.checkpoint import HostedCheckpoint  # imports transformers, which takes seconds
+
+    return HostedCheckpoint(content, loader.open_tensors(weight_files(path)))
+
+
+def read_eos_ids(path: Path, checkpoint: loader.Checkpoint | HostedCheckpoint) -> tuple[int, ...]:
+    """Token ids that end a text. Raises ConfigError."""
+    if isinstance(checkpoint, loader.Checkpoint):
+        return loader.read_eos_ids(path)
+    config = checkpoint.config
+    ids = token_ids(read_object(path, loader.GENERATION) or {}, "eos_token_id", loader.GENERATION)
+    return check_eos_ids(ids, config, loader.GENERATION) if ids else check_eos_ids(config.eos_ids, config, FILE)

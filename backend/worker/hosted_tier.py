@@ -1,0 +1,164 @@
+"""HostedTier: runs a model of backend/hosted. transformers runs the layers, and their attention reads and writes the KV pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import CDLL
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backend.core.adapter import PreparedAdapter
+from backend.core.step import Row
+from backend.hosted.attention import LayerAttention
+from backend.hosted.model import HostedModel
+from backend.worker.adapters import DeviceAdapters
+from backend.worker.input_batch import FlatBatch, InputBatch
+from backend.worker.tier import KVBlock
+from kernels.common.kv_format import PoolLayout
+from kernels.common.scoring import Scoring
+from kernels.cpu.attention import NativeAttention, Scratch
+from kernels.cpu.decoder import UnknownCell
+from kernels.kv_append import kv_append
+from kernels.paged_attention import paged_attention, plan_attention
+
+
+class HostedTier:
+    """`run` leaves torch's own operators one thread and no oneDNN: how they share their work, and whether oneDNN does it, depends
+    on the batch's size, and the last bits of some depend on that.
+    """
+
+    def __init__(self, model: HostedModel, attention: NativeLayers | PagedLayers) -> None:
+        self._model, self._attention = model, attention
+        self.name = attention.name
+        self.adapters: DeviceAdapters[Any] = DeviceAdapters(_no_adapter)
+
+    def kv_block(self) -> KVBlock:
+        return self._attention.kv_block()
+
+    def run(
+        self,
+        batch: InputBatch,
+        rows: list[Row],
+        num_logits: Sequence[int],
+        pools: list[Tensor],
+        wants_logits: bool,
+        outputs: dict[str, Tensor] | None = None,
+    ) -> tuple[None, Tensor]:
+        """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
+        flat = batch.flatten(rows, num_logits)
+        self._attention.begin(batch, rows, num_logits, flat, pools)
+        with torch.inference_mode(), _same_for_all_sizes():
+            try:
+                logits, hidden = self._model.run(flat.token_ids, flat.positions, flat.logits_index, self._attention)
+            except UnknownCell as error:
+                raise IndexError(
+                    f"slot {rows[error.row].slot} is to run a token in a block that was let go; engine and worker disagree"
+                ) from None
+        logits = logits.float()
+        if outputs:
+            marked = self._model.outputs
+            outputs.update({name: marked[name].compute(hidden, logits) for name in outputs})
+        return None, logits
+
+
+class NativeLayers:
+    """Attention by the native kernels. A layer's result for a token depends on its own sequence alone, bit for bit."""
+
+    name = "native"
+
+    def __init__(self, model: HostedModel, library: CDLL, block_size: int, kv_bits: int) -> None:
+        """`kv_bits` as in NativeTier."""
+        self._model, self._library = model, library
+        self._block_size, self._kv_bits = block_size, kv_bits
+        self._scratch, self._threads = Scratch(library), torch.get_num_threads()
+        self._layers: dict[int, NativeAttention] = {}
+
+    def kv_block(self) -> KVBlock:
+        dtype = torch.uint8 if self._kv_bits else self._model.dtype
+        num_bytes = self._layer(-1, self._model.config.num_heads, 1.0, 0.0, None, None).kv_block_bytes
+        return KVBlock((num_bytes // dtype.itemsize,), dtype)
+
+    def begin(
+        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], flat: FlatBatch, pools: list[Tensor]
+    ) -> None:
+        self._rows, self._tables, self._pools = batch.row_numbers(rows, num_logits), batch.block_tables, pools
+
+    def __call__(
+        self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        attention = self._layers.get(index)
+        if attention is None:
+            attention = self._layer(index, layer.heads, layer.scale, layer.softcap, layer.window, sinks)
+            self._layers[index] = attention
+        return attention(q, k, v, self._rows, self._tables, self._pools[index])
+
+    def _layer(
+        self, index: int, heads: int, scale: float, softcap: float, window: int | None, sinks: Tensor | None
+    ) -> NativeAttention:
+        config = self._model.config
+        return NativeAttention(
+            self._library,
+            self._scratch,
+            heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self._model.dtype,
+            self._block_size,
+            self._kv_bits,
+            window,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            threads=self._threads,
+        )
+
+
+class PagedLayers:
+    """Attention by the kernels of the torch and Triton tiers."""
+
+    name = "torch"
+
+    def __init__(self, model: HostedModel, layout: PoolLayout) -> None:
+        self._model, self._layout = model, layout
+
+    def kv_block(self) -> KVBlock:
+        return KVBlock(self._layout.block_shape, self._layout.dtype)
+
+    def begin(
+        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], flat: FlatBatch, pools: list[Tensor]
+    ) -> None:
+        config = self._model.config
+        self._flat = flat
+        self._pools = [self._layout.view(pool) for pool in pools]
+        device, dtype = flat.token_ids.device, self._model.dtype
+        self._plans = plan_attention(
+            flat.rows, self._layout.block_size, config.windows, config.head_dim, dtype, device, sink_tokens=0
+        )
+
+    def __call__(
+        self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        qkv = torch.cat((q, k, v), dim=1).flatten(1)
+        pool, flat = self._pools[index], self._flat
+        q = kv_append(qkv, flat.positions, None, None, flat.cells, pool)
+        return paged_attention(q, pool, self._plans[layer.window], Scoring(layer.scale, layer.softcap, sinks))
+
+
+@contextmanager
+def _same_for_all_sizes() -> Iterator[None]:
+    """Let torch's operators round an element alike in tensors of all sizes."""
+    count, one_dnn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+    torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+        torch._C._set_mkldnn_enabled(one_dnn)  # type: ignore[attr-defined]
+
+
+def _no_adapter(adapter: PreparedAdapter) -> Any:
+    raise AssertionError("adapters are refused while a hosted model is loaded")
