@@ -41,10 +41,11 @@ BlockId = NewType("BlockId", int)  # index into the KV pool
 class Gather(Struct, frozen=True):
     """A tensor that the client of a sequence asked for."""
 
-    name: str  # "logits", "prompt_log_probs", or another output of the model
+    name: str  # one of the names in core/gathered.py, or another output of the model
     context_from: int | None  # first position of the prompt whose row is wanted; None: no row of the prompt is
     generation: bool  # True if the row from which each output token is sampled is wanted
     top: int = 0  # prompt_log_probs only: how many of the most likely tokens to return with each position
+    columns: tuple[int, ...] = ()  # prompt_logits only: the tokens whose logits are wanted
 
 
 class NewRow(Struct, frozen=True):
