@@ -6,6 +6,7 @@ from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 from backend.api.sampling import OutputConfig
 
+NO_HEAD = "this checkpoint has no output head and generates nothing; ask for embeddings (/v1/embeddings)"
 MAX_LOGITS = 256  # tokens whose logits behind the prompt one request may ask for
 
 
@@ -61,9 +62,7 @@ def check_needs_no_head(request: Request) -> None:
     output = request.output_config
     asks = output.prompt_log_probs is not None or output.prompt_logits_of or output.return_context_logits
     if request.max_tokens or asks or output.additional_outputs:
-        raise Unsupported(
-            "this checkpoint has no output head and generates nothing; ask for embeddings (/v1/embeddings)"
-        )
+        raise Unsupported(NO_HEAD)
 
 
 def check_post_processor(request: Request, names: tuple[str, ...], is_static: bool) -> None:

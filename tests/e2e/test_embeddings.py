@@ -1,4 +1,4 @@
-"""Embeddings and rerank before a real server: tiny Qwen3 checkpoints as sentence-transformers writes them, transformers as the oracle."""
+"""Embeddings and rerank before a real server: tiny Qwen3 checkpoints, with transformers as the oracle."""
 
 from __future__ import annotations
 
@@ -170,54 +170,55 @@ def test_an_embedding_checkpoint_ranks_nothing_and_says_so(served: Served) -> No
     )
 
 
-class TestReranker:
-    """The same layers without modules.json, with words that the tokenizer has as tokens."""
+@pytest.fixture(scope="module")
+def ranking_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return embedding_model(tmp_path_factory.mktemp("reranker"), pooling=None)
 
-    @pytest.fixture(scope="class")
-    def directory(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return embedding_model(tmp_path_factory.mktemp("reranker"), pooling=None)
 
-    @pytest.fixture(scope="class")
-    def reranker(self, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-        with serve(tmp_path_factory.mktemp("run"), f"model.path={directory}") as server:
-            wait_ready(server)
-            with serving(server.grpc_url) as served:
-                yield served
-            everything_is_answered(server)
+@pytest.fixture(scope="module")
+def reranker(ranking_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(tmp_path_factory.mktemp("run"), f"model.path={ranking_directory}") as server:
+        wait_ready(server)
+        with serving(server.grpc_url) as served:
+            yield served
+        everything_is_answered(server)
 
-    def test_scores_are_the_softmax_of_yes_and_no_behind_qwens_prompt(self, reranker: Served, directory: Path) -> None:
-        oracle, query = Oracle(directory), "how are lines read?"
-        documents = [*TEXTS[:3], {"text": TEXTS[3]}]
-        answer = {}
-        for route in ("/v1/rerank", "/rerank"):
-            asked = {"model": MODEL, "query": query, "documents": documents, "return_documents": True}
-            status, answer, _ = reranker.request("POST", route, asked)
-            assert status == 200, answer
-        words = [oracle.tokenizer.token_to_id(word) for word in ("no", "yes")]
-        lengths = []
-        for result in answer["results"]:
-            text = TEXTS[result["index"]]
-            assert result["document"] == {"text": text}
-            parts = [part.format(query=query, document=text) for part in QWEN_PROMPT]
-            ids = [token for part in parts for token in oracle.tokenizer.encode(part, add_special_tokens=False).ids]
-            lengths.append(len(ids))
-            expected = torch.softmax(oracle.run(ids)[1][words], 0)[1].item()
-            assert result["relevance_score"] == pytest.approx(expected, abs=1e-5)
-        scores = [result["relevance_score"] for result in answer["results"]]
-        assert scores == sorted(scores, reverse=True) and len(set(scores)) == 4
-        assert answer["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
 
-    def test_top_n_keeps_the_best(self, reranker: Served) -> None:
-        asked: dict[str, Any] = {"model": MODEL, "query": "q", "documents": TEXTS}
-        _, full, _ = reranker.request("POST", "/v1/rerank", asked)
-        _, best, _ = reranker.request("POST", "/v1/rerank", {**asked, "top_n": 2})
-        assert best["results"] == full["results"][:2] and len(full["results"]) == 5
+def test_scores_are_the_softmax_of_yes_and_no_behind_qwens_prompt(reranker: Served, ranking_directory: Path) -> None:
+    oracle, query = Oracle(ranking_directory), "how are lines read?"
+    documents = [*TEXTS[:3], {"text": TEXTS[3]}]
+    answer = {}
+    for route in ("/v1/rerank", "/rerank"):
+        asked = {"model": MODEL, "query": query, "documents": documents, "return_documents": True}
+        status, answer, _ = reranker.request("POST", route, asked)
+        assert status == 200, answer
+    words = [oracle.tokenizer.token_to_id(word) for word in ("no", "yes")]
+    lengths = []
+    for result in answer["results"]:
+        text = TEXTS[result["index"]]
+        assert result["document"] == {"text": text}
+        parts = [part.format(query=query, document=text) for part in QWEN_PROMPT]
+        ids = [token for part in parts for token in oracle.tokenizer.encode(part, add_special_tokens=False).ids]
+        lengths.append(len(ids))
+        expected = torch.softmax(oracle.run(ids)[1][words], 0)[1].item()
+        assert result["relevance_score"] == pytest.approx(expected, abs=1e-5)
+    scores = [result["relevance_score"] for result in answer["results"]]
+    assert scores == sorted(scores, reverse=True) and len(set(scores)) == 4
+    assert answer["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
 
-    def test_a_decoder_without_the_files_embeds_by_its_last_token(self, reranker: Served, directory: Path) -> None:
-        with reranker.client() as client:
-            found = vectors(client.embeddings.create(model=MODEL, input=TEXTS))
-        oracle = Oracle(directory)
-        np.testing.assert_allclose(found, np.stack([oracle.embedding(text) for text in TEXTS]), atol=1e-5)
+
+def test_top_n_keeps_the_best(reranker: Served) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "query": "q", "documents": TEXTS}
+    _, full, _ = reranker.request("POST", "/v1/rerank", asked)
+    _, best, _ = reranker.request("POST", "/v1/rerank", {**asked, "top_n": 2})
+    assert best["results"] == full["results"][:2] and len(full["results"]) == 5
+
+
+def test_a_decoder_without_the_files_embeds_by_its_last_token(reranker: Served, ranking_directory: Path) -> None:
+    with reranker.client() as client:
+        found = vectors(client.embeddings.create(model=MODEL, input=TEXTS))
+    oracle = Oracle(ranking_directory)
+    np.testing.assert_allclose(found, np.stack([oracle.embedding(text) for text in TEXTS]), atol=1e-5)
 
 
 def test_a_checkpoint_of_the_layers_alone_embeds_and_generates_nothing(
