@@ -323,11 +323,6 @@ def test_an_unknown_model_is_404_and_the_known_ones_are_listed(client: openai.Op
         assert caught.value.code == "model_not_found" and caught.value.param == "model"
 
 
-def test_embeddings_are_refused_in_a_sentence(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="embeddings are not served here"):
-        client.embeddings.create(model="everbatch", input="a")
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", "/docs", 404), ("GET", "/v1/completions", 405)]
