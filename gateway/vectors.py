@@ -84,7 +84,7 @@ def _places(gateway: Gateway, asked: list[Asked]) -> int:
 
 
 class _Field(NamedTuple):
-    """What the model and the client call the entries of a request."""
+    """What the model and the client call the entries of a request; `request` is how the model calls one that is far too long."""
 
     of_model: str
     of_client: str
@@ -92,10 +92,11 @@ class _Field(NamedTuple):
 
     def named(self, error: GatewayError, index: int) -> GatewayError:
         """The error in the client's words."""
-        if not error.message.startswith(self.of_model):
+        first = next((word for word in (self.of_model, "request") if error.message.startswith(word)), None)
+        if first is None:
             return error
         name = f"{self.of_client}[{index}]" if self.is_list else self.of_client
-        text = name + error.message.removeprefix(self.of_model)
+        text = name + error.message.removeprefix(first)
         return GatewayError(error.status, text, name, error.code or "invalid_value", logged=self.of_client)
 
 

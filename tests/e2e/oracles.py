@@ -16,7 +16,7 @@ VARIABLE = "EVERBATCH_ORACLES"
 
 
 def result_of(program: str, package: str, argument: dict[str, Any]) -> Any:
-    """The JSON in the last line that a program prints, given the argument as JSON. Skips the test where the package is missing."""
+    """The JSON in the last line that a program prints, given the argument as JSON. Skips the test without the package."""
     python = os.environ.get(VARIABLE, sys.executable)
     if subprocess.run([python, "-c", f"import {package}"], capture_output=True, check=False).returncode:
         pytest.skip(f"{package} is not installed; install it, or name a Python that has it in {VARIABLE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from client import AsyncEverbatchClient, EverbatchClient, InvalidArgument
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import everything_is_answered, serve
 from tests.e2e.embedding_models import QWEN_PROMPT, embedding_model
+from tests.e2e.oracles import result_of
 from tests.e2e.starts import wait_ready
 from tests.e2e.wire import post
 from tests.gateway.conftest import Served, serving
@@ -160,6 +163,85 @@ def test_the_triton_model_answers_rows_together_over_grpc_and_http(
     np.testing.assert_allclose(json.loads(body)["embedding"], oracle.run(oracle.ids("x"))[0].numpy(), atol=1e-5)
     status, body = post(f"{embedder.http_url}/v2/models/embedding/generate", {"text_input": ["x", ""]})
     assert status == 400 and "text_input is empty; give at least one character" in body
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_the_projects_own_client_embeds_any_number_of_texts(
+    protocol: str, embedder: TritonServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = vectors(client.embeddings.create(model=MODEL, input=TEXTS, dimensions=9))
+    url = embedder.http_url if protocol == "http" else f"grpc://{embedder.grpc_url}"
+    with EverbatchClient(url, namespace="mine") as own:
+        many = TEXTS * 20  # more than one request takes
+        assert np.array_equal(own.embed(many, dimensions=9), np.concatenate([expected] * 20))
+        with pytest.raises(InvalidArgument, match="dimensions is 49, allowed is 1 to 48"):
+            own.embed(["a"], dimensions=49)
+        for wrong, error in (([], ValueError), ("text", TypeError), ([5], TypeError)):
+            with pytest.raises(error, match="texts"):
+                own.embed(wrong)
+
+    async def in_a_loop() -> Vectors:
+        async with AsyncEverbatchClient(url) as own:
+            return await own.embed(TEXTS, dimensions=9)
+
+    assert np.array_equal(asyncio.run(in_a_loop()), expected)
+
+
+HOSTILE: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": ""}, "input", "input is empty; give at least one character"),
+    ({"input": ["a", "", "b"]}, "input[1]", "input[1] is empty; give at least one character"),
+    ({"input": [4096]}, "input", "input has token 4096, which is outside the vocabulary; allowed is 0 to 4095"),
+    (
+        {"input": [[5], [9999]]},
+        "input[1]",
+        "input[1] has token 9999, which is outside the vocabulary; allowed is 0 to 4095",
+    ),
+    ({"input": "a b " * 400}, "input", "input has "),
+    (
+        {"input": [5] * 513},
+        "input",
+        "input has 513 tokens, the limit is 512 (the model's own, or model.max_seq_len); shorten it",
+    ),
+    (
+        {"input": "x" * 2_000_000},
+        "input",
+        "input has 2000030 bytes, the limit is 196608 (384 for each token of model.max_seq_len); shorten it",
+    ),
+    ({"input": "a\ud800"}, "input", ""),
+    ({"input": "a", "dimensions": 49}, "dimensions", "dimensions is 49, allowed is 1 to 48, the model's own"),
+    ({"input": "a", "dimensions": (1 << 31) - 1}, "dimensions", "dimensions is 2147483647, allowed is 1 to 48"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "sentence"), HOSTILE)
+def test_what_the_model_cannot_embed_is_one_sentence_with_its_parameter(
+    fields: dict[str, Any], param: str, sentence: str, served: Served
+) -> None:
+    body = json.dumps({"model": MODEL, **fields}).replace("\\\\ud800", "\\ud800").encode()
+    status, answer, _ = served.request("POST", "/v1/embeddings", body)
+    error = answer["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error"), error
+    assert error["message"].startswith(sentence) and error["message"].count("\n") == 0 and len(error["message"]) < 300
+    assert error["param"] == param or not sentence
+    assert served.request("POST", "/v1/embeddings", {"model": MODEL, "input": [5] * 512})[0] == 200  # as long as fits
+
+
+SENTENCE_TRANSFORMERS = """
+import json, sys
+from sentence_transformers import SentenceTransformer
+given = json.loads(sys.argv[1])
+model = SentenceTransformer(given["model"], device="cpu", model_kwargs={"dtype": "float32"})
+print(json.dumps([model.encode([text], truncate_dim=given["dimensions"], normalize_embeddings=given["normalize"])[0].tolist()
+                  for text in given["texts"]]))
+"""
+
+
+@pytest.mark.parametrize("dimensions", [48, 9])
+def test_sentence_transformers_gives_the_same(dimensions: int, client: openai.OpenAI, directory: Path) -> None:
+    asked = {"model": str(directory), "texts": TEXTS, "dimensions": dimensions, "normalize": True}
+    expected = result_of(SENTENCE_TRANSFORMERS, "sentence_transformers", asked)
+    found = vectors(client.embeddings.create(model=MODEL, input=TEXTS, dimensions=dimensions))
+    np.testing.assert_allclose(found, np.array(expected), atol=1e-5)
 
 
 def test_an_embedding_checkpoint_ranks_nothing_and_says_so(served: Served) -> None:
