@@ -29,7 +29,6 @@ TENSORS = ModelTensors(
         Input("input_lengths", "INT32", ONE, "request"),
         Input("dimensions", "INT32", ONE, "request"),
         Input("normalize", "BOOL", ONE, "request"),
-        Input("stop", "BOOL", ONE, "request"),
     ),
     outputs=(
         Output("embedding", "FP32", ANY, "always: as many numbers as dimensions says"),
