@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self, Unpack, overload
@@ -25,6 +25,9 @@ from client.retry import Retry
 from client.settings import DEFAULT_MODEL, DEFAULT_TIMEOUT_S, Settings, make_settings
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from client.async_conversation import AsyncConversation
 
 
@@ -124,6 +127,21 @@ class AsyncEverbatchClient:
         """generate() for a request that is already a value."""
         async with aclosing(self.send(request, timeout_s=timeout_s, request_id=request_id)) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])
+
+    async def embed(
+        self,
+        texts: Iterable[str],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> NDArray[np.float32]:
+        """EverbatchClient.embed, in a thread and on a connection of its own, which a task that is cancelled ends."""
+        from client.client import open_transport
+        from client.embedding import embed
+
+        with closing(open_transport(self._settings)) as transport:
+            return await asyncio.to_thread(embed, transport, self._settings, texts, dimensions, normalize, timeout_s)
 
     def conversation(self, system: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncConversation:
         """A conversation of several turns in a session of the server; `options` hold for every turn."""

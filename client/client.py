@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, Unpack, overload
 
 from client.address import ProtocolName
 from client.checks import check_request_id, check_timeout
@@ -24,7 +24,11 @@ from client.retry import Retry
 from client.settings import DEFAULT_MODEL, DEFAULT_TIMEOUT_S, Settings, make_settings
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from client.conversation import Conversation
+    from client.embedding import Tensors
 
 
 class Transport(Protocol):
@@ -33,6 +37,9 @@ class Transport(Protocol):
     def stream(
         self, request: GenerateRequest, timeout_s: float, request_id: str
     ) -> Generator[TextChunk, None, None]: ...
+    def infer(
+        self, model: str, tensors: Tensors, parameters: dict[str, str | int], timeout_s: float
+    ) -> dict[str, list[Any]]: ...
     def close(self) -> None: ...
 
 
@@ -137,6 +144,22 @@ class EverbatchClient:
         """
         request, patience = prepared(self._settings, request, timeout_s, request_id)
         return repeated(self._transport, self._settings.retry, request, patience, request_id)
+
+    def embed(
+        self,
+        texts: Iterable[str],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> NDArray[np.float32]:
+        """The embeddings of texts, [texts, dimensions], by the server's model `embedding`; `model` of this client means nothing
+        here. `dimensions`: to which vectors are cut; `normalize`: whether their length is 1, the model's own way when unset.
+        Raises TypeError, ValueError and ClientError.
+        """
+        from client.embedding import embed
+
+        return embed(self._transport, self._settings, texts, dimensions, normalize, timeout_s)
 
     def conversation(self, system: str | None = None, **options: Unpack[GenerateOptions]) -> Conversation:
         """A conversation of several turns in a session of the server; `options` hold for every turn."""

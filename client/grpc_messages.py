@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -31,6 +31,7 @@ _UNPACK = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f"
 _NO_GRPC = re.compile("Failed parsing HTTP/2|http1.x server|failed to connect.*(Socket closed|Connection reset)")
 _NO_TLS = re.compile("WRONG_VERSION_NUMBER|Ssl handshake failed|HANDSHAKE_FAILURE|TSI_")
 _BROKEN = ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")
+Tensor = tuple[str, list[Any]]  # Triton's name of a type, and a value for each row
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -62,6 +63,27 @@ def _strings(raw: bytes) -> Iterator[str]:
         position += length
 
 
+def encode_infer(model: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, str | int]) -> Any:
+    """The ModelInferRequest of tensors [rows, 1]."""
+    message = service_pb2.ModelInferRequest(model_name=model)
+    for key, parameter in parameters.items():
+        setattr(message.parameters[key], "string_param" if isinstance(parameter, str) else "int64_param", parameter)
+    for name, (datatype, values) in tensors.items():
+        tensor = message.inputs.add()
+        tensor.name, tensor.datatype = name, datatype
+        tensor.shape.extend([len(values), 1])
+        message.raw_input_contents.append(encode_values(datatype, values))
+    return message
+
+
+def decode_outputs(message: Any) -> dict[str, list[Any]]:
+    """The outputs of a ModelInferResponse, by name. Raises ClientError."""
+    return {
+        output.name: decode_values(output.datatype, raw)
+        for output, raw in zip(message.outputs, message.raw_output_contents, strict=True)
+    }
+
+
 def encode_request(request: GenerateRequest, model: str, request_id: str, timeout_s: float) -> Any:
     """The ModelInferRequest, rank-2 tensors throughout, with the deadline and the namespace as parameters."""
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
@@ -83,11 +105,7 @@ def decode_response(message: Any) -> TextChunk:
         if "triton_final_response" in message.parameters
         else False
     )
-    outputs = {
-        output.name: decode_values(output.datatype, raw)
-        for output, raw in zip(message.outputs, message.raw_output_contents, strict=True)
-    }
-    return TextChunk.from_outputs(outputs, final)
+    return TextChunk.from_outputs(decode_outputs(message), final)
 
 
 def read_answer(answer: Any) -> TextChunk:

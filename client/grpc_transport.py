@@ -7,14 +7,22 @@ thread: iterating the call delivers the chunks in order, in the caller's thread,
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc  # type: ignore[import-untyped]
 
 from client.errors import Cancelled, Unavailable
-from client.grpc_messages import CHANNEL_OPTIONS, encode_request, read_answer, rpc_failure
+from client.grpc_messages import (
+    CHANNEL_OPTIONS,
+    Tensor,
+    decode_outputs,
+    encode_infer,
+    encode_request,
+    read_answer,
+    rpc_failure,
+)
 from client.interrupts import interrupts_deferred
 from client.messages import GenerateRequest, TextChunk
 from client.settings import Settings
@@ -64,6 +72,20 @@ class GrpcTransport:
         finally:
             with interrupts_deferred(lambda: None):
                 call.cancel()  # Nothing happens when the stream is over already.
+
+    def infer(
+        self, model: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, str | int], timeout_s: float
+    ) -> dict[str, list[Any]]:
+        """The outputs of a model that answers once, each as a flat list. Every tensor has a value a row. Raises ClientError."""
+        settings = self._settings
+        if self._closed:
+            raise Cancelled("the client is closed; make another")
+        message = encode_infer(model, tensors, parameters)
+        try:
+            answer = self._stub.ModelInfer(message, timeout=timeout_s, metadata=settings.metadata)
+        except grpc.RpcError as error:
+            raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
+        return decode_outputs(answer)
 
     def close(self) -> None:
         self._closed = True

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from client.errors import ClientError, Unavailable, client_error, code_in, no_entry
 from client.messages import GenerateRequest, TextChunk
 
+Tensor = tuple[str, list[Any]]  # Triton's name of a type, and a value for each row
 _OURS = frozenset(
     "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
     " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs sequence_index".split()
@@ -77,6 +78,20 @@ def request_body(request: GenerateRequest, timeout_s: float, request_id: str) ->
     """The JSON of generate and generate_stream."""
     body = request.json_body() | request.parameters(timeout_s)
     return json.dumps(body | {"id": request_id} if request_id else body).encode()
+
+
+def infer_body(tensors: Mapping[str, Tensor], parameters: Mapping[str, str | int]) -> bytes:
+    """The JSON of Triton's infer, for tensors [rows, 1]."""
+    inputs = [
+        {"name": name, "datatype": datatype, "shape": [len(values), 1], "data": values}
+        for name, (datatype, values) in tensors.items()
+    ]
+    return json.dumps({"inputs": inputs, "parameters": dict(parameters)}).encode()
+
+
+def read_outputs(body: bytes) -> dict[str, list[Any]]:
+    """The outputs in an answer of infer, by name. Raises ClientError."""
+    return {output["name"]: output["data"] for output in _load(body.decode(errors="replace")).get("outputs", [])}
 
 
 def comes_in_parts(request: GenerateRequest) -> bool:

@@ -7,15 +7,20 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from client.errors import Cancelled, ClientError, no_http, no_server, no_tls, no_trust, too_late
 from client.http_messages import (
+    Tensor,
     broken,
     comes_in_parts,
     decode_answer,
+    infer_body,
     parse_event,
     read_answer,
+    read_outputs,
     request_body,
     request_headers,
     request_path,
@@ -55,13 +60,29 @@ class HttpTransport:
             raise Cancelled("the client is closed; make another")
         body = request_body(request, timeout_s, request_id)
         deadline = time.monotonic() + timeout_s
-        connection, sock = self._connect(timeout_s)
-        try:
+        with self._exchange(timeout_s) as (connection, sock):
             response = self._send(connection, request_path(request, self._settings.model), body)
             if comes_in_parts(request):
                 yield from with_final_mark(self._events(sock, response, deadline), request.num_streams)
             else:
                 yield read_answer(response.read())
+
+    def infer(
+        self, model: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, str | int], timeout_s: float
+    ) -> dict[str, list[Any]]:
+        """The outputs of a model that answers once, each as a flat list. Every tensor has a value a row. Raises ClientError."""
+        if self._closed:
+            raise Cancelled("the client is closed; make another")
+        with self._exchange(timeout_s) as (connection, _):
+            body = infer_body(tensors, parameters)
+            return read_outputs(self._send(connection, f"/v2/models/{model}/infer", body).read())
+
+    @contextmanager
+    def _exchange(self, timeout_s: float) -> Iterator[tuple[Connection, socket.socket]]:
+        """A connection for one request, whose failures become ClientErrors."""
+        connection, sock = self._connect(timeout_s)
+        try:
+            yield connection, sock
         except TimeoutError:
             raise too_late(self._url, timeout_s) from None
         except OSError:  # It comes first: RemoteDisconnected is an OSError and a BadStatusLine.

@@ -41,6 +41,7 @@ from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import InputTokensRequest, ResponseRequest
 from gateway.tools import wants_calls
+from gateway.vectors import add_vector_routes
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
@@ -58,6 +59,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     api.add_exception_handler(GatewayError, _gateway_error)
     add_generating_routes(api, gateway)
     add_response_routes(api, gateway)
+    add_vector_routes(api, gateway)
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_other_routes(api, gateway)
@@ -164,11 +166,6 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
     async def model(request: Request, name: str) -> Response:
         gateway.check_model(name, visit_of(request.scope).client)
         return as_json(await gateway.card(name))
-
-    @api.post("/v1/embeddings", include_in_schema=False)
-    async def embeddings() -> Response:
-        text = "embeddings are not served here: the models generate text; use /v1/chat/completions or /v1/completions"
-        raise GatewayError(404, text, code="unsupported_endpoint")
 
     @api.get("/health", responses=answer_of(Health))
     async def health() -> Response:

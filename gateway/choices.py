@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
@@ -86,6 +86,38 @@ class Reply:
             self.logprobs.extend(logprobs)
         self.finish_reason = piece.finish_reason
         self.usage = piece.usage or self.usage
+
+
+async def each_last(
+    link: TritonLink,
+    jobs: list[Job],
+    context: RequestContext,
+    at_once: int,
+    named: Callable[[GatewayError, int], GatewayError],
+) -> list[Piece]:
+    """The last piece of each job, `at_once` of which run together. Raises GatewayError: that of a job, which ends the others.
+
+    `named`: makes the error to raise of that of a job and its index.
+    """
+    free = asyncio.Semaphore(at_once)
+
+    async def last(index: int, job: Job) -> Piece:
+        try:
+            async with free, aclosing(link.stream(job)) as source:
+                async for piece in source:
+                    context.count(piece)
+                    found = piece
+        except GatewayError as error:
+            raise named(error, index) from None
+        return found
+
+    workers = [asyncio.ensure_future(last(index, job)) for index, job in enumerate(jobs)]
+    try:
+        return await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
 
 
 async def whole(link: TritonLink, jobs: list[Job], context: RequestContext) -> list[Reply]:

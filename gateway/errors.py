@@ -66,6 +66,10 @@ _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "include_stop_in_output": "include_stop_str_in_output",
     "prompt_logprobs": "logprobs",
     "prompt_log_probs": "logprobs",
+    "dimensions": "dimensions",
+    "documents": "documents",
+    "query": "query",
+    "embeddings": "model",
 }
 
 

@@ -19,6 +19,7 @@ from gateway.response_messages import (
     NewConversation,
     ResponseRequest,
 )
+from gateway.vector_messages import EmbeddingRequest, RerankRequest
 
 REFERENCE = "#/components/schemas/{model}"
 _REQUESTS: tuple[type[BaseModel], ...] = (
@@ -31,6 +32,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     ConversationItems,
     LoadAdapter,
     UnloadAdapter,
+    EmbeddingRequest,
+    RerankRequest,
 )
 _EVENT = {
     "type": "object",

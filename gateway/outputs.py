@@ -163,6 +163,41 @@ class ItemList(BaseModel):
     has_more: bool
 
 
+class EmbeddingBody(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # text: base64 of little-endian float32
+
+
+class VectorUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"]
+    data: list[EmbeddingBody]
+    model: str
+    usage: VectorUsage
+
+
+class RankedText(BaseModel):
+    text: str
+
+
+class RankedDocument(BaseModel):
+    index: int
+    relevance_score: float
+    document: RankedText | None = None  # told where return_documents is true
+
+
+class Ranking(BaseModel):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: VectorUsage
+
+
 class ItemBody(BaseModel):
     id: str
     type: Literal["message", "function_call", "function_call_output"]

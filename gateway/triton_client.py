@@ -65,6 +65,8 @@ class Piece(msgspec.Struct):
     usage: Usage | None = None
     max_model_len: int | None = None  # in the answer to a request that only tokenises
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
+    embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
+    score: float = 0.0  # how relevant a document is to a query, 0 to 1
 
     @property
     def shown_logprobs(self) -> list[msgspec.Raw] | None:

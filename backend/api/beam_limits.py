@@ -8,6 +8,7 @@ from backend.api.sampling import SamplingConfig
 from backend.api.sampling_fields import SAMPLING_FIELDS
 
 MAX_ENDS = 64  # each end makes every row return `beam_width` more candidates
+_NOT_OF_BEAMS = {"top_log_probs": 0, "prompt_log_probs": None, "prompt_hidden_states": None, "prompt_logits_of": ()}
 
 
 def check_beams(request: Request, max_beam_width: int) -> None:
@@ -53,6 +54,6 @@ def _check_search(request: Request, config: SamplingConfig) -> None:
         raise Unsupported(
             "logits_post_processor cannot be had with beams in this version; leave it out, or set beam_width to 1"
         )
-    for name, neutral_value in (("top_log_probs", 0), ("prompt_log_probs", None)):
+    for name, neutral_value in _NOT_OF_BEAMS.items():
         if getattr(output, name) != neutral_value:
             raise Unsupported(f"{name} cannot be had with beams in this version; leave it out, or set beam_width to 1")

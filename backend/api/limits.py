@@ -16,7 +16,13 @@ from backend.api.draft_limits import check_drafts
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.guide import NOT_SET_UP, check_guide
 from backend.api.lora import check_lora
-from backend.api.output_limits import check_outputs, check_post_processor, check_prompt_log_probs
+from backend.api.output_limits import (
+    check_needs_no_head,
+    check_outputs,
+    check_post_processor,
+    check_prompt_log_probs,
+    check_prompt_outputs,
+)
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
@@ -47,6 +53,8 @@ class RequestLimits(Struct, frozen=True):
     takes_adapters: bool = False
     takes_drafts: bool = False
     guesses: bool = False
+    has_head: bool = True  # False if the model makes hidden states only
+    marked_outputs: tuple[str, ...] = ()  # the tensors that the model can give besides tokens
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -82,6 +90,9 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     check_prompt_log_probs(request, limits.caps.max_top_log_probs)
+    check_prompt_outputs(request.output_config, limits.vocab_size, limits.marked_outputs)
+    if not limits.has_head:
+        check_needs_no_head(request)
     if request.client_id is not None:
         _check_range("client_id", request.client_id, 0, UINT64 - 1)
     if request.timeout_s is not None and not 0 < request.timeout_s <= limits.caps.max_timeout_s:

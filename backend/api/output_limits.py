@@ -6,6 +6,9 @@ from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 from backend.api.sampling import OutputConfig
 
+NO_HEAD = "this checkpoint has no output head and generates nothing; ask for embeddings (/v1/embeddings)"
+MAX_LOGITS = 256  # tokens whose logits behind the prompt one request may ask for
+
 
 def check_outputs(output: OutputConfig, context_logits: bool, generation_logits: bool, names: list[str]) -> None:
     """Raise for tensors that the engine does not give. `names`: of the additional outputs that the configuration lists."""
@@ -36,6 +39,30 @@ def check_prompt_log_probs(request: Request, most: int) -> None:
             "prompt_log_probs cannot be had of a prompt with prompt_embeddings, whose tokens are not in the vocabulary; "
             "leave one of them out"
         )
+
+
+def check_prompt_outputs(output: OutputConfig, vocab_size: int, marked: tuple[str, ...]) -> None:
+    """Raise for more logits behind the prompt than MAX_LOGITS, for tokens that the vocabulary does not have, and for hidden
+    states that the model does not mark as an output.
+    """
+    if output.prompt_hidden_states is not None and "hidden_states" not in marked:
+        raise Unsupported("prompt_hidden_states cannot be had of this model, which gives logits only; leave it out")
+    wanted = output.prompt_logits_of
+    if len(wanted) > MAX_LOGITS:
+        raise InvalidRequest(f"prompt_logits_of has {len(wanted)} tokens, the limit is {MAX_LOGITS}; leave some out")
+    for token_id in wanted:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"prompt_logits_of has token {token_id}, which is outside the vocabulary; allowed is 0 to {vocab_size - 1}"
+            )
+
+
+def check_needs_no_head(request: Request) -> None:
+    """Raise for a request to a checkpoint without an output head that asks for more than hidden states."""
+    output = request.output_config
+    asks = output.prompt_log_probs is not None or output.prompt_logits_of or output.return_context_logits
+    if request.max_tokens or asks or output.additional_outputs:
+        raise Unsupported(NO_HEAD)
 
 
 def check_post_processor(request: Request, names: tuple[str, ...], is_static: bool) -> None:

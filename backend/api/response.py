@@ -73,8 +73,8 @@ class Result(Struct, frozen=True, omit_defaults=True):
 
     A request with `num_return_sequences` n > 1 gets responses of n sequences, in any order between sequences; exactly one of
     them is final: the last one of the sequence that ends last. Tensors are float32, and each row comes once: streaming, context
-    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says. Log-probabilities of the
-    prompt come once for a request, like context rows: with the first response of the sequence with index 0.
+    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says. What is named after the
+    prompt comes once for a request, like context rows: with the first response of the sequence with index 0.
     """
 
     output_token_ids: list[list[int]]
@@ -86,6 +86,8 @@ class Result(Struct, frozen=True, omit_defaults=True):
     log_probs: list[list[float]] | None = None  # per beam, aligned with the generated part of output_token_ids
     top_log_probs: list[list[TopLogProb]] | None = None  # per generated token
     prompt_log_probs: list[PromptLogProb] | None = None  # for this turn's prompt, from its second token on
+    prompt_hidden_states: TensorData | None = None  # [1 or tokens of this turn's prompt, hidden]
+    prompt_logits: TensorData | None = None  # [1, as many as OutputConfig.prompt_logits_of has ids]
     decoding_iter: int = 0
     num_prompt_tokens: int = 0  # history + prompt of this turn
     perf_metrics: PerfMetrics | None = None

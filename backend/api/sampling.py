@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 
@@ -68,6 +70,9 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         )
 
 
+HiddenRows = Literal["last", "all"]
+
+
 class AdditionalOutput(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tensor of the model that comes back with the tokens."""
 
@@ -82,6 +87,8 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     top_log_probs: int = 0  # number of most likely tokens to return for each output token
     # Log-probabilities of the prompt's tokens from the second on, with the k most likely tokens of each position.
     prompt_log_probs: int | None = None
+    prompt_hidden_states: HiddenRows | None = None  # what the output head reads: of the prompt's last token, or of all
+    prompt_logits_of: tuple[int, ...] = ()  # ids of tokens whose logits behind the whole prompt are returned
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
     return_perf_metrics: bool = False
     return_context_logits: bool = False  # logits of the prompt's positions; needs model.gather_context_logits

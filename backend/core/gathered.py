@@ -7,8 +7,12 @@ Context rows end at the last position of the prompt and have no gap: n rows are 
 computed again (after a pause or an eviction) gives no second row. If other sequences computed more of the prompt while this one
 was paused, the rows ahead of the resulting gap are dropped.
 
-The workers make log-probabilities of the prompt from context rows, except from the last position, behind which no prompt token
-follows. A client gets them for the whole prompt: KV of a position whose row is missing is not reused (`needed_from`).
+Three tensors are about the prompt alone (PROMPT_OUTPUTS). A client gets all of their rows, once: KV of a position whose row is
+missing is not reused (`needed_from`).
+
+    prompt_hidden_states    what the output head reads, of the last position or of all
+    prompt_logits           logits of the tokens that the client named, behind the last position
+    prompt_log_probs        of the prompt's own tokens: made from all positions but the last, behind which none follows
 
     row of position p    | rank | k token ids |   log-prob   | k log-probs |      prompt token p + 1, then the likeliest k
                               int32                   float32
@@ -25,6 +29,15 @@ from backend.core.step import Gather, GatheredRows
 
 LOGITS = "logits"
 PROMPT_LOG_PROBS = "prompt_log_probs"
+PROMPT_HIDDEN = "prompt_hidden_states"
+PROMPT_LOGITS = "prompt_logits"
+PROMPT_OUTPUTS = (PROMPT_LOG_PROBS, PROMPT_HIDDEN, PROMPT_LOGITS)
+HIDDEN_STATES = "hidden_states"
+SOURCES = {
+    PROMPT_LOG_PROBS: LOGITS,
+    PROMPT_HIDDEN: HIDDEN_STATES,
+    PROMPT_LOGITS: LOGITS,
+}  # what the model computes for them
 FLOAT_BYTES = 4
 NEVER = 1 << 62  # larger than any position
 
@@ -36,58 +49,65 @@ def wanted(request: Request) -> dict[str, tuple[bool, bool]]:
     if output.return_context_logits or output.return_generation_logits:
         context, generation = names.get(LOGITS, (False, False))
         names[LOGITS] = context or output.return_context_logits, generation or output.return_generation_logits
-    if output.prompt_log_probs is not None:
-        names[PROMPT_LOG_PROBS] = True, False
+    asked = output.prompt_log_probs is not None, output.prompt_hidden_states is not None, bool(output.prompt_logits_of)
+    names.update({name: (True, False) for name, is_asked in zip(PROMPT_OUTPUTS, asked) if is_asked})
     return names
+
+
+def _needs_last_only(name: str, request: Request) -> bool:
+    """True if the only context row is that of the prompt's last position."""
+    return name == PROMPT_LOGITS or (name == PROMPT_HIDDEN and request.output_config.prompt_hidden_states == "last")
 
 
 def _row_width(name: str, request: Request, widths: dict[str, int]) -> int:
     """Numbers of 4 bytes that a row may take in a message."""
+    if name == PROMPT_LOGITS:
+        return len(request.output_config.prompt_logits_of)
     if name != PROMPT_LOG_PROBS:
-        return widths[name]
+        return widths[SOURCES.get(name, name)]
     return 5 + 4 * (request.output_config.prompt_log_probs or 0)  # msgpack: up to 18 bytes, and 15 for each alternative
 
 
 def response_bytes(request: Request, widths: dict[str, int], num_context: int, num_output: int) -> tuple[int, int]:
     """An upper bound of the bytes of tensors: (in the largest response of a request, in all of its responses together)."""
     each = {name: _row_width(name, request, widths) for name in wanted(request)}
-    context = sum(num_context * each[name] for name, (is_wanted, _) in wanted(request).items() if is_wanted)
+    num_rows = {name: 1 if _needs_last_only(name, request) else num_context for name in each}
+    context = sum(num_rows[name] * each[name] for name, (is_wanted, _) in wanted(request).items() if is_wanted)
     row = sum(each[name] for name, (_, is_wanted) in wanted(request).items() if is_wanted)
     total = FLOAT_BYTES * (context + row * num_output)
     return (FLOAT_BYTES * (context + row) if request.streaming else total), total
 
 
 class Gathered:
-    def __init__(
-        self, names: dict[str, tuple[bool, bool]], first_position: int, num_prompt_tokens: int, num_top: int = 0
-    ) -> None:
-        """`first_position`: where this turn's prompt begins. `num_top`: alternatives to return for each token of the prompt."""
-        self._names = names
+    def __init__(self, request: Request, first_position: int, num_prompt_tokens: int) -> None:
+        """`first_position`: where this turn's prompt begins."""
+        names = self._names = wanted(request)
         self._ends = {name: num_prompt_tokens - (name == PROMPT_LOG_PROBS) for name in names}
-        self._next = dict.fromkeys(names, first_position)  # position of the next context row
+        # position of the next context row
+        self._next = {
+            name: num_prompt_tokens - 1 if _needs_last_only(name, request) else first_position for name in names
+        }
         self._context: dict[str, list[bytes]] = {name: [] for name in names}
         self._generation: dict[str, list[bytes]] = {name: [] for name in names}
         self._row_bytes: dict[str, int] = {}
-        self._num_top = num_top
+        self._num_top = request.output_config.prompt_log_probs or 0
+        self._tokens = request.output_config.prompt_logits_of
         self.num_promised_bytes = 0  # upper bound of what responses will carry; written by the intake
 
     @classmethod
     def of(cls, request: Request, first_position: int, num_prompt_tokens: int) -> Gathered | None:
         """None for a request that asks for no tensors."""
-        output = request.output_config
-        asks = output.return_context_logits or output.return_generation_logits or output.additional_outputs
-        if not asks and output.prompt_log_probs is None:
-            return None
-        return cls(wanted(request), first_position, num_prompt_tokens, output.prompt_log_probs or 0)
+        return cls(request, first_position, num_prompt_tokens) if wanted(request) else None
 
     @property
     def needed_from(self) -> int:
         """The first position that has to be computed even if its KV is in the cache."""
-        return self._next[PROMPT_LOG_PROBS] if self._misses(PROMPT_LOG_PROBS) else NEVER
+        return min((self._next[name] for name in PROMPT_OUTPUTS if self._misses(name)), default=NEVER)
 
-    def leave_prompt_log_probs(self) -> None:
-        """Collect no log-probabilities of the prompt: another sequence of the request returns them."""
-        self._names.pop(PROMPT_LOG_PROBS, None)
+    def leave_prompt_outputs(self) -> None:
+        """Collect nothing about the prompt alone: another sequence of the request returns it."""
+        for name in PROMPT_OUTPUTS:
+            self._names.pop(name, None)
 
     def inherit(self, other: Gathered) -> None:
         """Take over the context rows of the sequence that has computed the prompt of both."""
@@ -104,6 +124,7 @@ class Gathered:
                 self._next[name] if context and self._misses(name) else None,
                 generation,
                 self._num_top if name == PROMPT_LOG_PROBS else 0,
+                self._tokens if name == PROMPT_LOGITS else (),
             )
             for name, (context, generation) in self._names.items()
         ]
@@ -134,6 +155,8 @@ class Gathered:
             "context_logits": context[LOGITS] if output.return_context_logits else None,
             "generation_logits": generation[LOGITS] if output.return_generation_logits else None,
             "prompt_log_probs": None if prompt is None else _prompt_log_probs(prompt),
+            "prompt_hidden_states": context.get(PROMPT_HIDDEN),
+            "prompt_logits": context.get(PROMPT_LOGITS),
         }
         if asked:
             own = {one.name: generation[one.name] for one in asked}

@@ -41,10 +41,11 @@ BlockId = NewType("BlockId", int)  # index into the KV pool
 class Gather(Struct, frozen=True):
     """A tensor that the client of a sequence asked for."""
 
-    name: str  # "logits", "prompt_log_probs", or another output of the model
+    name: str  # one of the names in core/gathered.py, or another output of the model
     context_from: int | None  # first position of the prompt whose row is wanted; None: no row of the prompt is
     generation: bool  # True if the row from which each output token is sampled is wanted
     top: int = 0  # prompt_log_probs only: how many of the most likely tokens to return with each position
+    columns: tuple[int, ...] = ()  # prompt_logits only: the tokens whose logits are wanted
 
 
 class NewRow(Struct, frozen=True):
@@ -169,6 +170,7 @@ class ModelInfo(Struct, frozen=True):
     lora_page_bytes: int = 1  # adapters take whole pages of this size
     looks_ahead: bool = False  # True if a step may be submitted before the step ahead of it is collected
     takes_drafts: bool = False  # True if rows may have drafts
+    has_head: bool = True  # False if the checkpoint is of the layers alone: then its logits mean nothing
 
 
 class MemoryUse(Struct, frozen=True):

@@ -30,7 +30,7 @@ def make_sequences(make: Callable[[], Sequence], count: int) -> list[Sequence]:
         for index, seq in enumerate(sequences):
             seq.group, seq.sequence_index, seq.seed = group, index, stream_seed(seq.seed, index)
             if index and seq.gathered is not None:
-                seq.gathered.leave_prompt_log_probs()
+                seq.gathered.leave_prompt_outputs()
     return sequences
 
 

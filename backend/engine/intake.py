@@ -59,6 +59,8 @@ class Intake:
             scheduler.adapters.is_enabled and model.lora_module_bytes > 0,
             model.takes_drafts,
             scheduler.guesses,
+            model.has_head,
+            tuple(model.output_widths),
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -65,7 +66,9 @@ class Checkpoint:
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         """Raises ConfigError when the configuration has more layers than the tensors have."""
         _check_layers(config, tensors)
-        self.config = config
+        # A checkpoint of the layers alone, as embedding models have it: the head that is built is not the model's.
+        self.has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
+        self.config = config if self.has_head else replace(config, tied_embeddings=True)
         self.tensors = tensors
 
     def limit_attention(self, windows: Windows | None, sink_tokens: int) -> None:
@@ -113,7 +116,8 @@ def open_directory(directory: Path) -> Checkpoint:
         header = read_header(file)
         config = gguf.read_config(header)
         return Checkpoint(config, GgufTensors(header, config))
-    return Checkpoint(read_model_config(directory), _LazyTensors(weight_files(directory)))
+    config, tensors = read_model_config(directory), _LazyTensors(weight_files(directory))
+    return Checkpoint(config, _BareTensors(tensors) if _BareTensors.fits(config, tensors) else tensors)
 
 
 def of_buffers(tensors: Mapping[str, Tensor], json_config: str) -> Checkpoint:
@@ -205,6 +209,33 @@ class _LazyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._paths)
+
+
+class _BareTensors(Mapping[str, Tensor]):
+    """Tensors of a checkpoint of the layers alone, none of whose names has the prefix `model.`, under the usual names."""
+
+    PREFIX = "model."
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    @classmethod
+    def fits(cls, config: ModelConfig, tensors: Mapping[str, Tensor]) -> bool:
+        usual = config.names.layers
+        layers = usual.removeprefix(cls.PREFIX)
+        is_bare = not any(name.startswith((cls.PREFIX, config.names.head + ".")) for name in tensors)
+        return usual != layers and is_bare and any(name.startswith(layers) for name in tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not name.startswith(self.PREFIX):
+            raise KeyError(name)
+        return self._tensors[name.removeprefix(self.PREFIX)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.PREFIX + name for name in self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _from_hub(name: str) -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.api.tensor import TensorData
-from backend.core.gathered import LOGITS, PROMPT_LOG_PROBS
+from backend.core.gathered import LOGITS, PROMPT_LOG_PROBS, PROMPT_LOGITS, SOURCES
 from backend.core.step import Gather, GatheredRows, NewRow, Row, SlotId
 from backend.models.decoder import Decoder
 from backend.sampling.prompt_log_probs import packed_rows
@@ -44,6 +44,11 @@ def check_outputs(names: Sequence[str], model: Decoder | HostedModel) -> None:
                 f"model.additional_outputs has {name!r}, which the model does not mark as an output; it marks "
                 f"{', '.join(sorted(model.outputs))}"
             )
+
+
+def _source(asked: Gather) -> str:
+    """The output of the model that a tensor is made of."""
+    return SOURCES.get(asked.name, asked.name)
 
 
 class SlotWants(NamedTuple):
@@ -197,11 +202,11 @@ class GatheringPass(Pass):
         self.sampling_rows = [
             index for end, row in zip(ends, self.rows) for index in range(end - row.num_samples, end)
         ]  # rows of logits that are sampled
-        names = {asked.name for part in parts if part.want is not None for asked in part.want.gather}
+        names = {_source(asked) for part in parts if part.want is not None for asked in part.want.gather}
         if debug is not None and self.sampling_rows:
             names.update(debug.fetch.outputs)
-        self.outputs = sorted(names - {LOGITS, PROMPT_LOG_PROBS})
-        self.wants_logits = not names.isdisjoint((LOGITS, PROMPT_LOG_PROBS))
+        self.outputs = sorted(names - {LOGITS})
+        self.wants_logits = LOGITS in names
         self.processed = {
             part.row.slot for part in parts if part.want is not None and part.want.post_processor and part.row.samples
         }
@@ -220,7 +225,7 @@ class GatheringPass(Pass):
             if part.want is None:
                 continue
             for asked in part.want.gather:
-                tensor = outputs.get(asked.name, logits)
+                tensor = outputs.get(_source(asked), logits)
                 assert tensor is not None  # wants_logits said that they are needed
                 positions = part.want.context_rows(part.row, asked)
                 if positions:
@@ -230,6 +235,8 @@ class GatheringPass(Pass):
                     if asked.name == PROMPT_LOG_PROBS:
                         following = batch.token_ids[part.row.slot, positions[0] + 1 : positions[-1] + 2]
                         tensors.append(packed_rows(rows, following, asked.top))
+                    elif asked.name == PROMPT_LOGITS:
+                        tensors.append(rows[:, list(asked.columns)].float())
                     else:
                         tensors.append(rows.float())
                 if asked.generation and part.row.samples:

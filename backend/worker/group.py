@@ -186,6 +186,7 @@ class InProcessWorkerGroup:
             lora_module_bytes=loaded.lora_module_bytes if self._lora.enabled else 0,
             lora_page_bytes=loaded.pages.page_bytes,
             takes_drafts=True,
+            has_head=checkpoint.has_head,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 

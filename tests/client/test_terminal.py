@@ -77,6 +77,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
         "aiohttp",
         "yarl",
         "prompt_toolkit",
+        "numpy",
         *sys.stdlib_module_names,
     }
     for path in Path(ROOT, "client").glob("*.py"):

@@ -9,6 +9,7 @@ response has them all.
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 import threading
@@ -30,6 +31,7 @@ KEYS = {
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
+    *("embed", "rank", "dimensions"),
 }
 
 
@@ -51,7 +53,7 @@ class Seen:
     def text(self) -> str:
         if "messages" in self.body:
             return str(self.body["messages"][-1]["content"])
-        return str(self.body.get("prompt", ""))
+        return str(self.body.get("prompt", self.body.get("embed", "")))
 
     def end(self) -> None:
         self.ended_at = time.monotonic()
@@ -155,6 +157,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield from said(seen, rest)
         elif command == "flood":
             yield from flood(seen, int(rest))
+        elif {"embed", "rank"} & seen.body.keys():
+            yield response(seen, [vector(seen)])
         else:
             yield from plain(seen)
 
@@ -190,6 +194,15 @@ def plain(seen: Seen) -> Iterator[Any]:
             yield response(seen, [told(seen, group, None, index)])
     for index in reversed(choices):
         yield response(seen, [told(seen, groups[-1], reason, index)])
+
+
+def vector(seen: Seen) -> dict[str, Any]:
+    """An embedding of three numbers, the first the length of the text or ids; or a score, the length of the document."""
+    seen.words[0] = 0
+    if "rank" in seen.body:
+        return {**told(seen, [], "length"), "score": len(seen.body["rank"]["document"]) / 100}
+    data = struct.pack("<3f", len(seen.body["embed"]), 0.5, -1.0)
+    return {**told(seen, [], "length"), "embedding": base64.b64encode(data).decode()}
 
 
 def said(seen: Seen, text: str) -> Iterator[Any]:

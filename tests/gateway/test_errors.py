@@ -270,7 +270,8 @@ def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
         **{"prompt_logprobs": "logprobs", "prompt_log_probs": "logprobs", "tokenize": None},
         **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
     }
-    commands = {"load_adapter", "unload_adapter", "list_adapters"}  # of gateway/adapters.py: no client sends them
+    # Of gateway/adapters.py and gateway/vectors.py, which calls texts as its clients do: no client sends them.
+    commands = {"load_adapter", "unload_adapter", "list_adapters", "embed", "rank"}
     same = {name: name for name in KEYS - set(others) - {"guide"} - commands}
     expected = {**same, **others}
     assert {name: from_triton(f"[INVALID_ARGUMENT] {name} is odd").param for name in expected} == expected
@@ -320,11 +321,6 @@ def test_an_unknown_model_is_404_and_the_known_ones_are_listed(client: openai.Op
         with pytest.raises(openai.NotFoundError) as caught:
             call()
         assert caught.value.code == "model_not_found" and caught.value.param == "model"
-
-
-def test_embeddings_are_refused_in_a_sentence(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="embeddings are not served here"):
-        client.embeddings.create(model="everbatch", input="a")
 
 
 @pytest.mark.parametrize(

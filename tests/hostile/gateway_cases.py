@@ -9,7 +9,7 @@ from tests.hostile import json_cases, values
 from tests.hostile.case import Case, HttpExchange
 from tests.hostile.served import GATEWAY
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank")
 _JSON = "Content-Type: application/json\r\n"
 
 

@@ -13,6 +13,7 @@ from backend.serving.fronts.everbatch import Generate
 from backend.serving.fronts.vllm_sampling import VllmSampling
 from gateway.messages import ChatRequest, CompletionRequest
 from gateway.response_messages import ResponseRequest
+from gateway.vector_messages import EmbeddingRequest, RerankRequest
 from tests.hostile import values
 
 Fields = dict[str, str]  # name -> JSON text
@@ -28,6 +29,8 @@ SERVED: dict[str, Fields] = {
     },
     "/v1/completions": {"model": '"everbatch"', "prompt": '"a = "', "max_tokens": "3"},
     "/v1/responses": {"model": '"everbatch"', "input": '"a = "', "max_output_tokens": "3"},
+    "/v1/embeddings": {"model": '"everbatch"', "input": '"a = "'},
+    "/v1/rerank": {"model": '"everbatch"', "query": '"a"', "documents": '["b"]'},
 }
 NAMES: dict[str, tuple[str, ...]] = {
     "everbatch": Generate.__struct_fields__,
@@ -35,6 +38,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": tuple(ChatRequest.model_fields),
     "/v1/completions": tuple(CompletionRequest.model_fields),
     "/v1/responses": tuple(ResponseRequest.model_fields),
+    "/v1/embeddings": tuple(EmbeddingRequest.model_fields),
+    "/v1/rerank": tuple(RerankRequest.model_fields),
 }
 # Values that are nearly right, under the names that they are for. What is under "" fits every name.
 NEARLY: dict[str, tuple[str, ...]] = {
@@ -101,6 +106,18 @@ NEARLY: dict[str, tuple[str, ...]] = {
     "include": ('["message.output_text.logprobs"]', '["x"]', '"x"'),
     "guided_decoding": ('{"regex": "(a+)+$"}', '"x"', "{}"),
     "lora_name": ('"x"', '"../.."', "null"),
+    "dimensions": ("0", "-1", "257", "2147483647", "1e308", "NaN", "1.5"),
+    "documents": (
+        "[]",
+        '[""]',
+        "[{}]",
+        '[{"text": 1}]',
+        json.dumps(["a"] * 3000),
+        '["\\ud800"]',
+        json.dumps(["ab " * 9000]),
+    ),
+    "query": ('""', '"\\ud800"', json.dumps("ab " * 9000), "[]"),
+    "top_n": ("0", "-1", "2147483648"),
     "truncate_prompt_tokens": ("1", "-1", "null"),
     "prompt_logprobs": ("1", "true", "false", "100000"),
 }

@@ -58,6 +58,7 @@ def good(model: str, max_tokens: int = 3, prompt: str = _TEXT) -> list[Tensor]:
             Tensor("text_input", one, [prompt]),
             Tensor("sampling_parameters", one, [json.dumps({"max_tokens": max_tokens, "temperature": 0})]),
         ],
+        "embedding": [Tensor("text_input", one, [prompt])],
         "everbatch": [
             Tensor("request", one, [json.dumps({"prompt": prompt, "max_tokens": max_tokens, "temperature": 0})])
         ],

@@ -7,6 +7,7 @@ from backend.core.gathered import Gathered
 from backend.engine import gathered
 from backend.models.decoder import Decoder
 from backend.sampling.slots import SlotParameters
+from backend.serving.fronts import vectors
 from backend.worker import extras
 from backend.worker.extras import GatheringPass, Part, SlotWants
 from backend.worker.post_processors import PostProcessors
@@ -22,6 +23,7 @@ FORCE = [PROCESSORS + "test_only_the_request_that_names_it_is_touched"]
 RAISES = [PROCESSORS + "test_one_that_raises_ends_its_requests_and_nobody_else"]
 PROMPT_LOG_PROBS = "tests/model/test_prompt_log_probs.py::"
 PROMPTS = "tests/model/test_prompt_inputs.py::"
+OUTPUTS = "tests/model/test_prompt_outputs.py::"
 DEBUG = "tests/model/test_debug_tensors.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
 
@@ -29,6 +31,26 @@ MUTANTS = {
     "a_processor_that_exits_ends_the_engine": (
         change(PostProcessors, "_run_one", ("(Exception, SystemExit)", "Exception")),
         RAISES,
+    ),
+    "kv_is_reused_where_all_hidden_states_are_wanted": (
+        change(Gathered, "needed_from", ("for name in PROMPT_OUTPUTS", "for name in PROMPT_OUTPUTS[:1]")),
+        [OUTPUTS + "test_batches_chunks_evictions_and_found_kv_change_no_bit"],
+    ),
+    "hidden_states_of_the_last_token_are_of_the_first": (
+        change(Gathered, "__init__", ("num_prompt_tokens - 1 if", "first_position if")),
+        [OUTPUTS + "test_they_equal_a_plain_forward"],
+    ),
+    "logits_behind_a_prompt_are_those_of_the_first_tokens": (
+        change(GatheringPass, "gather", ("list(asked.columns)", "list(range(len(asked.columns)))")),
+        [OUTPUTS + "test_they_equal_a_plain_forward"],
+    ),
+    "vectors_are_normalised_and_then_cut": (
+        change(vectors, "embedding_of", ("(vector * vector)", "(rows[-1] * rows[-1])")),
+        ["tests/serving/test_embedding_model.py::test_the_command_embed_gives_the_same_in_base64"],
+    ),
+    "the_score_is_the_share_of_no": (
+        change(vectors, "relevance_of", ("no - yes", "yes - no")),
+        ["tests/serving/test_embedding_model.py::test_the_score_is_the_share_of_yes"],
     ),
     "debug_logits_are_of_every_row": (
         change(GatheringPass, "_fetch_debug", ("given[name][self.sampling_rows]", "given[name]")),

@@ -161,6 +161,7 @@ def test_only_what_upstream_requires_is_required() -> None:
         "ensemble": {"text_input", "max_tokens"},
         "tensorrt_llm_bls": {"text_input", "max_tokens"},
         "everbatch": {"request"},
+        "embedding": set(),
         "vllm": {"text_input"},
         "turbomind": {"input_ids", "input_lengths", "request_output_len"},
         "turbomind_preprocessing": {"QUERY"},

@@ -9,8 +9,8 @@ With `prompt_logprobs` the first object of each sequence has the log-probabiliti
 With `n` above 1 each object has the `index` of its sequence: a response of a stream holds one sequence, and the only response of
 a request that does not stream holds all.
 
-One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py). A stop request
-(`stop`: true) ends the request of its id.
+One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py,
+vector_commands.py). A stop request (`stop`: true) ends the request of its id.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from backend.serving.fronts.limits import (
     prompt_too_long,
 )
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
+from backend.serving.fronts.vector_commands import is_vector_command, read_vector_command
 from backend.serving.named_adapters import named_adapter
 from backend.serving.outputs import Answer, Arrays, Render, text_array
 from backend.serving.reading import Batch
@@ -130,6 +131,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     value = json_value("request", required(batch, "request", 0))
     if is_command(value):
         return [read_command(value, context)]
+    if is_vector_command(value):
+        return [read_vector_command(value, context, parameters, tools)]
     asked: Generate = from_json("request", value, Generate)
     check_stops("stop", asked.stops, context.config.limits)
     check_stops("bad_words", asked.bad_words or [], context.config.limits)

@@ -7,8 +7,10 @@ cancellation, streams, metrics, draining) is the ModelServer's, and the same for
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+from backend.api.pooling import Pooling, read_pooling
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
@@ -18,10 +20,11 @@ from backend.text.tokenizer import Tokenizer
 
 
 class TextTools(NamedTuple):
-    """The model's tokenizer and chat template."""
+    """The model's tokenizer and chat template, and how it makes embeddings."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
+    pooling: Pooling = Pooling()
 
     @classmethod
     def from_directory(cls, path: str, chat_template: str = "") -> TextTools:
@@ -29,7 +32,8 @@ class TextTools(NamedTuple):
         read, and for a template that cannot.
         """
         tokenizer = Tokenizer.from_directory(path)
-        return cls(tokenizer, ChatTemplate.from_directory(path, tokenizer, chat_template))
+        template = ChatTemplate.from_directory(path, tokenizer, chat_template)
+        return cls(tokenizer, template, read_pooling(Path(path)))
 
 
 class Front(NamedTuple):

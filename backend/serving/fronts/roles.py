@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.serving.fronts.embedding import EMBEDDING
 from backend.serving.fronts.everbatch import EVERBATCH
 from backend.serving.fronts.front import Front, TextFront
 from backend.serving.fronts.llmapi import LLMAPI
@@ -18,10 +19,10 @@ FRONTS: dict[str, Front | TextFront] = {
     for front in (
         *(TENSORRT_LLM, PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS, ENSEMBLE_UINT32, LLMAPI),
         *(TURBOMIND, TURBOMIND_PREPROCESSING, TURBOMIND_POSTPROCESSING, LMDEPLOY),
-        *(VLLM, EVERBATCH),
+        *(VLLM, EVERBATCH, EMBEDDING),
     )
 }
-_TRTLLM = ("tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls", "everbatch")
+_TRTLLM = ("tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls", "everbatch", "embedding")
 # Profile -> Triton model -> role. A server serves one or several; the model that owns the engine is added where it is missing.
 PROFILES: dict[str, dict[str, str]] = {
     "trtllm": {name: name for name in _TRTLLM},
