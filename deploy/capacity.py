@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from backend.api.config import EngineConfig
+from backend.api.config import EngineConfig, Implementation
 from backend.api.errors import ConfigError
 from backend.architectures.checkpoint import Checkpoint, examine
 from deploy import memory
@@ -18,13 +18,13 @@ def examined(config: EngineConfig) -> Checkpoint:
     """The checkpoint of the configuration. Raises UserError in one sentence where it, or the draft model, cannot be served."""
     draft = config.speculation.draft_model
     if draft and Path(draft).exists():  # A hub id is left to the engine.
-        _examined("speculation.draft_model", Path(draft))
-    return _examined("model", Path(config.model.path))
+        _examined("speculation.draft_model", Path(draft), "native")
+    return _examined("model", Path(config.model.path), config.model.implementation)
 
 
-def _examined(what: str, path: Path) -> Checkpoint:
+def _examined(what: str, path: Path, implementation: Implementation) -> Checkpoint:
     try:
-        return examine(path)
+        return examine(path, implementation)
     except ConfigError as error:
         raise UserError(f"{what} {path}: {error}") from None
 

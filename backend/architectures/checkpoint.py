@@ -7,12 +7,13 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from backend.api.config import EngineConfig
+from backend.api.config import EngineConfig, Implementation
 from backend.api.errors import ConfigError
 from backend.api.gguf import GgufHeader, gguf_file, read_header
 from backend.api.model_files import REMEDY, read_object, shown
 from backend.api.quantised import FILE, KvDtype
 from backend.api.weight_files import tensor_shapes, weight_files
+from backend.architectures.hosted import implementation_of, sizes_of
 from backend.architectures.registry import GGUF_ARCHITECTURES, gguf_architecture, read_config
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,7 +48,7 @@ class Checkpoint(Struct, frozen=True):
         return self.num_layers * 2 * self.num_kv_heads * head
 
 
-def examine(path: Path) -> Checkpoint:
+def examine(path: Path, implementation: Implementation = "auto") -> Checkpoint:
     """Look at a checkpoint directory or a GGUF file. Raises ConfigError where the model is not supported, or a file of it is
     missing, torn or refused. Of the tensors only the headers are read.
     """
@@ -56,10 +57,16 @@ def examine(path: Path) -> Checkpoint:
     content = read_object(path, FILE)
     if content is None:
         raise ConfigError(f"model {shown(path.name)}: {FILE} is missing; give a Hugging Face checkpoint directory")
-    config = read_config(content)
+    is_native = implementation_of(content, implementation) == "native"
+    config = read_config(content) if is_native else None
     files = weight_files(path)
     for each in files:
         tensor_shapes(each)
+    if config is None:
+        dtype = content.get("dtype") or content.get("torch_dtype")
+        num_bytes = sum(each.stat().st_size for each in files)
+        name = str(content["architectures"][0])
+        return Checkpoint(name, num_bytes, *sizes_of(content), _known_dtype(dtype if isinstance(dtype, str) else None))
     return Checkpoint(
         config.architecture,
         sum(each.stat().st_size for each in files),

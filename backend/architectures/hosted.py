@@ -6,13 +6,14 @@ looks whether a token's bits depend on others.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import difflib
+from typing import Any, Literal, NamedTuple
 
 from backend.api.config import Implementation
 from backend.api.errors import ConfigError
 from backend.api.model_files import shown
 from backend.api.quantised import FILE
-from backend.api.supported import ARCHITECTURES
+from backend.architectures.registry import FAMILIES
 
 HOSTED: dict[str, str] = {  # architecture -> model_type
     "AXK1ForCausalLM": "axk1",
@@ -96,33 +97,35 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
-   
 }
 
 _REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
-        "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM",
-        "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
-        "MiniMaxForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM",
-        "ZambaForCausalLM", "ZayaForCausalLM", "xLSTMForCausalLM",
+        "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
+        "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM",
+        "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM",
+        "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM",
+        "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
+        "xLSTMForCausalLM",
     ),
     "its attention chooses keys by an index of its own, which has no place in the KV cache": (
-        "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM",
-        "HYV4ForCausalLM", "MiniMaxM3VLForCausalLM",
+        "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Dots3NoteForCausalLM",
+        "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "MiniMaxM3VLForCausalLM",
     ),
     "it attends to later tokens, or to an encoder's output": (
         "BartForCausalLM", "BertGenerationDecoder", "BertLMHeadModel", "BigBirdForCausalLM", "BigBirdPegasusForCausalLM",
-        "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM",
-        "ErnieForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MegatronBertForCausalLM", "MllamaForCausalLM", "MusicgenForCausalLM",
-        "MusicgenMelodyForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "ProphetNetForCausalLM",
-        "RemBertForCausalLM", "RoCBertForCausalLM", "RoFormerForCausalLM", "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM",
-        "TrOCRForCausalLM", "WhisperForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM", "XmodForCausalLM",
+        "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CamembertForCausalLM", "Data2VecTextForCausalLM",
+        "ElectraForCausalLM", "ErnieForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MegatronBertForCausalLM",
+        "MllamaForCausalLM", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "MvpForCausalLM", "PLBartForCausalLM",
+        "PegasusForCausalLM", "ProphetNetForCausalLM", "RemBertForCausalLM", "RoCBertForCausalLM", "RoFormerForCausalLM",
+        "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM",
+        "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM", "XmodForCausalLM",
     ),
     "it computes attention by itself, not through transformers' attention interface": (
-        "BloomForCausalLM", "BltForCausalLM", "CodeGenForCausalLM", "CpmAntForCausalLM", "DbrxForCausalLM", "DogeForCausalLM",
-        "FalconForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "MptForCausalLM",
-        "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
+        "BloomForCausalLM", "BltForCausalLM", "CodeGenForCausalLM", "CpmAntForCausalLM", "DbrxForCausalLM",
+        "DogeForCausalLM", "FalconForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM",
+        "MptForCausalLM", "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead", "XGLMForCausalLM", "XLMWithLMHeadModel",
+        "XLNetLMHeadModel",
     ),
     "transformers does not give back the embedding of a checkpoint that it wrote": ("YoutuForCausalLM",),
     "its layers attend more than once in a pass": ("DiffLlamaForCausalLM", "HrmTextForCausalLM"),
@@ -133,20 +136,55 @@ REFUSED: dict[str, str] = {name: reason for reason, names in _REASONS.items() fo
 
 
 def implementation_of(content: dict[str, Any], wanted: Implementation) -> Literal["native", "transformers"]:
-    """Which implementation runs the model of a config.json. Raises ConfigError for one that transformers does not run here."""
+    """Which implementation runs the model of a config.json. Raises ConfigError where none does, or not the wanted one."""
     names = content.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    if wanted == "native" or (wanted == "auto" and name in ARCHITECTURES):
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "none"
+    if name in FAMILIES and wanted != "transformers":
         return "native"
-    if name in HOSTED:
+    if name in HOSTED and wanted != "native":
         return "transformers"
+    place = f"{FILE}: architectures {shown(names)}"
+    if name in HOSTED:
+        raise ConfigError(
+            f"{place}: model.implementation is native, which has no {shown(name)}; use --set model.implementation=auto"
+        )
     if name in REFUSED:
-        raise ConfigError(
-            f"{FILE}: architectures {shown(name)} is not supported: {REFUSED[name]}; use a model of another family"
-        )
-    if wanted == "transformers":
-        raise ConfigError(
-            f"{FILE}: model.implementation is transformers, and {shown(name)} is none of the {len(HOSTED)} families that it runs "
-            f"here; docs/models.md lists them"
-        )
-    return "native"  # which says what is near
+        raise ConfigError(f"{place}: {shown(name)} is not supported: {REFUSED[name]}; use a model of another family")
+    known = [*HOSTED] if wanted == "transformers" else [*FAMILIES, *HOSTED]
+    near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
+    advice = f"near it are {', '.join(near)}, and " if near else ""
+    raise ConfigError(
+        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {len({*FAMILIES, *HOSTED})} that are: set "
+        f"model.path to a model of one of them"
+    )
+
+
+class Sizes(NamedTuple):
+    """What the KV cache of a hosted model follows from, as far as its config.json tells."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+
+
+def sizes_of(content: dict[str, Any]) -> Sizes:
+    """An estimate: what transformers fills in by default is not known here. Absent sizes are 1."""
+
+    def number(*names: str) -> int:
+        for name in names:
+            if isinstance(value := content.get(name), int) and 0 < value <= 2**40:
+                return value
+        return 1
+
+    heads = number("num_attention_heads", "n_head")
+    kv_heads, head_dim = number("num_key_value_heads", "num_attention_heads", "n_head"), content.get("head_dim")
+    if isinstance(
+        content.get("kv_lora_rank"), int
+    ):  # multi-head latent attention, whose keys and values are of all heads
+        kv_heads, head_dim = heads, number("qk_nope_head_dim") + number("qk_rope_head_dim")
+    if not isinstance(head_dim, int) or head_dim < 1:
+        head_dim = max(1, number("hidden_size", "n_embd") // heads)
+    return Sizes(
+        number("num_hidden_layers", "n_layer"), kv_heads, head_dim, number("max_position_embeddings", "n_positions")
+    )

@@ -21,8 +21,8 @@ NAME = "everbatch"
 _HOST = "attention_host"
 # Arguments of attention functions that have no effect on a causal attention without dropout or cache.
 _HARMLESS = {
-    "attention_mask", "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions", "past_key_values",
-    "position_embeddings", "layer_idx", "training", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "attention_mask", "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions",
+    "past_key_values", "position_embeddings", "layer_idx", "training", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "output_router_logits", "logits_to_keep", "output_hidden_states", "num_items_in_batch",
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ class AttentionHost:
         repeats = self.kv_heads // layer.kv_heads
         if repeats > 1:  # a layer with fewer kv heads than the pools have
             k, v = (side.repeat_interleave(repeats, dim=1) for side in (k, v))
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # products of the tier are its own matter
+        with torch._C.DisableTorchFunction():  # products of the tier are its own matter
             out = self.step(index, layer, self._rows(q), self._rows(k), self._rows(v), sinks)
         return out[None, ..., : layer.value_dim].contiguous()
 

@@ -36,6 +36,7 @@ class HostedCheckpoint:
 
     def __init__(self, content: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """`content`: of config.json. Raises ConfigError."""
+        self.has_head = True
         self._library_config = library_config(content)
         self.config = engine_config(content, self._library_config)
         self.tensors = tensors

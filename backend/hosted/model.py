@@ -18,7 +18,6 @@ from backend.hosted.masks import masks_are_windows
 from backend.hosted.products import Products
 from backend.models.decoder import MarkedOutput
 
-
 _TWO_TOKENS = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.arange(2)
 
 

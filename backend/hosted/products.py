@@ -5,8 +5,8 @@ layer of the engine. One of single terms (rotary frequencies times positions) is
 refused by name.
 
 Functions such as exp: torch computes most elements of a tensor by vectors and the last few one by one, which differs in the
-last bit. Which elements are the last ones depends on the number of tokens, unless a token's row fills whole vectors. While `Products`
-is active, narrower rows are filled up.
+last bit. Which elements are the last ones depends on the number of tokens, unless a token's row fills whole vectors. While
+`Products` is active, narrower rows are filled up.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ from backend.worker.prompt_inputs import PromptInputs
 from kernels.cpu.isa import supported_isas
 
 if TYPE_CHECKING:
-    from backend.hosted.checkpoint import HostedCheckpoint
     from backend.guided.compiler import GuideCompiler
+    from backend.hosted.checkpoint import HostedCheckpoint
 
 log = logging.getLogger("everbatch.worker")
 _DUMMY_BLOCK_SIZE = 32  # tokens

@@ -150,14 +150,14 @@ class PagedLayers:
 @contextmanager
 def _same_for_all_sizes() -> Iterator[None]:
     """Let torch's operators round an element alike in tensors of all sizes."""
-    count, one_dnn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
+    count, one_dnn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
     torch.set_num_threads(1)
-    torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
+    torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
         torch.set_num_threads(count)
-        torch._C._set_mkldnn_enabled(one_dnn)  # type: ignore[attr-defined]
+        torch._C._set_mkldnn_enabled(one_dnn)
 
 
 def _no_adapter(adapter: PreparedAdapter) -> Any:

@@ -1,4 +1,4 @@
-"""Every family that transformers runs here agrees with transformers' own forward pass, and a token's logits never depend on others.
+"""Every family that transformers runs here agrees with transformers' own forward pass; a token's logits never depend on others.
 
 By default a sample of the families; EVERBATCH_EVERY=1 runs all.
 """

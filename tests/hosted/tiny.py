@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 # Set where the configuration class has the setting. Windows are shorter than the prompts of the tests.
 COMMON: dict[str, Any] = {
     "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
-    "sliding_window": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 160, "global_head_dim": 16, "n_shared_experts": 1, "moe_num_experts": 4, "moe_k": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "sliding_window": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "ffn_dim": 96, "word_embed_proj_dim": 64,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 160, "global_head_dim": 16, "n_shared_experts": 1,
+    "moe_num_experts": 4, "moe_k": 2,
 }  # fmt: skip
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 OWN: dict[str, dict[str, Any]] = {  # what a model type needs besides
