@@ -22,8 +22,8 @@ _HOST = "attention_host"
 # Arguments of attention functions that have no effect on a causal attention without dropout or cache.
 _HARMLESS = {
     "attention_mask", "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions",
-    "past_key_values", "position_embeddings", "layer_idx", "training", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "output_router_logits", "logits_to_keep", "output_hidden_states", "num_items_in_batch",
+    "past_key_values", "position_embeddings", "layer_idx", "training", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "output_router_logits", "logits_to_keep", "output_hidden_states", "num_items_in_batch",
 }  # fmt: skip
 
 
