@@ -207,7 +207,6 @@ HOSTILE: list[tuple[dict[str, Any], str, str]] = [
         "input",
         "input has 2000030 bytes, the limit is 196608 (384 for each token of model.max_seq_len); shorten it",
     ),
-    ({"input": "a\ud800"}, "input", ""),
     ({"input": "a", "dimensions": 49}, "dimensions", "dimensions is 49, allowed is 1 to 48, the model's own"),
     ({"input": "a", "dimensions": (1 << 31) - 1}, "dimensions", "dimensions is 2147483647, allowed is 1 to 48"),
 ]
@@ -217,12 +216,11 @@ HOSTILE: list[tuple[dict[str, Any], str, str]] = [
 def test_what_the_model_cannot_embed_is_one_sentence_with_its_parameter(
     fields: dict[str, Any], param: str, sentence: str, served: Served
 ) -> None:
-    body = json.dumps({"model": MODEL, **fields}).replace("\\\\ud800", "\\ud800").encode()
-    status, answer, _ = served.request("POST", "/v1/embeddings", body)
+    status, answer, _ = served.request("POST", "/v1/embeddings", {"model": MODEL, **fields})
     error = answer["error"]
     assert (status, error["type"]) == (400, "invalid_request_error"), error
     assert error["message"].startswith(sentence) and error["message"].count("\n") == 0 and len(error["message"]) < 300
-    assert error["param"] == param or not sentence
+    assert error["param"] == param
     assert served.request("POST", "/v1/embeddings", {"model": MODEL, "input": [5] * 512})[0] == 200  # as long as fits
 
 

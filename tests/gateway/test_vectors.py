@@ -116,10 +116,20 @@ def test_what_cannot_be_embedded_is_one_sentence_with_its_parameter(
     assert triton.requests == []
 
 
-def test_a_number_that_is_none_is_no_json(served: Served) -> None:
-    body = b'{"model": "everbatch", "input": "a", "dimensions": NaN}'
-    status, answer, _ = served.request("POST", "/v1/embeddings", body)
-    assert status == 400 and answer["error"]["message"].count("\n") == 0
+@pytest.mark.parametrize(
+    ("rest", "param", "sentence"),
+    [
+        (b'"a", "dimensions": NaN', "dimensions", "dimensions is nan; it should be an integer"),
+        (b'"a", "dimensions": 1e999', "dimensions", "dimensions is inf; it should be an integer"),
+        (b'["a", "b\\ud800"]', None, "the body is not valid JSON: "),
+    ],
+)
+def test_what_json_does_not_know_is_one_sentence(
+    rest: bytes, param: str | None, sentence: str, served: Served, triton: FakeTriton
+) -> None:
+    status, answer, _ = served.request("POST", "/v1/embeddings", b'{"model": "everbatch", "input": ' + rest + b"}")
+    assert (status, answer["error"]["param"], triton.requests) == (400, param, []), answer
+    assert answer["error"]["message"].startswith(sentence) and "\n" not in answer["error"]["message"]
 
 
 def test_the_most_relevant_documents_come_first(served: Served, triton: FakeTriton) -> None:

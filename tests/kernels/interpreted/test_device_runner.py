@@ -214,6 +214,8 @@ def test_logits_other_outputs_and_post_processors_are_those_of_the_torch_tier(di
         return_generation_logits=True,
         additional_outputs=(AdditionalOutput("hidden_states", True),),
         prompt_log_probs=2,
+        prompt_hidden_states="all",
+        prompt_logits_of=(7, 130),
     )
     requests = [
         Request([(7 * i) % 131 for i in range(20)], 5, output_config=asked),
@@ -231,6 +233,8 @@ def test_logits_other_outputs_and_post_processors_are_those_of_the_torch_tier(di
         for own, other in (
             (mine.context_logits, theirs.context_logits),
             (mine.generation_logits, theirs.generation_logits),
+            (mine.prompt_hidden_states, theirs.prompt_hidden_states),
+            (mine.prompt_logits, theirs.prompt_logits),
             (mine.additional_outputs["hidden_states"], theirs.additional_outputs["hidden_states"]),
             (mine.additional_context_outputs["hidden_states"], theirs.additional_context_outputs["hidden_states"]),
         ):
