@@ -132,3 +132,11 @@ def test_a_tensor_that_lacks_or_is_too_many_or_has_another_shape_is_told(
     assert "model.layers.1.mlp.swirl.weight" in refusal()
     write({layer: torch.ones(3, 5)})
     assert f"tensor {layer} has shape [3, 5]" in refusal()
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 48**0.5), (torch.bfloat16, 6.9375)])
+def test_the_factor_of_gemma_s_embedding_is_one_of_the_model_s_type(
+    dtype: torch.dtype, scale: float, checkpoint: Callable[..., Path]
+) -> None:
+    model = open_directory(checkpoint("gemma")).build(None, dtype, torch.device("cpu"), LinearOptions())
+    assert model.config.block.embedding_scale == pytest.approx(scale, rel=1e-7)

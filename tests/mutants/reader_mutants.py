@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backend.api import gguf as header
-from backend.models import compressed_tensors, config, gguf_config, gptq
+from backend.architectures import llama, rope
+from backend.models import compressed_tensors, gguf_config, gptq
 from tests.mutants.changes import Plant, SetAttribute, change
 
 _SETTINGS = "tests/model/test_gguf_settings.py::"
@@ -57,29 +58,26 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
         [_ZEROS + "test_rows_that_fill_no_whole_word_are_read_without_the_padding[9]"],
     ),
     "norms_add_what_most_models_do": (
-        change(config, "of_object", ("norm_eps=raw.rms_norm_eps", "norm_eps=1e-6")),
+        change(llama, "_block", ('settings.get("rms_norm_eps", Epsilon, eps)', "eps")),
         [_VALUES + "test_each_number_of_a_config_json_reaches_the_model"],
     ),
     "norms_of_files_add_what_most_models_do": (
-        change(gguf_config, "config_of", ('settings.need("attention.layer_norm_rms_epsilon", _Float)', "1e-6")),
+        change(gguf_config, "config_of", ('settings.need("attention.layer_norm_rms_epsilon", Epsilon)', "1e-6")),
         [_SETTINGS + "test_the_number_below_the_root_of_a_norm_is_the_file_s"],
     ),
     "scaled_positions_have_the_usual_base": (
         change(
-            config,
+            rope,
             "_rope",
-            ("RopeConfig(theta, kind, convert(section, _Linear", "RopeConfig(10000.0, kind, convert(section, _Linear"),
+            ("RopeConfig(**common, kind=kind, factor=section", "RopeConfig(10000.0, kind=kind, factor=section"),
         ),
         [_VALUES + "test_the_base_of_rotary_positions_is_read_wherever_it_stands"],
     ),
-    "frequencies_of_llama_3_are_exchanged": (
+    "a_frequency_of_llama_3_is_the_other_one": (
         change(
-            config,
-            "_rope",
-            (
-                "llama3.low_freq_factor,\n        llama3.high_freq_factor",
-                "llama3.high_freq_factor,\n        llama3.low_freq_factor",
-            ),
+            rope,
+            "_scaled",
+            ('low_freq_factor=section.need("low_', 'low_freq_factor=section.need("high_'),
         ),
         [_VALUES + "test_each_number_of_llama_3_s_scaling_has_its_place"],
     ),
