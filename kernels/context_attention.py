@@ -377,7 +377,8 @@ def variants() -> dict[str, Variant]:
             types["sinks"] = "*fp32"
         else:
             constants["sinks"] = None
-        (types if softcap else constants)["softcap"] = "fp32" if softcap else None
+        types |= {"softcap": "fp32"} if softcap else {}
+        constants |= {} if softcap else {"softcap": None}
         instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA" if many else "HMMA", "LDGSTS")}
         warps, stages, kernel = tiles.num_warps, tiles.num_stages, _context_attention_kernel
         return Variant(kernel, types, constants, warps, stages, tuple(strides), instructions, architectures)

@@ -66,6 +66,8 @@ def show(made: Made, wanted: Wanted, output: Path) -> None:
         for kind, errors in made.errors.items():
             table.add_row(KIND_NAMES[kind], *(f"{100 * error:.2f} %" for error in errors))
         console.print(table)
+    for remark in made.remarks:
+        console.print(remark, highlight=False, soft_wrap=True, markup=False)
     before, after = made.bytes_before / 1e6, made.bytes_after / 1e6
     kv = f", KV cache in {wanted.kv}" if wanted.kv else ""
     line = f"{wanted.scheme}{kv}: {before:.1f} MB before, {after:.1f} MB after ({before / after:.2f} times smaller)"

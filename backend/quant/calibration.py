@@ -22,9 +22,8 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.layers.linear import DenseLinear, Weight
-from backend.models.decoder import Decoder
+from backend.models.decoder import Decoder, build_decoder
 from backend.models.linears import LinearOptions
-from backend.models.registry import FAMILIES
 from backend.quant.folds import Layer
 from kernels.common.kv_format import KVPool, PlainPool, QuantizedPool
 from kernels.paged_attention import AttentionRows, plan_attention
@@ -55,6 +54,11 @@ class LayerInputs(NamedTuple):
     keys: Tensor
 
 
+def of_layer(config: ModelConfig, index: int) -> ModelConfig:
+    """The description of a model that has this decoder layer alone."""
+    return msgspec.structs.replace(config, num_layers=1, layers=(config.layers[index],))
+
+
 class Calibration:
     """A text on its way through the model."""
 
@@ -69,17 +73,17 @@ class Calibration:
     def advance(self, index: int, layer: Layer) -> LayerInputs:
         """Run layer `index`, whose tensors are `layer`; call it for each layer in order. Raises ConfigError."""
         config = msgspec.structs.replace(
-            self._config,
-            num_layers=1,
-            layers=(self._config.layers[index],),
+            of_layer(self._config, index),
             vocab_size=1,
             tied_embeddings=True,
             quantization=None,
             block=msgspec.structs.replace(self._config.block, embedding_scale=1.0),
         )
-        hidden = config.hidden_size
-        tensors = {"model.layers.0." + name: tensor for name, tensor in layer.items()}
-        tensors |= {"model.embed_tokens.weight": torch.zeros(1, hidden), "model.norm.weight": torch.ones(hidden)}
+        hidden, names = config.hidden_size, config.names
+        tensors = {f"{names.layers}0.{name}": tensor for name, tensor in layer.items()}
+        tensors |= {names.embedding + ".weight": torch.zeros(1, hidden), names.norm + ".weight": torch.ones(hidden)}
+        if config.block.norm_bias:
+            tensors[names.norm + ".bias"] = torch.zeros(hidden)
         made: list[_Recorder] = []
 
         def make(weight: Weight, bias: Tensor | None) -> _Recorder:
@@ -89,8 +93,7 @@ class Calibration:
 
         length = self._hidden.shape[1]
         device = torch.device("cpu")
-        build = FAMILIES[config.architecture]
-        model = build(config, tensors, length, torch.float32, device, LinearOptions(make=make))
+        model = build_decoder(config, tensors, length, torch.float32, device, LinearOptions(make=make))
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
         for part in self._hidden.split(ROWS_AT_ONCE):
             model.embedding = part.flatten(0, 1)

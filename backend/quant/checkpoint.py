@@ -48,7 +48,8 @@ class FloatCheckpoint:
 
     def layer(self, index: int) -> tuple[Layer, torch.dtype]:
         """Returns the tensors of decoder layer `index` in float32, by their names within the layer, and their stored type."""
-        prefix = f"model.layers.{index}."
+        names = self.config.names
+        prefix = f"{names.layers}{index}."
         stored = {
             name.removeprefix(prefix): self._tensors[name]
             for name in self._tensors
@@ -56,15 +57,17 @@ class FloatCheckpoint:
         }
         if not stored:
             raise ConfigError(f"the checkpoint lacks the tensors of {prefix}; its config.json describes another model")
-        dtype = next((tensor.dtype for name, tensor in stored.items() if name.endswith("_proj.weight")), torch.float32)
+        projection = stored.get(names.layer.down + ".weight")
+        dtype = torch.float32 if projection is None else projection.dtype
         return {name: tensor.float() for name, tensor in stored.items()}, dtype
 
     def others(self) -> Layer:
         """Returns the embedding, the last norm and the output head as they are stored."""
-        return {name: self._tensors[name] for name in self._tensors if not name.startswith("model.layers.")}
+        prefix = self.config.names.layers
+        return {name: self._tensors[name] for name in self._tensors if not name.startswith(prefix)}
 
     def embedding(self) -> Tensor:
-        return self._tensors["model.embed_tokens.weight"]
+        return self._tensors[self.config.names.embedding + ".weight"]
 
     def raw_config(self) -> dict[str, Any]:
         """The content of config.json; for a GGUF file what it would be."""

@@ -9,30 +9,11 @@ from torch import Tensor
 
 from backend.architectures.description import ModelConfig
 from backend.quant.calibration import LayerInputs
-from backend.quant.folds import (
-    DOWN,
-    GATE,
-    INPUT_NORM,
-    OUT,
-    POST_NORM,
-    UP,
-    K,
-    Layer,
-    Q,
-    V,
-    fold_key,
-    fold_norm,
-    fold_up,
-    fold_value,
-    one_per_kv_head,
-)
+from backend.quant.folds import Layer, fold_key, fold_norm, fold_up, fold_value, kinds, norms, one_per_kv_head
 from backend.quant.grids import values
 from backend.quant.rounding import error_of, output_error, round_to
 from backend.quant.schemes import Scheme
 from backend.quant.smoothing import best_scale, key_scale
-
-# kind -> the projections that read the same inputs
-KINDS = {"qkv": (Q, K, V), "out": (OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
 
 
 class Errors(NamedTuple):
@@ -49,34 +30,37 @@ class Quantized(NamedTuple):
 
 
 def smooth(layer: Layer, inputs: LayerInputs, config: ModelConfig, scheme: Scheme, dtype: torch.dtype) -> LayerInputs:
-    """Fold the best scales into all linear layers of a decoder layer. Returns the inputs that the linear layers have then.
+    """Fold the best scales into the linear layers of a decoder layer. Returns the inputs that the linear layers have then.
 
-    `dtype` is the type in which norms are stored.
+    `dtype` is the type in which norms are stored. What `folds.obstacles` names stays as it is.
     """
+    offset, of_kinds = config.block.norm_offset, kinds(config)
 
     def tied(x: Tensor) -> Tensor:
         of_heads = one_per_kv_head(x, config)
         return of_heads.amax(1, keepdim=True).expand_as(of_heads).flatten()
 
     found = inputs._asdict()
-    for kind, norm in (("qkv", INPUT_NORM), ("gate_up", POST_NORM)):
-        scale = best_scale(found[kind], stacked(layer, kind), scheme)
-        if scale is not None:
-            found[kind] = found[kind].divided(fold_norm(layer, norm, KINDS[kind], scale, dtype))
-    scale = best_scale(found["out"], stacked(layer, "out"), scheme, tied)
+    for norm, readers in norms(config):
+        linears = tuple(name for kind in readers for name in of_kinds[kind])
+        scale = None if norm is None else best_scale(found[readers[0]], stacked(layer, linears), scheme)
+        if norm is not None and scale is not None:
+            folded = fold_norm(layer, norm, linears, scale, dtype, offset)
+            found |= {kind: found[kind].divided(folded) for kind in readers}
+    scale = best_scale(found["out"], stacked(layer, of_kinds["out"]), scheme, tied)
     if scale is not None:
         fold_value(layer, scale, config)
         found["out"] = found["out"].divided(scale)
-    scale = best_scale(found["down"], stacked(layer, "down"), scheme)
+    scale = best_scale(found["down"], stacked(layer, of_kinds["down"]), scheme) if config.block.gated else None
     if scale is not None:
-        fold_up(layer, scale)
+        fold_up(layer, scale, config)
         found["down"] = found["down"].divided(scale)
     return LayerInputs(**found)
 
 
-def stacked(layer: Layer, kind: str) -> Tensor:
-    """The weights of all projections of a kind as one weight [n, k]."""
-    return torch.cat([layer[name + ".weight"] for name in KINDS[kind]])
+def stacked(layer: Layer, names: tuple[str, ...]) -> Tensor:
+    """The weights of these projections as one weight [n, k]."""
+    return torch.cat([layer[name + ".weight"] for name in names])
 
 
 def quantize_layer(
@@ -84,22 +68,25 @@ def quantize_layer(
 ) -> Quantized:
     """Smooth and quantise a decoder layer; the tensors of `layer` are changed.
 
-    Without `inputs` all weights are rounded to nearest, and nothing is smoothed. `dtype` is that of tensors that stay floats.
+    Without `inputs` all weights are rounded to nearest, and nothing is smoothed. `config` is that of this layer alone.
+    `dtype` is that of tensors that stay floats.
     """
+    of_kinds = kinds(config)
     plain = {}
     if inputs is not None:
         plain = {
-            kind: output_error(stacked(layer, kind), getattr(inputs, kind), scheme, as_written=False) for kind in KINDS
+            kind: output_error(stacked(layer, names), getattr(inputs, kind), scheme, as_written=False)
+            for kind, names in of_kinds.items()
         }
         if int4_keys:
             fold_key(layer, key_scale(inputs.keys, config), config)
         if scheme.has_int8_activations:
             inputs = smooth(layer, inputs, config, scheme, dtype)
-    projections = {name + ".weight" for names in KINDS.values() for name in names}
+    projections = {name + ".weight" for names in of_kinds.values() for name in names}
     tensors = {name: tensor.to(dtype) for name, tensor in layer.items() if name not in projections}
     errors = {}
-    for kind, names in KINDS.items():
-        weight, of_kind = stacked(layer, kind), inputs and getattr(inputs, kind)
+    for kind, names in of_kinds.items():
+        weight, of_kind = stacked(layer, names), inputs and getattr(inputs, kind)
         q, grid = round_to(scheme, weight, of_kind)
         rows = [len(layer[name + ".weight"]) for name in names]
         for name, part, of_part in zip(names, q.split(rows), grid.split(rows)):

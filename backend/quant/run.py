@@ -11,9 +11,10 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
-from backend.quant.calibration import Calibration
+from backend.quant.calibration import Calibration, of_layer
 from backend.quant.checkpoint import FloatCheckpoint, Writer, new_folder
-from backend.quant.layers import KINDS, Errors, quantize_layer
+from backend.quant.folds import obstacles, parts
+from backend.quant.layers import Errors, quantize_layer
 from backend.quant.schemes import Scheme, make_scheme
 
 KV_BITS = {"int8": 8, "int4": 4}
@@ -29,6 +30,7 @@ class Made(NamedTuple):
     errors: dict[str, Errors]  # kind of linear layer -> mean over the decoder layers; empty without calibration
     bytes_before: int
     bytes_after: int
+    remarks: list[str]  # what was not smoothed, and why
 
 
 @torch.inference_mode()
@@ -53,12 +55,13 @@ def quantize_checkpoint(
         for index in progress(range(config.num_layers)):
             layer, dtype = source.layer(index)
             inputs = None if calibration is None else calibration.advance(index, layer)
-            made = quantize_layer(layer, inputs, config, scheme, dtype, wanted.kv == "int4")
-            writer.add({f"model.layers.{index}.{name}": tensor for name, tensor in made.tensors.items()})
+            made = quantize_layer(layer, inputs, of_layer(config, index), scheme, dtype, wanted.kv == "int4")
+            writer.add({f"{config.names.layers}{index}.{name}": tensor for name, tensor in made.tensors.items()})
             errors.append(made.errors)
         writer.add(source.others())
         writer.finish(source.raw_config() | {"quantization_config": _section(scheme, wanted.kv)})
-    return Made(_mean(errors), source.num_bytes(), writer.num_bytes)
+    is_smoothed = calibration is not None and scheme.has_int8_activations
+    return Made(_mean(errors), source.num_bytes(), writer.num_bytes, obstacles(config) if is_smoothed else [])
 
 
 def check_source(directory: Path, wanted: Wanted) -> None:
@@ -68,10 +71,12 @@ def check_source(directory: Path, wanted: Wanted) -> None:
 
 
 def widths(config: ModelConfig) -> set[tuple[int, int]]:
-    """The shapes (n, k) of the projections of a layer."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, inter = config.hidden_size, config.intermediate_size
-    return {(q, hidden), (kv, hidden), (hidden, q), (inter, hidden), (hidden, inter)}
+    """The shapes (n, k) of the tensors that hold the projections of a layer."""
+    q, hidden, inter = config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size
+    rows: dict[str, int] = {}
+    for name, part in parts(config).values():
+        rows[name] = max(rows.get(name, 0), part.stop)
+    return {(count, hidden) for count in rows.values()} | {(hidden, q), (hidden, inter)}
 
 
 def _section(scheme: Scheme, kv: str | None) -> dict[str, Any]:
@@ -95,4 +100,4 @@ def _checked(rows: Tensor, config: ModelConfig) -> Tensor:
 def _mean(of_layers: list[dict[str, Errors]]) -> dict[str, Errors]:
     if not of_layers[0]:
         return {}
-    return {kind: Errors(*(sum(e) / len(e) for e in zip(*(of[kind] for of in of_layers)))) for kind in KINDS}
+    return {kind: Errors(*(sum(e) / len(e) for e in zip(*(of[kind] for of in of_layers)))) for kind in of_layers[0]}

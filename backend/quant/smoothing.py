@@ -43,11 +43,25 @@ def best_scale(inputs: Inputs, weight: Tensor, scheme: Scheme, tie: Tie = lambda
 
 
 def key_scale(keys: Tensor, config: ModelConfig) -> Tensor:
-    """The scale [kv_heads, head_dim] of keys, equal for i and i + head_dim / 2. keys [kv_heads, head_dim]: max |key|."""
-    pairs = keys.unflatten(1, (2, -1)).amax(1)
-    if config.block.qk_norm != "none":
-        pairs = pairs.amax(0, keepdim=True).expand_as(pairs)
-    return _balanced(pairs**KEY_EXPONENT).repeat(1, 2)
+    """The scale [kv_heads, head_dim] of keys, equal for what RoPE turns together. keys [kv_heads, head_dim]: max |key|.
+
+    The first layer's rope counts: `config` is that of one layer.
+    """
+    turned = _turned_together(config)
+    groups = keys.new_zeros(len(keys), int(turned.max()) + 1)
+    groups = groups.scatter_reduce(1, turned.expand_as(keys), keys, "amax")
+    if config.block.qk_norm == "head":
+        groups = groups.amax(0, keepdim=True).expand_as(groups)
+    return _balanced(groups**KEY_EXPONENT)[:, turned]
+
+
+def _turned_together(config: ModelConfig) -> Tensor:
+    """A number for each channel of a head, int64 [head_dim], the same for two channels that RoPE turns together."""
+    rope = config.layers[0].rope
+    rotary_dim = 0 if rope is None else config.ropes[rope].rotary_dim or config.head_dim
+    pairs = torch.arange(rotary_dim // 2)
+    turned = pairs.repeat_interleave(2) if config.block.rope_interleaved else pairs.repeat(2)
+    return torch.cat((turned, torch.arange(len(pairs), len(pairs) + config.head_dim - rotary_dim)))
 
 
 def _candidates(inputs: Inputs, weight: Tensor, tie: Tie) -> Iterator[Tensor]:

@@ -34,9 +34,9 @@ def test_decode_attention(
     q = random(len(lengths), heads, head_dim, dtype=dtype)
     given = (q, pool, ints(lengths), make_tables(len(lengths), width), head_dim**-0.5)
     seen = dict(window=window, sinks=random(heads, seed=1), sink_tokens=sink_tokens)
-    for split_tokens in (128, decode_attention.SPLIT_TOKENS):
-        measured = decode_attention.decode_attention(*given, split_tokens=split_tokens, **seen)
-        assert_near(measured, decode_attention.reference(*given, **seen))
+    for split_tokens, softcap in ((128, 0.0), (decode_attention.SPLIT_TOKENS, 0.0), (128, 0.8)):
+        measured = decode_attention.decode_attention(*given, split_tokens=split_tokens, softcap=softcap, **seen)
+        assert_near(measured, decode_attention.reference(*given, softcap=softcap, **seen))
 
 
 @each("dtype", HALVES)
@@ -52,7 +52,8 @@ def test_context_attention(case: context_attention.Case, dtype: torch.dtype) -> 
     q = random(starts[-1], heads, case.head_dim, dtype=dtype)
     sinks = random(heads, seed=1) if case.sinks else None
     tables = make_tables(len(lengths), width)
-    given = (q, pool, ints(starts), ints(lengths), tables, case.head_dim**-0.5, case.window, sinks, case.sink_tokens)
+    rest = case.window, sinks, case.sink_tokens, case.softcap
+    given = (q, pool, ints(starts), ints(lengths), tables, case.head_dim**-0.5, *rest)
     assert_near(context_attention.context_attention(*given), context_attention.reference(*given))
 
 
@@ -90,6 +91,24 @@ def test_kv_append(case: tuple[int, ...], bits: int, dtype: torch.dtype) -> None
     assert_near(written.params, expected.params)
     difference = (unpack(written.data, bits).int() - unpack(expected.data, bits).int()).abs()
     assert difference.max() <= 1 and (difference > 0).float().mean() < 0.01  # a tie may fall either way
+
+
+@each("bits", BITS)
+@each("rope", kv_append.ROPES)
+def test_kv_append_rotates_some_dimensions_in_pairs_of_either_layout(rope: tuple[int, bool], bits: int) -> None:
+    rotary_dim, interleaved = rope
+    qkv, angles = random(7, (9 + 2 * 3) * 96, dtype=torch.bfloat16), random(50, rotary_dim // 2)
+    tables = (angles.cos(), angles.sin()) if rotary_dim else (None, None)
+    positions, cells = (torch.arange(7, device=DEVICE) * step for step in (7, 2))
+    norms = [1 + 0.1 * random(96, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+    written, expected = (make_pool(1, 16, 3, 96, bits, torch.bfloat16) for _ in range(2))
+    rest = (*norms, 1e-6, interleaved, 1 + random(50) ** 2)
+    q = kv_append.kv_append(qkv, positions, *tables, cells, written, *rest)
+    assert_near(q, kv_append.reference(qkv, positions, *tables, cells, expected, *rest))
+    if bits == 16:
+        assert_near(written.data, expected.data)
+    else:
+        assert_near(written.params, expected.params)
 
 
 def test_a_token_of_cell_minus_one_writes_nothing() -> None:

@@ -48,12 +48,35 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @each("dtype", HALVES)
+@each("kind", [(False, True), (True, False), (True, True)])
+def test_layer_norm_and_biases(kind: tuple[bool, bool], dtype: torch.dtype) -> None:
+    centred, has_bias = kind
+    x, residual = random(33, 256, dtype=dtype) + 2, random(33, 256, dtype=dtype, seed=1)
+    weight, bias = random(256), random(256, seed=2) if has_bias else None
+    given = weight, EPS, bias, centred
+    assert_near(norm.norm(x, *given), norm.reference(x.float(), *given))
+    normed, total = norm.add_norm(x, residual, *given, 0.3)
+    assert_near(total, 0.3 * x.float() + residual.float())
+    assert_near(normed, norm.reference(total.float(), *given))
+    assert_rows(norm.norm_int8(total, *given), norm.reference_int8(total, *given))
+
+
+@each("dtype", HALVES)
 @each("shape", activation.CASES)
 def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
     assert_near(activation.activate(x), activation.reference(x.float()))
     if x.ndim == 2:
         assert_rows(activation.activate_int8(x), activation.reference_int8(x))
+
+
+@each("dtype", HALVES)
+@each("gated", [True, False])
+@each("kind", activation.KINDS)
+def test_activations(kind: str, gated: bool, dtype: torch.dtype) -> None:
+    x = 3 * random(7, 96, dtype=dtype)
+    assert_near(activation.activate(x, kind, gated), activation.reference(x.float(), kind, gated))
+    assert_rows(activation.activate_int8(x, kind, gated), activation.reference_int8(x, kind, gated))
 
 
 @each("dtype", HALVES)

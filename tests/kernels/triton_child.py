@@ -11,7 +11,16 @@ INTERPRETED = Path(__file__).parent / "interpreted"
 # Whole engines and models, which take as long as all other interpreted tests together: another worker of the suite runs them.
 ENGINES = [
     INTERPRETED / f"test_{name}.py"
-    for name in ("adapters", "device_runner", "draft_model", "drafts", "guided_rows", "model", "prompt_inputs")
+    for name in (
+        "adapters",
+        "description",
+        "device_runner",
+        "draft_model",
+        "drafts",
+        "guided_rows",
+        "model",
+        "prompt_inputs",
+    )
 ]
 PYTEST_TIMEOUT_S = 1200
 _CHILD_TIMEOUT_S = PYTEST_TIMEOUT_S - 60  # so that the child's own words are seen

@@ -28,6 +28,7 @@ FOUR_NORMS = LayerNames(
     mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
+FUSED = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 UNGATED = LayerNames(gate_up=("mlp.up_proj",))
 FULL = LayerConfig()
 
@@ -63,6 +64,7 @@ def description(
 
 CASES: dict[str, ModelConfig] = {
     "Llama": description(),
+    "fused projections": description(names=FUSED, qkv_bias=True, mlp_bias=True),
     "LayerNorm": description(norm="layer"),
     "LayerNorm with biases": description(norm="layer", norm_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True),
     "RMSNorm with biases": description(norm_bias=True),

@@ -35,11 +35,13 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> Tensors:
     linear(names.embedding, config.vocab_size, hidden, False)
     for index in range(config.num_layers):
         prefix, layer = f"{names.layers}{index}.", names.layer
-        for name, rows in zip(layer.qkv, (q, kv, kv), strict=True):
+        qkv_rows = (q, kv, kv) if len(layer.qkv) == 3 else (q + 2 * kv,)
+        for name, rows in zip(layer.qkv, qkv_rows, strict=True):
             linear(prefix + name, rows, hidden, block.qkv_bias)
         linear(prefix + layer.out, hidden, q, block.out_bias)
+        parts = 2 if block.gated and len(layer.gate_up) == 1 else 1
         for name in layer.gate_up:
-            linear(prefix + name, config.intermediate_size, hidden, block.mlp_bias)
+            linear(prefix + name, parts * config.intermediate_size, hidden, block.mlp_bias)
         linear(prefix + layer.down, hidden, config.intermediate_size, block.mlp_bias)
         for place in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
             if place is not None:
@@ -86,7 +88,9 @@ class PlainDecoder:
 
     def _attention(self, x: Tensor, prefix: str, layer: LayerConfig) -> Tensor:
         config, block, names = self._config, self._config.block, self._config.names.layer
-        q, k, v = (self._linear(prefix + name, x) for name in names.qkv)
+        qkv = torch.cat([self._linear(prefix + name, x) for name in names.qkv], dim=1)
+        widths = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        q, k, v = qkv.split(widths, dim=1)
         if block.qk_norm == "row":
             q, k = self._norm(prefix + names.q_norm, q), self._norm(prefix + names.k_norm, k)
         q, k, v = (part.unflatten(1, (-1, config.head_dim)) for part in (q, k, v))
@@ -127,7 +131,8 @@ class PlainDecoder:
 
     def _mlp(self, x: Tensor, prefix: str) -> Tensor:
         block, names = self._config.block, self._config.names.layer
-        first = self._linear(prefix + names.gate_up[0], x)
+        given = torch.cat([self._linear(prefix + name, x) for name in names.gate_up], dim=1)
+        first = given[:, : self._config.intermediate_size]
         if block.activation == "silu":
             y = first / (1 + torch.exp(-first))
         elif block.activation == "gelu":
@@ -135,7 +140,7 @@ class PlainDecoder:
         else:
             y = first * (1 + torch.tanh(math.sqrt(2 / math.pi) * (first + 0.044715 * first**3))) / 2
         if block.gated:
-            y = y * self._linear(prefix + names.gate_up[1], x)
+            y = y * given[:, self._config.intermediate_size :]
         return self._linear(prefix + names.down, y)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:

@@ -45,3 +45,9 @@ def with_outliers(directory: Path, family: str, **overrides: Any) -> Path:
             tensor[5] *= 12
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+# The names of a layer's tensors in the families above.
+Q, K, V, OUT = (f"self_attn.{name}_proj" for name in "qkvo")
+GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+INPUT_NORM, POST_NORM = "input_layernorm", "post_attention_layernorm"

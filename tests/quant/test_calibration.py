@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from backend.api.errors import ConfigError
 from backend.quant.calibration import Calibration, Inputs
 from backend.quant.checkpoint import FloatCheckpoint
-from backend.quant.folds import DOWN, GATE, OUT, Q
-from tests.quant.models import FAMILIES, random_rows
+from tests.quant.models import DOWN, FAMILIES, GATE, OUT, Q, random_rows
 from tools.make_random_model import make_random_model
 
 

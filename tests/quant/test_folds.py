@@ -12,23 +12,21 @@ from torch import Tensor
 
 from backend.architectures.description import ModelConfig
 from backend.models.config import read_model_config
-from backend.quant.folds import (
+from backend.quant.folds import Layer, fold_key, fold_norm, fold_up, fold_value
+from tests.quant.models import (
     DOWN,
+    FAMILIES,
     GATE,
     INPUT_NORM,
     OUT,
     POST_NORM,
     UP,
     K,
-    Layer,
     Q,
     V,
-    fold_key,
-    fold_norm,
-    fold_up,
-    fold_value,
+    logits_of,
+    random_rows,
 )
-from tests.quant.models import FAMILIES, logits_of, random_rows
 from tools.make_random_model import make_random_model
 
 
@@ -48,7 +46,7 @@ def fold_values(layer: Layer, config: ModelConfig) -> None:
 
 
 def fold_ups(layer: Layer, config: ModelConfig) -> None:
-    fold_up(layer, scales(config.intermediate_size))
+    fold_up(layer, scales(config.intermediate_size), config)
 
 
 def fold_keys(layer: Layer, config: ModelConfig) -> None:
