@@ -98,6 +98,8 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
 }
+PARTS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # the text model of these is served
+PART_PREFIX = "model.language_model."  # of its tensors; the others are left out
 
 _REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
@@ -141,20 +143,20 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "none"
     if name in FAMILIES and wanted != "transformers":
         return "native"
-    if name in HOSTED and wanted != "native":
+    if (name in HOSTED or name in PARTS) and wanted != "native":
         return "transformers"
     place = f"{FILE}: architectures {shown(names)}"
-    if name in HOSTED:
+    if name in HOSTED or name in PARTS:
         raise ConfigError(
             f"{place}: model.implementation is native, which has no {shown(name)}; use --set model.implementation=auto"
         )
     if name in REFUSED:
         raise ConfigError(f"{place}: {shown(name)} is not supported: {REFUSED[name]}; use a model of another family")
-    known = [*HOSTED] if wanted == "transformers" else [*FAMILIES, *HOSTED]
+    known = [*HOSTED, *PARTS] if wanted == "transformers" else [*FAMILIES, *HOSTED, *PARTS]
     near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
     advice = f"near it are {', '.join(near)}, and " if near else ""
     raise ConfigError(
-        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {len({*FAMILIES, *HOSTED})} that are: set "
+        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {len({*FAMILIES, *HOSTED, *PARTS})} that are: set "
         f"model.path to a model of one of them"
     )
 
@@ -170,6 +172,8 @@ class Sizes(NamedTuple):
 
 def sizes_of(content: dict[str, Any]) -> Sizes:
     """An estimate: what transformers fills in by default is not known here. Absent sizes are 1."""
+    part = content.get("text_config")
+    content = part if isinstance(part, dict) else content
 
     def number(*names: str) -> int:
         for name in names:
