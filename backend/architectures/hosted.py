@@ -27,6 +27,7 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
     "CTRLLMHeadModel": "ctrl",
     "Cohere2ForCausalLM": "cohere2",
     "Cohere2MoeForCausalLM": "cohere2_moe",
+    "CohereCompassForCausalLM": "cohere_compass_text",
     "CohereForCausalLM": "cohere",
     "CwmForCausalLM": "cwm",
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -130,6 +131,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "XLNetLMHeadModel",
     ),
     "transformers does not give back the embedding of a checkpoint that it wrote": ("YoutuForCausalLM",),
+    "it is part of a model for images or speech": (
+        "Emu3ForCausalLM", "FuyuForCausalLM", "GitForCausalLM", "Phi4MultimodalForCausalLM",
+    ),
+    "its attention adds a bias of positions to the scores": ("Inkling2ForCausalLM", "InklingForCausalLM"),
+    "its experts do not run on the engine's layers": ("LongcatFlashForCausalLM",),
     "its layers attend more than once in a pass": ("DiffLlamaForCausalLM", "HrmTextForCausalLM"),
     "its attention sees chunks of a text, and this server has windows only": ("Llama4ForCausalLM",),
     "it multiplies activations with activations, so that a token would depend on the requests beside it": ("Gemma3nForCausalLM",),
@@ -155,9 +161,10 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     known = [*HOSTED, *PARTS] if wanted == "transformers" else [*FAMILIES, *HOSTED, *PARTS]
     near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
     advice = f"near it are {', '.join(near)}, and " if near else ""
+    count = len({*FAMILIES, *HOSTED, *PARTS})
     raise ConfigError(
-        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {len({*FAMILIES, *HOSTED, *PARTS})} that are: set "
-        f"model.path to a model of one of them"
+        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {count} that are: set model.path to a model of "
+        f"one of them"
     )
 
 

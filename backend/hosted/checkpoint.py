@@ -196,8 +196,8 @@ def _check_quantization(content: dict[str, Any]) -> None:
     method = section.get("quant_method") if isinstance(section, dict) else section
     if method not in (None, "mxfp4"):
         raise ConfigError(
-            f"{FILE}: quantization_config: quant_method {shown(method)} is not supported where transformers runs the model; use the "
-            f"checkpoint in floats, and --set model.quantization=w8a8 or w4a8"
+            f"{FILE}: quantization_config: quant_method {shown(method)} is not supported where transformers runs the model; use "
+            f"the checkpoint in floats, and --set model.quantization=w8a8 or w4a8"
         )
 
 
