@@ -102,7 +102,7 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
 PARTS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # the text model of these is served
 PART_PREFIX = "model.language_model."  # of its tensors; the others are left out
 
-_REASONS: dict[str, tuple[str, ...]] = {
+REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
         "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
         "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM",
@@ -140,7 +140,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its attention sees chunks of a text, and this server has windows only": ("Llama4ForCausalLM",),
     "it multiplies activations with activations, so that a token would depend on the requests beside it": ("Gemma3nForCausalLM",),
 }  # fmt: skip
-REFUSED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names}
 
 
 def implementation_of(content: dict[str, Any], wanted: Implementation) -> Literal["native", "transformers"]:
@@ -163,8 +163,8 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     advice = f"near it are {', '.join(near)}, and " if near else ""
     count = len({*FAMILIES, *HOSTED, *PARTS})
     raise ConfigError(
-        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {count} that are: set model.path to a model of "
-        f"one of them"
+        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {count} that are: set model.path to a model "
+        f"of one of them"
     )
 
 
