@@ -22,6 +22,8 @@ _TWO_TOKENS = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.arange(2
 
 
 class HostedModel:
+    is_encoder = False
+
     def __init__(
         self,
         config: ModelConfig,
@@ -44,7 +46,8 @@ class HostedModel:
             "logits": MarkedOutput(config.vocab_size, lambda hidden, logits: logits),
         }
         module.base_model.register_forward_hook(self._keep_hidden)
-        module.get_output_embeddings().register_forward_pre_hook(self._keep_rows)
+        if (head := module.get_output_embeddings()) is not None:
+            head.register_forward_pre_hook(self._keep_rows)
 
     @property
     def num_linear_bytes(self) -> int:
@@ -63,7 +66,7 @@ class HostedModel:
         Raises ConfigError for what cannot be run independently of the batch.
         """
         try:
-            with masks_are_windows(NAME):
+            with masks_are_windows(NAME, both_sides=self.is_encoder):
                 self._run(*_TWO_TOKENS)
             self._host.step = _values
             self._run_multiplying()

@@ -63,6 +63,8 @@ def resolve_model_path(path: str) -> Path:
 class Checkpoint:
     """A parsed config.json and the tensors that go with it. Nothing large is read before `build`."""
 
+    is_encoder = False
+
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         """Raises ConfigError when the configuration has more layers than the tensors have."""
         _check_layers(config, tensors)
