@@ -58,8 +58,9 @@ def check_prompt_outputs(output: OutputConfig, vocab_size: int, marked: tuple[st
 
 
 def check_needs_no_head(request: Request, reads_whole_texts: bool) -> None:
-    """Raise for a request to a checkpoint without an output head that asks for more than hidden states. `reads_whole_texts`: of an
-    encoder, to which a request is one text.
+    """Raise for a request to a checkpoint without an output head that asks for more than hidden states.
+
+    `reads_whole_texts`: of an encoder, to which a request is one text.
     """
     output = request.output_config
     asks = output.prompt_log_probs is not None or output.prompt_logits_of or output.return_context_logits

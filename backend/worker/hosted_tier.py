@@ -182,11 +182,11 @@ class WholeTexts:
         k, v = (side.repeat_interleave(repeats, dim=1) if repeats > 1 else side for side in (k, v))
         for start, end in self._texts:
             # Copies of its own: the library's kernels may round in another way where memory is aligned in another way.
-            own = (
+            queries, keys, values = (
                 side[start:end].transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for side in (q, k, v)
             )
             mask = self._mask(end - start, layer.window, q.device)
-            seen = F.scaled_dot_product_attention(*own, attn_mask=mask, scale=layer.scale)
+            seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
             out[start:end] = seen[0].transpose(0, 1)
         return out
 
