@@ -13,7 +13,7 @@ from backend.api.config import Implementation
 from backend.api.errors import ConfigError
 from backend.api.model_files import shown
 from backend.api.quantised import FILE
-from backend.architectures.registry import FAMILIES
+from backend.architectures.registry import FAMILIES, HEADLESS
 
 HOSTED: dict[str, str] = {  # architecture -> model_type
     "AXK1ForCausalLM": "axk1",
@@ -175,7 +175,8 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     """Which implementation runs the model of a config.json. Raises ConfigError where none does, or not the wanted one."""
     names = content.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "none"
-    if name in FAMILIES and wanted != "transformers":
+    native = (*FAMILIES, *HEADLESS)
+    if name in native and wanted != "transformers":
         return "native"
     of_library = (*HOSTED, *PARTS, *ENCODERS)
     if name in of_library and wanted != "native":
@@ -187,10 +188,10 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
         )
     if name in REFUSED:
         raise ConfigError(f"{place}: {shown(name)} is not supported: {REFUSED[name]}; use a model of another family")
-    known = of_library if wanted == "transformers" else (*FAMILIES, *of_library)
+    known = of_library if wanted == "transformers" else (*native, *of_library)
     near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
     advice = f"near it are {', '.join(near)}, and " if near else ""
-    count = len({*FAMILIES, *of_library})
+    count = len({*native, *of_library})
     raise ConfigError(
         f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {count} that are: set model.path to a model "
         f"of one of them"

@@ -20,6 +20,7 @@ from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import read_object, shown, token_ids
 from backend.api.weight_files import tensor_names, weight_files
 from backend.architectures.description import ModelConfig
+from backend.architectures.registry import HEADLESS
 from backend.models import gguf
 from backend.models.config import check_eos_ids, parse_model_config, read_model_config
 from backend.models.decoder import Decoder, build_decoder
@@ -69,7 +70,8 @@ class Checkpoint:
         """Raises ConfigError when the configuration has more layers than the tensors have."""
         _check_layers(config, tensors)
         # A checkpoint of the layers alone, as embedding models have it: the head that is built is not the model's.
-        self.has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
+        has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
+        self.has_head = has_head and config.architecture not in HEADLESS
         self.config = config if self.has_head else replace(config, tied_embeddings=True)
         self.tensors = tensors
 

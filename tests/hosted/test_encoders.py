@@ -112,7 +112,7 @@ def test_a_text_that_another_one_begins_with_is_computed_anew(encoder: Made, ker
         (256, {}, "the prompt has 256 tokens, the limit is 255 (the model's own, or model.max_seq_len); shorten it"),
         (9, {"session": SessionConfig(7, start=True)}, "this model reads a text as a whole and has no sessions"),
         (9, {"sampling_config": SamplingConfig(num_return_sequences=2)}, "this model gives one result for a text"),
-        (9, {"output": OutputConfig(), "sampling_config": SamplingConfig(beam_width=2)}, "this model gives one result for a text"),
+        (9, {"output": OutputConfig(), "sampling_config": SamplingConfig(beam_width=2)}, "this model gives one result"),
     ],
 )  # fmt: skip
 def test_what_an_encoder_does_not_do_is_one_sentence(
