@@ -72,7 +72,7 @@ def read_config(content: dict[str, Any]) -> ModelConfig:
     name = architecture(content)
     settings = Settings(content)
     config = FAMILIES[HEADLESS.get(name, name)].read(settings, name)
-    settings.only("is_causal", True)  # of some embedding models it is false: their tokens see what is behind them
+    settings.only("is_causal", True)  # some embedding models have false here: their tokens attend to later ones, too
     settings.check_all_known(name)
     return config
 

@@ -173,9 +173,11 @@ def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
 
 
 def _head_dim(config: Any, hidden: int) -> int:
-    """What the configuration tells before the model is built, for the choice of the tier."""
-    heads = getattr(config, "num_attention_heads", None)
-    given = getattr(config, "head_dim", None)
+    """An estimate before the model is built, by which the tier is chosen."""
+    try:
+        heads, given = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    except Exception:  # a setting that differs between layers, which the library refuses to read
+        return hidden
     return given if isinstance(given, int) else hidden // heads if isinstance(heads, int) and heads > 0 else hidden
 
 

@@ -34,7 +34,11 @@ class Encoder(HostedModel):
         self._has_types = "token_type_ids" in inspect.signature(module.forward).parameters
 
     def _run(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """Returns zeros in place of logits, for the sampler; no request is told of them, as there is no head."""
+        """Run the module, which leaves its hidden states in `_hidden`.
+
+        There are no logits. The sampler gets zeros [rows, vocab], and no client does: without a head requests for tokens or
+        logits are refused.
+        """
         types = {"token_type_ids": torch.zeros_like(token_ids)[None]} if self._has_types else {}
         self._module(input_ids=token_ids[None], position_ids=(positions + self._first_position)[None], **types)
         return torch.zeros((), device=token_ids.device).expand(len(rows), self.config.vocab_size)
