@@ -124,7 +124,7 @@ def library_config(content: dict[str, Any]) -> PretrainedConfig:
 
 
 def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
-    """What the engine needs to know. Heads and windows are known once the model is built. Raises ConfigError."""
+    """The part that config.json tells; heads and windows are known once the model is built. Raises ConfigError."""
     try:
         layers = int(config.num_hidden_layers)
         hidden, vocab, positions = int(config.hidden_size), int(config.vocab_size), int(config.max_position_embeddings)

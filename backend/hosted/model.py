@@ -33,10 +33,8 @@ class HostedModel:
     ) -> None:
         self.config, self.max_seq_len, self.dtype = config, max_seq_len, dtype
         self._module, self._host, self._products = module, host, products
-        self._hidden: Tensor | None = None  # of all tokens, as the base model returns them
-        self._rows: Tensor | None = (
-            None  # what the head reads, for families that call a part of the base model directly
-        )
+        self._hidden: Tensor | None = None  # hidden states of all tokens, as the base model returns them
+        self._rows: Tensor | None = None  # input of the head, for families that call a part of the base model directly
         self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.takes_adapters = False
         self.outputs = {
