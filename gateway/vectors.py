@@ -84,7 +84,7 @@ def _places(gateway: Gateway, asked: list[Asked]) -> int:
 
 
 class _Field(NamedTuple):
-    """Names of the entries of a request, the model's and the client's; `request` is the model's name for one that is far too long."""
+    """Names of a request's entries, the model's and the client's; `request` is the model's name for one that is far too long."""
 
     of_model: str
     of_client: str

@@ -54,7 +54,7 @@ class Attention(Protocol):
 
 
 class AttentionHost:
-    """Connects a model's attention modules with a step. It learns their arguments in the first pass; each step then sets `step`."""
+    """Connects a model's attention modules with a step. It learns their arguments in the first pass; a step then sets `step`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[LayerAttention] = []
