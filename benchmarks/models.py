@@ -1,8 +1,8 @@
 """Families beside Llama, at one shape: `./everbatch bench models`.
 
-Every family gets a random checkpoint of the same sizes, so that linear layers do the same arithmetic. The engines are in one process
-and take turns, a round each; figures are medians of the rounds, and ratios to native Llama. `llama-transformers` is the Llama
-checkpoint with model.implementation=transformers, `transformers` is the library's own generate() on it.
+Every family gets a random checkpoint of the same sizes, so that linear layers do the same arithmetic. All engines are in one
+process and take turns, a round each; figures are medians of the rounds, and ratios to native Llama. `llama-transformers` is the
+Llama checkpoint with model.implementation=transformers, `transformers` is the library's own generate() on it.
 """
 
 from __future__ import annotations

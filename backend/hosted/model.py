@@ -47,7 +47,8 @@ class HostedModel:
     @property
     def num_linear_bytes(self) -> int:
         """Bytes of the engine's linear layers, experts not included."""
-        return sum(each.linear.num_bytes for each in self._module.modules() if isinstance(each, EngineLinear))
+        layers = {id(each.linear): each.linear for each in self._module.modules() if isinstance(each, EngineLinear)}
+        return sum(layer.num_bytes for layer in layers.values())
 
     @property
     def memory(self) -> str:
