@@ -18,9 +18,6 @@ from backend.hosted.masks import masks_are_windows
 from backend.hosted.products import Products
 from backend.models.decoder import MarkedOutput
 
-_TWO_TOKENS = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.arange(2)
-
-
 class HostedModel:
     def __init__(
         self,
@@ -63,7 +60,7 @@ class HostedModel:
         """
         try:
             with masks_are_windows(NAME):
-                self._run(*_TWO_TOKENS)
+                self._run_two_tokens()
             self._host.step = _values
             self._run_multiplying()
         except ConfigError:
@@ -73,6 +70,11 @@ class HostedModel:
                 f"{self.config.architecture} cannot be run on a flat batch: {type(error).__name__}: {str(error)[:300]}"
             ) from None
         self.config = self._described()
+
+    def _run_two_tokens(self) -> None:
+        device = self._module.device
+        places = torch.arange(2, device=device)
+        self._run(torch.zeros(2, dtype=torch.int64, device=device), places, places)
 
     def _run_multiplying(self) -> None:
         """Let modules that compute products of their own compute them by `Products` from now on."""
@@ -96,7 +98,7 @@ class HostedModel:
         hooks += [each.register_forward_hook(leave) for each in self._module.modules()]
         try:
             with self._products:
-                self._run(*_TWO_TOKENS)
+                self._run_two_tokens()
         finally:
             for hook in hooks:
                 hook.remove()
