@@ -18,6 +18,7 @@ from backend.hosted.masks import masks_are_windows
 from backend.hosted.products import Products
 from backend.models.decoder import MarkedOutput
 
+
 class HostedModel:
     def __init__(
         self,
