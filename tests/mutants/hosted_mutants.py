@@ -31,8 +31,8 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(experts.run_experts, ("hidden_states[pairs // count]", "hidden_states[pairs % tokens]")),
         [f"{_AGREES}[qwen3_moe]"],
     ),
-    "an_input_is_taken_for_the_last_one": (
-        change(layers.Fused, "take", ("if x is not self._input or index", "if index")),
+    "projections_change_places": (
+        change(layers.Fused, "take", ("self._parts.pop(index)", "self._parts.pop(max(self._parts))")),
         [f"{_AGREES}[qwen3_moe]"],
     ),
     "narrow_rows_are_not_filled": (
