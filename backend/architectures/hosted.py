@@ -128,7 +128,7 @@ ENCODERS: dict[str, Encoder] = {
 # The same with a head that fills in masked words, which embeddings do not need.
 ENCODERS |= {name.removesuffix("Model") + "ForMaskedLM": encoder for name, encoder in ENCODERS.items()}
 PARTS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # the text model of these is served
-PART_PREFIX = "model.language_model."  # of its tensors; the others are left out
+PART_PREFIX = "model.language_model."  # prefix of its tensors; the other tensors are left out
 
 REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
@@ -199,7 +199,7 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
 
 
 class Sizes(NamedTuple):
-    """What the KV cache of a hosted model follows from, as far as its config.json tells."""
+    """Sizes of a hosted model, which its KV cache follows from."""
 
     num_layers: int
     num_kv_heads: int

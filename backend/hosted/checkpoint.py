@@ -79,6 +79,7 @@ class HostedCheckpoint:
             raise ConfigError(
                 f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
             )
+        _check_positions(self._library_config, limit)
         with torch.inference_mode(), _quiet():
             module = self._load(dtype).to(device)
             head = module.get_output_embeddings()
@@ -140,7 +141,7 @@ def library_config(content: dict[str, Any]) -> PretrainedConfig:
 
 
 def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
-    """What the engine needs to know. Heads and windows are known once the model is built. Raises ConfigError."""
+    """The part that config.json tells; heads and windows are known once the model is built. Raises ConfigError."""
     try:
         layers = int(config.num_hidden_layers)
         hidden, vocab, positions = int(config.hidden_size), int(config.vocab_size), int(config.max_position_embeddings)
@@ -226,6 +227,19 @@ def _check_quantization(content: dict[str, Any]) -> None:
             f"{FILE}: quantization_config: quant_method {shown(method)} is not supported where transformers runs the model; use "
             f"the checkpoint in floats, and --set model.quantization=w8a8 or w4a8"
         )
+
+
+def _check_positions(config: Any, limit: int) -> None:
+    """Raise ConfigError where the library would rotate a token by the length of the longest text beside it."""
+    given = getattr(config, "rope_parameters", None) or {}
+    sections = [given, *(section for section in given.values() if isinstance(section, dict))]
+    for section in sections:
+        original = section.get("original_max_position_embeddings")
+        if section.get("rope_type") == "longrope" and isinstance(original, int) and limit > original:
+            raise ConfigError(
+                f"model.max_seq_len is {limit}, and where transformers runs a model with longrope, positions beyond {original} "
+                f"would change those of the texts beside; use --set model.max_seq_len={original}"
+            )
 
 
 def _check(found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the masks of a family say: each layer's attention window.
+"""Learns each layer's attention window from the masks that the library makes.
 
 A token of a decoder sees itself and the window - 1 tokens before it; one of an encoder as many behind it, too.
 

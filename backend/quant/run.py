@@ -30,7 +30,7 @@ class Made(NamedTuple):
     errors: dict[str, Errors]  # kind of linear layer -> mean over the decoder layers; empty without calibration
     bytes_before: int
     bytes_after: int
-    remarks: list[str]  # what was not smoothed, and why
+    remarks: list[str]  # sentences about linear layers that were not smoothed
 
 
 @torch.inference_mode()

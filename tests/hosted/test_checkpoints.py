@@ -21,6 +21,8 @@ from tests.model.driver import Driver
 from tests.native.harness import Format, prompt
 
 TOKENS = [3 + token for token in prompt(40, 157)]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # OCP MX, E2M1
 
 
@@ -92,6 +94,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model_type": "nonesuch"}, "model_type nonesuch is not known"),
         ({"model_type": ["qwen3_moe"]}, "is not known"),
         ({"hidden_act": "nonesuch"}, "nonesuch"),
+        ({"rope_parameters": LONGROPE}, "use --set model.max_seq_len=64"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
