@@ -52,13 +52,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def engine(directory: Path, tier: TierCase, scheduler: dict[str, Any] | None = None, **model: Any) -> Engine:
     """`model`: fields of the section."""
-    config = engine_config(directory, tier, scheduler=scheduler or {"max_num_tokens": 100})
+    config = engine_config(directory, tier, scheduler=scheduler or {"max_num_tokens": 100, "max_batch_size": 8})
     return Engine(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model)))
 
 
-def embed(engine: Engine, texts: list[list[int]]) -> list[Tensor]:
+def embed(engine: Engine, texts: list[list[int]], output: OutputConfig = ALL) -> list[Tensor]:
     """Hidden states of texts that are sent together."""
-    asked = [engine.ask(text, 0, ALL) for text in texts]
+    asked = [engine.ask(text, 0, output) for text in texts]
     engine.run()
     return [tensor_of(engine.responses[number][-1].result.prompt_hidden_states) for number in asked]
 
@@ -93,13 +93,12 @@ def test_a_long_text_runs_in_one_pass(tmp_path: Path, kernels: CDLL) -> None:
 
 
 def test_a_text_that_another_one_begins_with_is_computed_anew(encoder: Made, kernels: CDLL) -> None:
-    served = engine(encoder("RobertaModel")[0], NATIVE)
-    long = _text(90)
-    first = embed(served, [long])[0]
-    _, last = embed(served, [long[:64], long[:64] + [5]])
-    assert not torch.allclose(last[:64], first[:64], atol=1e-3)
-    assert torch.equal(embed(served, [long])[0], first)
-    assert served.core.counters.cached_tokens_total == 0
+    directory, model = encoder("RobertaModel")
+    served, long = engine(directory, NATIVE), _text(90)
+    texts = [long, long[:64], [*long[:64], 5], long]
+    for text, states in zip(texts, hidden_states(model, texts), strict=True):
+        (last,) = embed(served, [text], OutputConfig(prompt_hidden_states="last"))
+        assert (last - states[-1:]).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(

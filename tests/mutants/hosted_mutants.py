@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from backend.hosted import attention, checkpoint, experts, layers, masks, products
-from backend.worker import hosted_tier
+from backend.api.pooling import Pooling
+from backend.engine import whole_texts
+from backend.hosted import attention, checkpoint, encoder, experts, layers, masks, products
+from backend.worker import extras, hosted_tier
 from tests.mutants.changes import Plant, change, change_everywhere
 
 _AGREES = "tests/hosted/test_families.py::test_logits_are_those_of_transformers"
 _ALONE = "tests/hosted/test_families.py::test_a_token_does_not_depend_on_chunks_neighbours_or_evictions"
+_ENCODERS = "tests/hosted/test_encoders.py::"
+_STATES = f"{_ENCODERS}test_hidden_states_are_those_of_transformers"
 _SETTINGS = "tests/hosted/test_checkpoints.py::test_a_wrong_setting_is_one_sentence"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
@@ -50,6 +54,36 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "long_factors_depend_on_the_batch": (
         change(checkpoint, "_check_positions", ("limit > original", "False")),
         [_SETTINGS],
+    ),
+    "positions_of_every_encoder_begin_at_0": (
+        change(encoder.Encoder, "_run", ("positions + self._first_position", "positions")),
+        [f"{_STATES}[RobertaModel]"],
+    ),
+    "an_encoders_windows_have_one_side": (
+        change(hosted_tier.WholeTexts, "_mask", (".abs() < window", " < window")),
+        [f"{_STATES}[ModernBertModel]"],
+    ),
+    "texts_of_a_step_see_each_other": (
+        change(hosted_tier.WholeTexts, "begin", ("flat.rows.starts.tolist()", "[0, int(flat.rows.starts[-1])]")),
+        [f"{_STATES}[BertModel]"],
+    ),
+    "a_text_reuses_what_another_one_computed": (
+        change_everywhere(whole_texts.with_whole_texts, ("enable_block_reuse=False, ", "")),
+        [f"{_ENCODERS}test_a_text_that_another_one_begins_with_is_computed_anew"],
+    ),
+    "texts_are_cut": (
+        change_everywhere(
+            whole_texts.with_whole_texts, ("enable_chunked_context=False", "enable_chunked_context=True")
+        ),
+        [f"{_STATES}[BertModel]"],
+    ),
+    "texts_run_in_passes": (
+        change(extras.Extras, "of_step", ("if self._cuts_prompts", "if True")),
+        [f"{_ENCODERS}test_a_long_text_runs_in_one_pass"],
+    ),
+    "an_encoder_is_pooled_by_its_last_token": (
+        change(Pooling, "of_model", ('kind="mean"', 'kind="last"')),
+        ["tests/api/test_pooling.py::test_a_decoder_and_an_encoder_pool_in_their_own_ways"],
     ),
     "counts_have_no_limit": (
         change(checkpoint, "library_config", ("0 <= count <= MAX_MODULES", "True")),
