@@ -120,17 +120,17 @@ def code_version() -> str:
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when all of it is on the disk, and is removed if that fails."""
-    file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem + "-", suffix=UNFINISHED, delete=False)  # noqa: SIM115
+    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem + "-", suffix=UNFINISHED)
     try:
-        with file:
+        with open(descriptor, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # held for as long as it is being written
-            yield file.file
+            yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
+            os.replace(unfinished, path)
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(file.name)
+            os.unlink(unfinished)
         raise
 
 

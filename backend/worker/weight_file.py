@@ -143,7 +143,7 @@ def _tensor(view: memoryview, place: _Place) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _aligned(offset: int) -> int:
