@@ -116,7 +116,7 @@ class Checkpoint:
             return assemble(self.config, parts, self._num_positions(max_seq_len), dtype, device)
 
     def _num_positions(self, max_seq_len: int | None) -> int:
-        """Those that the model is built for. Raises ConfigError."""
+        """The number of positions that the model is built for. Raises ConfigError."""
         limit = max_seq_len or self.config.max_position
         if limit > self.config.max_position:
             raise ConfigError(

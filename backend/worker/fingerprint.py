@@ -3,9 +3,9 @@
 The hash is of the content. A note of it is kept under what the file system said of the files when they were read: device, inode,
 size, and the times of the last change of content and of status. While that is the same, so is the hash. The time of the last
 change of status (ctime) is what makes this safe: a program can set a file's mtime to any value, as rsync, tar and cp -p do, but
-whoever writes or replaces a file changes its ctime, which no program can set. Since a file system's clock ticks in milliseconds,
-there is no note of files that changed within the last seconds. A checkpoint that was copied or touched is read again, and its
-weights are found.
+writing or replacing a file changes its ctime, which no program can set. Since a file system's clock ticks in milliseconds, there is
+no note of files that changed within the last seconds. A checkpoint that was copied or touched is read again, and its weights are
+found.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_NOTES = 200
 
 
 def state_of(files: Sequence[Path]) -> tuple[tuple[int, ...], ...]:
-    """What tells changed files from unchanged ones. Raises OSError."""
+    """Numbers of each file that differ once it has changed. Raises OSError."""
     found = [os.stat(path) for path in files]
     return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in found)
 

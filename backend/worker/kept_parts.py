@@ -73,7 +73,7 @@ class KeptParts:
         return self._linear(_HEAD, *embedding.shape)
 
     def finish(self) -> None:
-        pass  # what is left is the screen
+        pass  # only the screen is left
 
     def screen(self, lm_head: PackedLinear) -> Screen | None:
         """None: the model has none."""

@@ -70,7 +70,7 @@ class LoadedModel:
         self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device, self.config)
         linears = linear_options(self.choice, section.quantization, self.dtype)
         self._screen: Screen | None = None
-        self.mapped_bytes = 0  # of the weights: other engines may share them
+        self.mapped_bytes = 0  # weights that are pages of a file, which other engines may share
         self.model: Decoder | HostedModel
         if isinstance(checkpoint, loader.Checkpoint) and (library := self.choice.library) is not None:
             packed = PackedModels(checkpoint, section, self.dtype, linears, library, progress).build()

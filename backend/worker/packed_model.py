@@ -33,7 +33,7 @@ QUIET_S = 2.0  # between two lines of progress
 class PackedModel(NamedTuple):
     decoder: Decoder
     screen: Screen | None = None
-    mapped_bytes: int = 0  # of its weights, shared with other engines that run the same model
+    mapped_bytes: int = 0  # weights that are pages of a file, shared with other engines that run the same model
 
 
 class PackedModels:
@@ -71,7 +71,7 @@ class PackedModels:
         return packed
 
     def _key(self) -> str:
-        """Of the cache's entry. Windows and positions are left out: no weight depends on them."""
+        """The key of the cache's entry. Windows and positions are left out, because no weight depends on them."""
         content = content_hash(self._checkpoint.files, self._cache.directories)
         description = replace(self._checkpoint.config, layers=(), sink_tokens=0, quantization=None)
         held = self._linears.quantization, self._linears.group, self._linears.holds_super_blocks

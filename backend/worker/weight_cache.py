@@ -33,7 +33,7 @@ log = logging.getLogger("everbatch.worker")
 FORMAT = 1  # to be counted up when the meaning of an entry changes otherwise than by the code in _CODE
 ENTRY, UNFINISHED = ".weights", ".part"
 _ROOT = Path(__file__).resolve().parents[2]
-# What is rounded and packed, and how it is named, is decided here.
+# The code that decides how weights are rounded, packed and named.
 _CODE = ("backend/architectures", "backend/layers", "backend/models", "backend/worker", "kernels")
 
 
@@ -155,7 +155,7 @@ def _lack_of_room(directory: Path, size: int) -> str | None:
 
 
 def _is_usable(directory: Path) -> bool:
-    """True if the directory is there and nobody else could have written it."""
+    """True if the directory is there and no other user could have written it."""
     if not directory.is_dir():
         return False
     reason = distrust_of_directory(directory)

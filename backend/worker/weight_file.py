@@ -4,7 +4,7 @@
     each tensor's bytes, from a multiple of ALIGNMENT on
 
 Every PIECE of a tensor has a CRC-32, and all are compared before a tensor is used: a file that was cut short, or changed on the
-disk, is told from a whole one. That does not protect from somebody who may write the file, which kernels/cpu/trust.py does. The
+disk, is recognised. That does not protect from somebody who may write the file, which kernels/cpu/trust.py does. The
 file is mapped read-only, so that all engines that use it share its pages, in large pages where the file system has them. It must
 never be written in place; it may be removed while it is mapped.
 """
@@ -31,7 +31,7 @@ MAGIC = b"EBWEIGHT"
 ALIGNMENT = 64  # a cache line
 PIECE = 8 << 20
 MAX_HEADER_BYTES = 32 << 20
-_PREFIX_BYTES = 48  # what stands before the header
+_PREFIX_BYTES = 48  # MAGIC, the length and the hash of the header
 _DTYPES = {str(t): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)}
 
 
@@ -58,7 +58,7 @@ class _Header(Struct):
 
 class Content(NamedTuple):
     tensors: Mapping[str, Tensor]  # on the CPU
-    numbers: Mapping[str, list[int]]  # what else belongs to them
+    numbers: Mapping[str, list[int]]  # shape, format and group of each linear layer, by its name
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +137,7 @@ def _sums(views: Iterable[memoryview]) -> list[list[int]]:
 
 def _tensor(view: memoryview, place: _Place) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of memory that it may not write: nobody writes weights
+        warnings.simplefilter("ignore")  # torch warns of memory that it may not write, and weights are never written
         flat = torch.frombuffer(view, dtype=_DTYPES[place.dtype])
     return flat.view(place.shape)
 
