@@ -84,7 +84,7 @@ def _places(gateway: Gateway, asked: list[Asked]) -> int:
 
 
 class _Field(NamedTuple):
-    """What the model and the client call the entries of a request; `request` is how the model calls one that is far too long."""
+    """Names of a request's entries, the model's and the client's; `request` is the model's name for one that is far too long."""
 
     of_model: str
     of_client: str
@@ -103,7 +103,7 @@ class _Field(NamedTuple):
 async def _pieces(
     gateway: Gateway, asked: list[Asked], context: RequestContext, message: ModelRequest, field: _Field
 ) -> list[Piece]:
-    """What the model answers to each. Raises GatewayError that names the entry."""
+    """The model's answers, one for each entry. Raises GatewayError that names the entry."""
     jobs = gateway.jobs(asked, context, message.model)
     return await each_last(gateway.link, jobs, context, _places(gateway, asked), field.named)
 

@@ -97,7 +97,7 @@ def _activation_kernel(
     given,  # [rows, 2 * intermediate], without a gate [rows, intermediate]
     out,  # [rows, intermediate]
     intermediate,
-    KIND: tl.constexpr,  # of KINDS
+    KIND: tl.constexpr,  # an entry of KINDS
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -115,7 +115,7 @@ def _activation_int8_kernel(
     scales,  # [rows] float32
     sums,  # [rows, ceil(intermediate / 128)] int32
     intermediate,
-    KIND: tl.constexpr,  # of KINDS
+    KIND: tl.constexpr,  # an entry of KINDS
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE_ROW: tl.constexpr,  # True if one BLOCK holds the row; otherwise y is computed twice, reading memory and then the cache

@@ -272,7 +272,7 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     if words is not None:
         head_words = words + kv_head.to(tl.int64) * words_stride_head
 
-    unit = scale  # of scores
+    unit = scale  # factor of scores
     if softcap is not None:
         unit = 1.0
     for part in tl.static_range(3):

@@ -164,7 +164,7 @@ def _rotated_part(
     columns,  # [N]: which of the heads they are
     source,  # [GROUP, 1]: where the heads begin in qkv
     mask,  # like x: what of it are numbers
-    weight,  # of the norm, or None
+    weight,  # the norm's weight, or None
     inverse,  # [GROUP, 1]: the norm's other factor, with a weight
     cos,  # [ROTARY_DIM / 2] float32
     sin,  # like cos

@@ -110,7 +110,7 @@ def _norm_kernel(
     sums,  # [rows, ceil(hidden / 128)] int32, with int8
     hidden,
     eps,
-    factor,  # of x, or None: 1
+    factor,  # factor of x; None: 1
     CENTRED: tl.constexpr,  # LayerNorm
     BLOCK: tl.constexpr,  # a power of two, at least hidden
 ):

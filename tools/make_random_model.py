@@ -54,6 +54,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 24}),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", {"sliding_window": 24}),
+    "phi3": ("phi3", "Phi3ForCausalLM", {}),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM", {}),
+    "granite": ("granite", "GraniteForCausalLM", {}),
 }
 # The shapes that the benchmarks measure.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Writes the table of families in docs/models.md from backend/architectures/registry.py, between two markers.
+"""Writes the table of families in docs/models.md from backend/architectures/registry.py and hosted.py, between two markers.
 
 .venv/bin/python -m tools.write_model_table          rewrite it
 .venv/bin/python -m tools.write_model_table --check  fail when it is not up to date
@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
+from backend.architectures.hosted import HOSTED, PARTS, REASONS
 from backend.architectures.registry import FAMILIES, GGUF_ARCHITECTURES, Family
 from tools.marked_part import MarkedPart
 
@@ -23,7 +25,18 @@ def table() -> str:
     """The table in Markdown, with empty lines around it."""
     head = ["architecture in config.json", "models", "implementation", "checkpoints"]
     rows = [head, ["---"] * len(head), *(_row(name, family) for name, family in FAMILIES.items())]
-    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    hosted = sorted({*HOSTED, *PARTS} - {*FAMILIES})
+    parts = [
+        "\n".join(f"| {' | '.join(row)} |" for row in rows),
+        f"Run by **transformers**, in floats (gpt-oss in MXFP4, too): {_listed(hosted)}.",
+        "Known to transformers and **refused**, with the reason:",
+        "\n".join(f"- {reason}: {_listed(sorted(names))}" for reason, names in REASONS.items()),
+    ]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _row(name: str, family: Family) -> list[str]:

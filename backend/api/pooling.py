@@ -66,7 +66,7 @@ class _Matryoshka(Struct):
 
 
 def read_pooling(directory: Path) -> Pooling:
-    """Of a checkpoint directory; a GGUF file has the defaults. Raises ConfigError for a file that cannot be read."""
+    """The pooling of a checkpoint directory; a GGUF file has the defaults. Raises ConfigError for an unreadable file."""
     if not directory.is_dir():
         return Pooling()
     dimensions = _dimensions(directory)

@@ -87,7 +87,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     top_log_probs: int = 0  # number of most likely tokens to return for each output token
     # Log-probabilities of the prompt's tokens from the second on, with the k most likely tokens of each position.
     prompt_log_probs: int | None = None
-    prompt_hidden_states: HiddenRows | None = None  # what the output head reads: of the prompt's last token, or of all
+    prompt_hidden_states: HiddenRows | None = None  # input of the output head, for the prompt's last token or for all
     prompt_logits_of: tuple[int, ...] = ()  # ids of tokens whose logits behind the whole prompt are returned
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
     return_perf_metrics: bool = False

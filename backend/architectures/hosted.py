@@ -27,6 +27,7 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
     "CTRLLMHeadModel": "ctrl",
     "Cohere2ForCausalLM": "cohere2",
     "Cohere2MoeForCausalLM": "cohere2_moe",
+    "CohereCompassForCausalLM": "cohere_compass_text",
     "CohereForCausalLM": "cohere",
     "CwmForCausalLM": "cwm",
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -98,8 +99,10 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
 }
+PARTS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # the text model of these is served
+PART_PREFIX = "model.language_model."  # prefix of its tensors; the other tensors are left out
 
-_REASONS: dict[str, tuple[str, ...]] = {
+REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
         "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
         "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM",
@@ -128,11 +131,16 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "XLNetLMHeadModel",
     ),
     "transformers does not give back the embedding of a checkpoint that it wrote": ("YoutuForCausalLM",),
+    "it is part of a model for images or speech": (
+        "Emu3ForCausalLM", "FuyuForCausalLM", "GitForCausalLM", "Phi4MultimodalForCausalLM",
+    ),
+    "its attention adds a bias of positions to the scores": ("Inkling2ForCausalLM", "InklingForCausalLM"),
+    "its experts do not run on the engine's layers": ("LongcatFlashForCausalLM",),
     "its layers attend more than once in a pass": ("DiffLlamaForCausalLM", "HrmTextForCausalLM"),
     "its attention sees chunks of a text, and this server has windows only": ("Llama4ForCausalLM",),
     "it multiplies activations with activations, so that a token would depend on the requests beside it": ("Gemma3nForCausalLM",),
 }  # fmt: skip
-REFUSED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names}
 
 
 def implementation_of(content: dict[str, Any], wanted: Implementation) -> Literal["native", "transformers"]:
@@ -141,26 +149,27 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "none"
     if name in FAMILIES and wanted != "transformers":
         return "native"
-    if name in HOSTED and wanted != "native":
+    if (name in HOSTED or name in PARTS) and wanted != "native":
         return "transformers"
     place = f"{FILE}: architectures {shown(names)}"
-    if name in HOSTED:
+    if name in HOSTED or name in PARTS:
         raise ConfigError(
             f"{place}: model.implementation is native, which has no {shown(name)}; use --set model.implementation=auto"
         )
     if name in REFUSED:
         raise ConfigError(f"{place}: {shown(name)} is not supported: {REFUSED[name]}; use a model of another family")
-    known = [*HOSTED] if wanted == "transformers" else [*FAMILIES, *HOSTED]
+    known = [*HOSTED, *PARTS] if wanted == "transformers" else [*FAMILIES, *HOSTED, *PARTS]
     near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
     advice = f"near it are {', '.join(near)}, and " if near else ""
+    count = len({*FAMILIES, *HOSTED, *PARTS})
     raise ConfigError(
-        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {len({*FAMILIES, *HOSTED})} that are: set "
-        f"model.path to a model of one of them"
+        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {count} that are: set model.path to a model "
+        f"of one of them"
     )
 
 
 class Sizes(NamedTuple):
-    """What the KV cache of a hosted model follows from, as far as its config.json tells."""
+    """Sizes of a hosted model, which its KV cache follows from."""
 
     num_layers: int
     num_kv_heads: int
@@ -170,6 +179,8 @@ class Sizes(NamedTuple):
 
 def sizes_of(content: dict[str, Any]) -> Sizes:
     """An estimate: what transformers fills in by default is not known here. Absent sizes are 1."""
+    part = content.get("text_config")
+    content = part if isinstance(part, dict) else content
 
     def number(*names: str) -> int:
         for name in names:

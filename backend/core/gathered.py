@@ -37,7 +37,7 @@ SOURCES = {
     PROMPT_LOG_PROBS: LOGITS,
     PROMPT_HIDDEN: HIDDEN_STATES,
     PROMPT_LOGITS: LOGITS,
-}  # what the model computes for them
+}  # tensors that the model computes for them
 FLOAT_BYTES = 4
 NEVER = 1 << 62  # larger than any position
 

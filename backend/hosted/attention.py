@@ -28,7 +28,7 @@ _HARMLESS = {
 
 
 class LayerAttention(NamedTuple):
-    """What one layer asks of its attention, as the first pass has shown it."""
+    """Arguments of a layer's attention, learnt in the first pass."""
 
     heads: int
     kv_heads: int
@@ -54,13 +54,13 @@ class Attention(Protocol):
 
 
 class AttentionHost:
-    """Of one model. In the first pass it learns; steps set `step` before the model runs."""
+    """Connects a model's attention modules with a step. It learns their arguments in the first pass; a step then sets `step`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[LayerAttention] = []
-        self._index: dict[int, int] = {}  # of attention modules, in the order of their first call
+        self._index: dict[int, int] = {}  # attention module's id -> its layer, in the order of first calls
         self.step: Attention | None = None
-        self.dim = self.kv_heads = 0  # of the pools: the largest of any layer
+        self.dim = self.kv_heads = 0  # the largest of any layer, which the KV pools have
         for module in model.modules():
             setattr(module, _HOST, self)
 

@@ -17,6 +17,7 @@ from backend.api.errors import ConfigError
 from backend.api.model_files import shown, token_ids
 from backend.api.quantised import FILE
 from backend.architectures.description import LayerConfig, ModelConfig, RopeConfig
+from backend.architectures.hosted import PART_PREFIX, PARTS
 from backend.hosted import attention, experts
 from backend.hosted.attention import AttentionHost
 from backend.hosted.experts import hold_experts
@@ -37,9 +38,10 @@ class HostedCheckpoint:
     def __init__(self, content: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """`content`: of config.json. Raises ConfigError."""
         self.has_head = True
+        _check_quantization(content)
         self._library_config = library_config(content)
         self.config = engine_config(content, self._library_config)
-        self.tensors = tensors
+        self.tensors = _TextPart(tensors) if self.config.architecture in PARTS else tensors
 
     def limit_attention(self, windows: object, sink_tokens: int) -> None:
         """Raises ConfigError if windows or sink tokens are configured: a hosted model's windows are its own."""
@@ -68,6 +70,7 @@ class HostedCheckpoint:
             raise ConfigError(
                 f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
             )
+        _check_positions(self._library_config, limit)
         with torch.inference_mode(), _quiet():
             module = self._load(dtype).to(device)
             head = module.get_output_embeddings()
@@ -122,7 +125,7 @@ def library_config(content: dict[str, Any]) -> PretrainedConfig:
 
 
 def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
-    """What the engine needs to know. Heads and windows are known once the model is built. Raises ConfigError."""
+    """The part that config.json tells; heads and windows are known once the model is built. Raises ConfigError."""
     try:
         layers = int(config.num_hidden_layers)
         hidden, vocab, positions = int(config.hidden_size), int(config.vocab_size), int(config.max_position_embeddings)
@@ -152,6 +155,26 @@ def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
     )
 
 
+class _TextPart(Mapping[str, Tensor]):
+    """The tensors of the text model in a checkpoint of several models, by the names that they have in one of their own."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        whole = {name: name for name in tensors if name.startswith("lm_head.")}
+        part = {"model." + name.removeprefix(PART_PREFIX): name for name in tensors if name.startswith(PART_PREFIX)}
+        self._names = {**whole, **part}
+        log.info("%d tensors beside the text model are left out", len(tensors) - len(self._names))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class _Lazy:
     """A tensor that is read when the library indexes it, as a slice of a safetensors file is."""
 
@@ -164,9 +187,32 @@ class _Lazy:
     def get_shape(self) -> list[int]:
         return list(self._tensors[self._name].shape)
 
-    @property
-    def shape(self) -> torch.Size:
-        return self._tensors[self._name].shape
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensors[self._name], name)
+
+
+def _check_quantization(content: dict[str, Any]) -> None:
+    """Raise ConfigError for a quantised checkpoint. MXFP4, of gpt-oss, becomes floats while it is read."""
+    section = content.get("quantization_config") or content.get("compression_config")
+    method = section.get("quant_method") if isinstance(section, dict) else section
+    if method not in (None, "mxfp4"):
+        raise ConfigError(
+            f"{FILE}: quantization_config: quant_method {shown(method)} is not supported where transformers runs the model; use "
+            f"the checkpoint in floats, and --set model.quantization=w8a8 or w4a8"
+        )
+
+
+def _check_positions(config: Any, limit: int) -> None:
+    """Raise ConfigError where the library would rotate a token by the length of the longest text beside it."""
+    given = getattr(config, "rope_parameters", None) or {}
+    sections = [given, *(section for section in given.values() if isinstance(section, dict))]
+    for section in sections:
+        original = section.get("original_max_position_embeddings")
+        if section.get("rope_type") == "longrope" and isinstance(original, int) and limit > original:
+            raise ConfigError(
+                f"model.max_seq_len is {limit}, and where transformers runs a model with longrope, positions beyond {original} "
+                f"would change those of the texts beside; use --set model.max_seq_len={original}"
+            )
 
 
 def _check(found: dict[str, Any]) -> None:

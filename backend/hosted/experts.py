@@ -47,7 +47,7 @@ def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, experts of a token] -> [tokens, hidden]."""
     layers = self.engine_experts
     tokens, count = top_k_index.shape
-    chosen = top_k_index.reshape(-1)  # of each pair of token and place in its list
+    chosen = top_k_index.reshape(-1)  # expert of each pair (token, place in the token's list)
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
     parts = hidden_states.new_empty(tokens * count, hidden_states.shape[1])

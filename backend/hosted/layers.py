@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from transformers.pytorch_utils import Conv1D
 from backend.layers.linear import Linear
 from backend.models.linears import LinearOptions, make_linear
 from kernels.cpu.linear import PackedLinear
+
+# Names of layers that read the same input where they stand side by side. One that is given another input computes all of them.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class EngineLinear(nn.Module):
@@ -33,6 +37,36 @@ class EngineLinear(nn.Module):
         return self.linear(rows).view(*x.shape[:-1], self.out_features)
 
 
+class Fused:
+    """Linear layers that read one input, as one product, whose parts are kept until every layer has taken its own."""
+
+    def __init__(self, layer: EngineLinear, sizes: Sequence[int]) -> None:
+        self._layer, self._sizes = layer, list(sizes)
+        self._input: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        if x is not self._input or index not in self._parts:
+            self._input = x
+            self._parts = dict(enumerate(self._layer(x).split(self._sizes, dim=-1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input = None
+        return part.contiguous()
+
+
+class FusedLinear(EngineLinear):
+    """A layer of a `Fused`."""
+
+    def __init__(self, fused: Fused, index: int, linear: Linear, dtype: torch.dtype) -> None:
+        super().__init__(linear, dtype)
+        self._fused, self._index = fused, index
+        self.out_features = fused._sizes[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._fused.take(self._index, x)
+
+
 def replace_linears(model: nn.Module, head: nn.Module | None, options: LinearOptions) -> None:
     """Replace each nn.Linear and Conv1D below `model`, one after the other, so that an original weight is freed at once.
 
@@ -40,12 +74,34 @@ def replace_linears(model: nn.Module, head: nn.Module | None, options: LinearOpt
     their own stay as they are.
     """
     for module in list(model.modules()):
+        for names in _TOGETHER:
+            _fuse(module, names, options)
         for name, child in list(module.named_children()):
-            is_plain = isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
-            if is_plain or type(child) is Conv1D:  # the latter, of GPT-2, is an nn.Linear whose weight is transposed
+            if (
+                _is_plain(child) or type(child) is Conv1D
+            ):  # the latter, of GPT-2, is an nn.Linear whose weight is transposed
                 parameters: Any = child
-                weight, bias, is_transposed = parameters.weight, parameters.bias, not is_plain
+                weight, bias, is_transposed = parameters.weight, parameters.bias, type(child) is Conv1D
                 setattr(module, name, engine_linear(weight, bias, options, child is head, is_transposed))
+
+
+def _fuse(module: nn.Module, names: Sequence[str], options: LinearOptions) -> None:
+    """Make one product of the children `names`, if they are plain linear layers of one width."""
+    children: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(isinstance(child, nn.Module) and _is_plain(child) for child in children):
+        return
+    biases = [child.bias for child in children if child.bias is not None]
+    if len({child.in_features for child in children}) > 1 or len(biases) not in (0, len(children)):
+        return
+    weight = torch.cat([child.weight.detach() for child in children])
+    layer = engine_linear(weight, torch.cat(biases) if biases else None, options)
+    fused = Fused(layer, [child.out_features for child in children])
+    for index, name in enumerate(names):
+        setattr(module, name, FusedLinear(fused, index, layer.linear, weight.dtype))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def engine_linear(

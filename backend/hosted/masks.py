@@ -1,4 +1,4 @@
-"""What the masks of a family say: each layer's attention window.
+"""Learns each layer's attention window from the masks that the library makes.
 
 In the first pass the library is asked for masks, as for its own attention, and every mask becomes a tensor [1, 1, 1, 1] that
 holds the window in tokens, 0 for none. So windows are those that the library's reference applies, whatever attention modules say.

@@ -18,8 +18,6 @@ from backend.hosted.masks import masks_are_windows
 from backend.hosted.products import Products
 from backend.models.decoder import MarkedOutput
 
-_TWO_TOKENS = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.arange(2)
-
 
 class HostedModel:
     def __init__(
@@ -33,10 +31,8 @@ class HostedModel:
     ) -> None:
         self.config, self.max_seq_len, self.dtype = config, max_seq_len, dtype
         self._module, self._host, self._products = module, host, products
-        self._hidden: Tensor | None = None  # of all tokens, as the base model returns them
-        self._rows: Tensor | None = (
-            None  # what the head reads, for families that call a part of the base model directly
-        )
+        self._hidden: Tensor | None = None  # hidden states of all tokens, as the base model returns them
+        self._rows: Tensor | None = None  # input of the head, for families that call a part of the base model directly
         self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.takes_adapters = False
         self.outputs = {
@@ -49,7 +45,8 @@ class HostedModel:
     @property
     def num_linear_bytes(self) -> int:
         """Bytes of the engine's linear layers, experts not included."""
-        return sum(each.linear.num_bytes for each in self._module.modules() if isinstance(each, EngineLinear))
+        layers = {id(each.linear): each.linear for each in self._module.modules() if isinstance(each, EngineLinear)}
+        return sum(layer.num_bytes for layer in layers.values())
 
     @property
     def memory(self) -> str:
@@ -64,7 +61,7 @@ class HostedModel:
         """
         try:
             with masks_are_windows(NAME):
-                self._run(*_TWO_TOKENS)
+                self._run_two_tokens()
             self._host.step = _values
             self._run_multiplying()
         except ConfigError:
@@ -74,6 +71,11 @@ class HostedModel:
                 f"{self.config.architecture} cannot be run on a flat batch: {type(error).__name__}: {str(error)[:300]}"
             ) from None
         self.config = self._described()
+
+    def _run_two_tokens(self) -> None:
+        device = self._module.device
+        places = torch.arange(2, device=device)
+        self._run(torch.zeros(2, dtype=torch.int64, device=device), places, places)
 
     def _run_multiplying(self) -> None:
         """Let modules that compute products of their own compute them by `Products` from now on."""
@@ -97,7 +99,7 @@ class HostedModel:
         hooks += [each.register_forward_hook(leave) for each in self._module.modules()]
         try:
             with self._products:
-                self._run(*_TWO_TOKENS)
+                self._run_two_tokens()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,4 +1,4 @@
-"""What modules compute by themselves and torch would round in another way in another batch.
+"""Makes operators of modules round alike in every batch.
 
 Products of matrices outside of linear layers, in routers above all: while `Products` is active, one with a parameter runs on a
 layer of the engine. One of single terms (rotary frequencies times positions) is exact, and left to torch. Any other kind is

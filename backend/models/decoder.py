@@ -60,7 +60,7 @@ class Decoder:
     layers: list[LayerWeights]
     norm: NormWeights
     lm_head: Linear  # [vocab, hidden]
-    rotary: list[RotaryTables | None]  # of each layer, shared by those with the same rope; None = it has none
+    rotary: list[RotaryTables | None]  # tables of each layer, shared by layers with the same rope; None = no rotation
     max_seq_len: int  # positions of the tables
     query_scales: Tensor | None = None  # float32 [max_seq_len]: Block.query_scaling
     takes_adapters: bool = False  # then products read unquantised inputs, which LoRA needs, in every batch alike

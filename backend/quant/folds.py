@@ -31,7 +31,7 @@ Layer = dict[str, Tensor]
 class Part(NamedTuple):
     """A projection's place in the checkpoint."""
 
-    name: str  # of the tensor within the layer, without `.weight`
+    name: str  # name of the tensor within the layer, without `.weight`
     rows: slice
 
 

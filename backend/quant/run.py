@@ -30,7 +30,7 @@ class Made(NamedTuple):
     errors: dict[str, Errors]  # kind of linear layer -> mean over the decoder layers; empty without calibration
     bytes_before: int
     bytes_after: int
-    remarks: list[str]  # what was not smoothed, and why
+    remarks: list[str]  # sentences about linear layers that were not smoothed
 
 
 @torch.inference_mode()
@@ -67,6 +67,11 @@ def quantize_checkpoint(
 def check_source(directory: Path, wanted: Wanted) -> None:
     """Raise ConfigError if `quantize_checkpoint` would refuse this model."""
     source = FloatCheckpoint(directory)
+    if source.config.names.layer.qkv_by_head:
+        raise ConfigError(
+            f"{source.config.architecture} holds query, key and value of each head together, which the formats of quantised "
+            f"checkpoints do not know; quantise it while loading: --set model.quantization=w8a8"
+        )
     make_scheme(wanted.scheme, wanted.group, widths(source.config), source.layer(0)[1])
 
 

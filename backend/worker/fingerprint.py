@@ -3,7 +3,7 @@
 The hash is of the content. A note of it is kept under what the file system said of the files when they were read: device, inode,
 size, and the times of the last change of content and of status. While that is the same, so is the hash. The time of the last
 change of status (ctime) is what makes this safe: a program can set a file's mtime to any value, as rsync, tar and cp -p do, but
-writing or replacing a file changes its ctime, which no program can set. Since a file system's clock ticks in milliseconds, there is
+writing or replacing a file changes its ctime, which no program can set. A file system's clock ticks in milliseconds, so there is
 no note of files that changed within the last seconds. A checkpoint that was copied or touched is read again, and its weights are
 found.
 """

@@ -77,7 +77,7 @@ class LoadedModel:
             self.model, self._screen, self.mapped_bytes = packed
         else:
             self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
-        self.config = self.model.config  # of a hosted model heads and windows are known only now
+        self.config = self.model.config  # a hosted model's heads and windows are known only now
         self._native: NativeTier | None = None
         self._lora = lora
         page = page_bytes(self.config, self._part_bytes, lora.page_rank, lora.max_rank)
@@ -89,7 +89,7 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Decoder:
-        """Of a model that is not hosted."""
+        """The model, where it is not hosted."""
         assert isinstance(self.model, Decoder)
         return self.model
 

@@ -15,7 +15,7 @@ from kernels.common.triton_runtime import jit, tl
 
 
 class Scoring(NamedTuple):
-    """What differs between models."""
+    """How a model turns products of queries and keys into scores."""
 
     scale: float | None = None  # their factor; None = 1 / sqrt(head_dim)
     softcap: float = 0.0  # 0: none

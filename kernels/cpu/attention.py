@@ -41,7 +41,7 @@ class NativeAttention:
         kv_bits: int = 0,  # bits of a number in the KV pool: 8 or 4; 0: `dtype`
         window: int | None = None,  # tokens that one sees, itself included; None = all
         sink_tokens: int = 0,  # the first tokens of a sequence, seen from outside of a window too
-        scale: float | None = None,  # of the products of queries and keys; None: 1 / sqrt(head_dim)
+        scale: float | None = None,  # factor of the products of queries and keys; None: 1 / sqrt(head_dim)
         softcap: float = 0.0,  # a score s becomes softcap * tanh(s / softcap); 0: it stays
         sinks: Tensor | None = None,  # [heads]: one more score of each head's softmax, whose weight no value gets
         threads: int | None = None,  # None: torch's number at the time of a call
@@ -63,7 +63,7 @@ class NativeAttention:
         )
         layout = kv_layout(block_size, kv_heads, head_dim, kv_bits, dtype)
         self._attention = AttentionStruct(heads, layout, scoring, window or 0, sink_tokens)
-        self.kv_block_bytes = int(library.everbatch_kv_block_bytes(byref(layout)))  # of this layer
+        self.kv_block_bytes = int(library.everbatch_kv_block_bytes(byref(layout)))  # bytes of this layer's block
 
     def __call__(
         self,

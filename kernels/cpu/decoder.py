@@ -58,7 +58,9 @@ class NativeLayer:
     down: PackedLinear
     attention_norm: NativeNorm | None  # [hidden]
     mlp_norm: NativeNorm | None
-    attention_out_norm: NativeNorm | None = None  # of what attention yields, before it is added to the hidden states
+    attention_out_norm: NativeNorm | None = (
+        None  # norm of the output of attention, before it is added to the hidden states
+    )
     mlp_out_norm: NativeNorm | None = None
     q_norm: NativeNorm | None = None  # [head_dim]; with NativeForm.norms_rows [heads * head_dim]
     k_norm: NativeNorm | None = None
@@ -81,12 +83,12 @@ class NativeShape:
 
 @dataclass(slots=True)
 class NativeForm:
-    """What is alike in all layers; backend/architectures/description.py says what a model computes with it."""
+    """Settings that all layers share; backend/architectures/description.py says how a model computes with them."""
 
     norm_eps: float
-    norm: str = "rms"  # of NORMS
+    norm: str = "rms"  # an entry of NORMS
     norms_rows: bool = False  # q_norm and k_norm are of all heads of a token together
-    activation: str = "silu"  # of ACTIVATIONS
+    activation: str = "silu"  # an entry of ACTIVATIONS
     is_gated: bool = True
     is_parallel: bool = False
     is_interleaved: bool = False  # rotary dimensions 2i and 2i + 1 belong together

@@ -41,7 +41,7 @@ class PackedLinear:
     def __init__(self, library: CDLL, held: tuple[Tensor | None, ...], struct: LinearStruct):
         self._library = library
         self._held = held  # kept alive, because `struct` points to them
-        self.threads: int | None = None  # of a call; None: torch's number at that time
+        self.threads: int | None = None  # threads of a call; None: torch's number at that time
         self._takes = _INPUTS.get(struct.format, [torch.float32, torch.bfloat16])
         self.struct = struct
 

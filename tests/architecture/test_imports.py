@@ -23,14 +23,15 @@ ARROWS: dict[str, set[str]] = {
     "guided": {"api", "core", "text"},
     "sampling": {"api", "core"},
     "models": {"api", "core", "layers", "architectures"},
+    "hosted": {"api", "architectures", "layers", "models"},
     "quant": {"api", "architectures", "models", "layers", "text"},  # offline: nobody imports it
-    "worker": {"api", "core", "architectures", "models", "layers", "guided", "sampling"},
+    "worker": {"api", "core", "architectures", "models", "layers", "guided", "hosted", "sampling"},
     "engine": {"api", "core", "kvcache", "scheduler"},
     "wire": {"api", "core"},
     "executor": {"api", "core", "engine", "wire", "worker"},
     "serving": {"api", "core", "executor", "text"},
 }
-MAY_USE_KERNELS = {"layers", "quant", "sampling", "guided", "models", "worker"}
+MAY_USE_KERNELS = {"layers", "quant", "sampling", "guided", "hosted", "models", "worker"}
 # names under which programs import a room of compat -> that room
 ALIASES = {
     Path("backend/llm.py"): "compat.llm",

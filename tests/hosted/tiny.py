@@ -28,7 +28,10 @@ OWN: dict[str, dict[str, Any]] = {  # what a model type needs besides
     "hunyuan_v1_dense": _ROPE,
     "hunyuan_v1_moe": _ROPE,
     "ministral": _ROPE,
-    "zaya": {"num_experts_per_tok": 1},
+    "longcat_flash": {"head_dim": 8},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: _ROPE["rope_parameters"] for kind in ("full_attention", "sliding_attention")}
+    },
 }
 
 
