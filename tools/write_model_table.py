@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from backend.architectures.hosted import HOSTED, PARTS, REASONS
-from backend.architectures.registry import FAMILIES, GGUF_ARCHITECTURES, Family
+from backend.architectures.hosted import ENCODERS, HOSTED, PARTS, REASONS
+from backend.architectures.registry import FAMILIES, GGUF_ARCHITECTURES, HEADLESS, Family
 from tools.marked_part import MarkedPart
 
 PART = MarkedPart(
@@ -29,6 +29,8 @@ def table() -> str:
     parts = [
         "\n".join(f"| {' | '.join(row)} |" for row in rows),
         f"Run by **transformers**, in floats (gpt-oss in MXFP4, too): {_listed(hosted)}.",
+        f"Decoders without a head, native, for [embeddings](embeddings.md) only: {_listed(HEADLESS)}.",
+        f"Encoders, run by transformers, in floats, for [embeddings](embeddings.md) only: {_listed(sorted(ENCODERS))}.",
         "Known to transformers and **refused**, with the reason:",
         "\n".join(f"- {reason}: {_listed(sorted(names))}" for reason, names in REASONS.items()),
     ]

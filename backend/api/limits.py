@@ -55,6 +55,7 @@ class RequestLimits(Struct, frozen=True):
     guesses: bool = False
     has_head: bool = True  # False if the model makes hidden states only
     marked_outputs: tuple[str, ...] = ()  # the tensors that the model can give besides tokens
+    reads_whole_texts: bool = False  # True if each token attends to all of its text; then there is no head
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -92,7 +93,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     check_prompt_log_probs(request, limits.caps.max_top_log_probs)
     check_prompt_outputs(request.output_config, limits.vocab_size, limits.marked_outputs)
     if not limits.has_head:
-        check_needs_no_head(request)
+        check_needs_no_head(request, limits.reads_whole_texts)
     if request.client_id is not None:
         _check_range("client_id", request.client_id, 0, UINT64 - 1)
     if request.timeout_s is not None and not 0 < request.timeout_s <= limits.caps.max_timeout_s:

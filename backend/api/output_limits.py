@@ -57,12 +57,25 @@ def check_prompt_outputs(output: OutputConfig, vocab_size: int, marked: tuple[st
             )
 
 
-def check_needs_no_head(request: Request) -> None:
-    """Raise for a request to a checkpoint without an output head that asks for more than hidden states."""
+def check_needs_no_head(request: Request, reads_whole_texts: bool) -> None:
+    """Raise for a request to a checkpoint without an output head that asks for more than hidden states.
+
+    `reads_whole_texts`: of an encoder, to which a request is one text.
+    """
     output = request.output_config
     asks = output.prompt_log_probs is not None or output.prompt_logits_of or output.return_context_logits
     if request.max_tokens or asks or output.additional_outputs:
         raise Unsupported(NO_HEAD)
+    if reads_whole_texts:
+        _check_is_one_text(request)
+
+
+def _check_is_one_text(request: Request) -> None:
+    if request.session is not None:
+        raise Unsupported("this model reads a text as a whole and has no sessions; send all of the text in one request")
+    sampling = request.sampling_config
+    if sampling.beam_width > 1 or (sampling.num_return_sequences or 1) > 1:
+        raise Unsupported("this model gives one result for a text; leave num_return_sequences and beam_width out")
 
 
 def check_post_processor(request: Request, names: tuple[str, ...], is_static: bool) -> None:

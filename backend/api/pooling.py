@@ -1,12 +1,13 @@
 """How a checkpoint makes an embedding of a text: the files that sentence-transformers writes beside the weights.
 
     modules.json                        the steps: Transformer, Pooling, and Normalize where vectors have length 1
-    1_Pooling/config.json               which hidden states are pooled: the last token's, or the mean of all
+    1_Pooling/config.json               which hidden states are pooled: the first or last token's, or the mean of all
     config_sentence_transformers.json   a prompt that stands before each text, where one is the default
     config.json                         matryoshka_dimensions or is_matryoshka: whether vectors may be cut
 
-A decoder without them is pooled by its last token, and normalised. What cannot be computed here is no error of the checkpoint,
-which may still generate: `Pooling.refusal` says it, and requests for embeddings are answered with it.
+Without them a decoder is pooled by its last token, an encoder by the mean of all, and normalised. What cannot be computed here
+is no error of the checkpoint, which may still generate: `Pooling.refusal` says it, and requests for embeddings are answered
+with it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from backend.api.errors import ConfigError
 from backend.api.model_files import MAX_JSON_BYTES, convert, read_object, read_text, shown
 from backend.api.quantised import FILE
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
-Kind = Literal["last", "mean"]
-_KINDS: dict[str, Kind] = {"lasttoken": "last", "mean": "mean"}
+Kind = Literal["first", "last", "mean"]
+_KINDS: dict[str, Kind] = {"cls": "first", "lasttoken": "last", "mean": "mean"}
 _OLDER_KEYS = {  # a flag each, in files of sentence-transformers before 6
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -43,6 +45,16 @@ class Pooling(Struct, frozen=True):
     is_declared: bool = False  # True if the checkpoint says that it makes embeddings
     dimensions: tuple[int, ...] | None = None
     refusal: str = ""  # why no embedding can be made; "": it can
+
+    def of_model(self, reads_whole_texts: bool) -> Pooling:
+        """The pooling for an encoder (`reads_whole_texts`), or for a decoder, whose first token says nothing."""
+        if reads_whole_texts:
+            return self if self.is_declared else replace(self, kind="mean")
+        if self.kind == "first":
+            return replace(
+                self, refusal="pooling by the first token is not served: in a decoder it sees nothing of the rest"
+            )
+        return self
 
 
 class _Module(Struct):
@@ -115,8 +127,6 @@ def _kind(directory: Path, name: str, has_prompt: bool) -> Kind:
     modes = [modes] if isinstance(modes, str) else modes
     if len(modes) > 1:
         raise ConfigError(f"{name}: pooling by {', '.join(modes)[:100]} at once is not served; served is one")
-    if modes[0] == "cls":
-        raise ConfigError(f"{name}: pooling by the first token is not served: in a decoder it sees nothing of the rest")
     if modes[0] not in _KINDS:
         raise ConfigError(f"{name}: pooling by {shown(modes[0])} is not served; served are {', '.join(_KINDS)}")
     if has_prompt and not config.include_prompt:

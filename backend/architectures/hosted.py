@@ -13,7 +13,7 @@ from backend.api.config import Implementation
 from backend.api.errors import ConfigError
 from backend.api.model_files import shown
 from backend.api.quantised import FILE
-from backend.architectures.registry import FAMILIES
+from backend.architectures.registry import FAMILIES, HEADLESS
 
 HOSTED: dict[str, str] = {  # architecture -> model_type
     "AXK1ForCausalLM": "axk1",
@@ -99,6 +99,34 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
     "Starcoder2ForCausalLM": "starcoder2",
     "VaultGemmaForCausalLM": "vaultgemma",
 }
+
+
+class Encoder(NamedTuple):
+    """A family whose tokens attend to the whole text, before and behind them."""
+
+    model_type: str
+    counts_from_padding: bool = False  # positions begin behind the id of the padding token, as RoBERTa's do; else at 0
+
+    def first_position(self, pad_token_id: int | None) -> int:
+        return (pad_token_id or 0) + 1 if self.counts_from_padding else 0
+
+
+ENCODERS: dict[str, Encoder] = {
+    "AlbertModel": Encoder("albert"),
+    "BertModel": Encoder("bert"),
+    "CamembertModel": Encoder("camembert", True),
+    "DistilBertModel": Encoder("distilbert"),
+    "ElectraModel": Encoder("electra"),
+    "ErnieModel": Encoder("ernie"),
+    "EuroBertModel": Encoder("eurobert"),
+    "GteModel": Encoder("gte"),
+    "ModernBertModel": Encoder("modernbert"),
+    "NomicBertModel": Encoder("nomic_bert"),
+    "RobertaModel": Encoder("roberta", True),
+    "XLMRobertaModel": Encoder("xlm-roberta", True),
+}
+# The same with a head that fills in masked words, which embeddings do not need.
+ENCODERS |= {name.removesuffix("Model") + "ForMaskedLM": encoder for name, encoder in ENCODERS.items()}
 PARTS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # the text model of these is served
 PART_PREFIX = "model.language_model."  # prefix of its tensors; the other tensors are left out
 
@@ -126,9 +154,9 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "it computes attention by itself, not through transformers' attention interface": (
         "BloomForCausalLM", "BltForCausalLM", "CodeGenForCausalLM", "CpmAntForCausalLM", "DbrxForCausalLM",
-        "DogeForCausalLM", "FalconForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM",
-        "MptForCausalLM", "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead", "XGLMForCausalLM", "XLMWithLMHeadModel",
-        "XLNetLMHeadModel",
+        "DebertaModel", "DebertaV2Model", "DogeForCausalLM", "FalconForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM",
+        "GPTNeoXJapaneseForCausalLM", "MPNetForMaskedLM", "MPNetModel", "MptForCausalLM", "OpenAIGPTLMHeadModel",
+        "ReformerModelWithLMHead", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
     ),
     "transformers does not give back the embedding of a checkpoint that it wrote": ("YoutuForCausalLM",),
     "it is part of a model for images or speech": (
@@ -147,21 +175,23 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     """Which implementation runs the model of a config.json. Raises ConfigError where none does, or not the wanted one."""
     names = content.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "none"
-    if name in FAMILIES and wanted != "transformers":
+    native = (*FAMILIES, *HEADLESS)
+    if name in native and wanted != "transformers":
         return "native"
-    if (name in HOSTED or name in PARTS) and wanted != "native":
+    of_library = (*HOSTED, *PARTS, *ENCODERS)
+    if name in of_library and wanted != "native":
         return "transformers"
     place = f"{FILE}: architectures {shown(names)}"
-    if name in HOSTED or name in PARTS:
+    if name in of_library:
         raise ConfigError(
             f"{place}: model.implementation is native, which has no {shown(name)}; use --set model.implementation=auto"
         )
     if name in REFUSED:
         raise ConfigError(f"{place}: {shown(name)} is not supported: {REFUSED[name]}; use a model of another family")
-    known = [*HOSTED, *PARTS] if wanted == "transformers" else [*FAMILIES, *HOSTED, *PARTS]
+    known = of_library if wanted == "transformers" else (*native, *of_library)
     near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
     advice = f"near it are {', '.join(near)}, and " if near else ""
-    count = len({*FAMILIES, *HOSTED, *PARTS})
+    count = len({*native, *of_library})
     raise ConfigError(
         f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {count} that are: set model.path to a model "
         f"of one of them"

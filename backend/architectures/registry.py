@@ -56,6 +56,13 @@ FAMILIES: dict[str, Family] = {
     "HeliumForCausalLM": Family(llama.helium, "Helium 1 2B"),
     "Ernie4_5ForCausalLM": Family(llama.ernie, "ERNIE 4.5 0.3B"),
 }
+# The same decoders without their head, as they are stored after training for embeddings: served for hidden states only.
+HEADLESS = {
+    "LlamaModel": "LlamaForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+}
 # general.architecture of a GGUF file -> the architecture of config.json
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -64,7 +71,8 @@ def read_config(content: dict[str, Any]) -> ModelConfig:
     """The decoder that the content of a config.json describes, without its quantisation. Raises ConfigError."""
     name = architecture(content)
     settings = Settings(content)
-    config = FAMILIES[name].read(settings, name)
+    config = FAMILIES[HEADLESS.get(name, name)].read(settings, name)
+    settings.only("is_causal", True)  # some embedding models have false here: their tokens attend to later ones, too
     settings.check_all_known(name)
     return config
 
@@ -73,12 +81,13 @@ def architecture(content: dict[str, Any]) -> str:
     """The first of `architectures`. Raises ConfigError for one that is not supported."""
     given = content.get("architectures")
     names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
-    if names[0] not in FAMILIES:
-        near = difflib.get_close_matches(names[0][:100], FAMILIES, n=3, cutoff=0.6)
+    known = {**FAMILIES, **HEADLESS}
+    if names[0] not in known:
+        near = difflib.get_close_matches(names[0][:100], known, n=3, cutoff=0.6)
         advice = f"near it are {', '.join(near)}, and " if near else ""
         raise ConfigError(
             f"{FILE}: architectures {shown(names)}: {shown(names[0])} is not supported; {advice}docs/models.md lists the "
-            f"{len(FAMILIES)} that are: set model.path to a model of one of them"
+            f"{len(known)} that are: set model.path to a model of one of them"
         )
     return names[0]
 

@@ -170,6 +170,9 @@ class ModelInfo(Struct, frozen=True):
     lora_page_bytes: int = 1  # adapters take whole pages of this size
     looks_ahead: bool = False  # True if a step may be submitted before the step ahead of it is collected
     takes_drafts: bool = False  # True if rows may have drafts
+    reads_whole_texts: bool = (
+        False  # True if each token attends to all of its text, so that this runs in one step, or not at all
+    )
     has_head: bool = True  # False if the checkpoint is of the layers alone: then its logits mean nothing
 
 

@@ -33,6 +33,7 @@ from backend.engine.preparation import Preparation
 from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics, gauges
+from backend.engine.whole_texts import with_whole_texts
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks, with_usable_blocks
 from backend.scheduler.model_drafting import make_drafter
@@ -47,7 +48,7 @@ class EngineCore:
         self.clock = clock or SystemClock()
         self.workers = workers
         self.model = workers.load()
-        self.config = config = with_usable_blocks(config, self.model)
+        self.config = config = with_whole_texts(with_usable_blocks(config, self.model), self.model)
         free_bytes = workers.free_memory_bytes()
         num_blocks = num_pool_blocks(config, self.model, free_bytes)
         self.kv = KVCacheManager(

@@ -61,6 +61,7 @@ class Intake:
             scheduler.guesses,
             model.has_head,
             tuple(model.output_widths),
+            model.reads_whole_texts,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
@@ -196,10 +197,10 @@ class Intake:
         """Without chunked prompts, refuse one that is longer than a step."""
         limit = self._scheduler.max_prompt_tokens
         if limit is not None and num_new > limit:
-            message = (
-                f"the prompt has {num_new} tokens, the limit is {limit} (scheduler.max_num_tokens, for "
-                f"scheduler.enable_chunked_context is off); shorten it"
-            )
+            whole = "the model reads a text whole, in one step"
+            reason = whole if self._model.reads_whole_texts else "scheduler.enable_chunked_context is off"
+            limit_and_why = f"the limit is {limit} (scheduler.max_num_tokens, for {reason})"
+            message = f"the prompt has {num_new} tokens, {limit_and_why}; shorten it"
             raise SessionError(SessionStatus.TOO_LONG, message) if request.session else InvalidRequest(message)
 
     def _check_pool(self, num_prompt: int, max_output: int, beam_width: int) -> None:

@@ -23,7 +23,7 @@ _HOST = "attention_host"
 _HARMLESS = {
     "attention_mask", "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions",
     "past_key_values", "position_embeddings", "layer_idx", "training", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "output_router_logits", "logits_to_keep", "output_hidden_states", "num_items_in_batch",
+    "max_length_k", "deterministic", "output_router_logits", "logits_to_keep", "output_hidden_states", "num_items_in_batch",
 }  # fmt: skip
 
 
@@ -56,7 +56,9 @@ class Attention(Protocol):
 class AttentionHost:
     """Connects a model's attention modules with a step. It learns their arguments in the first pass; a step then sets `step`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_encoder: bool = False) -> None:
+        """`is_encoder`: tokens attend to the whole text, not only to what is before them."""
+        self.is_encoder = is_encoder
         self.layers: list[LayerAttention] = []
         self._index: dict[int, int] = {}  # attention module's id -> its layer, in the order of first calls
         self.step: Attention | None = None
@@ -79,12 +81,19 @@ class AttentionHost:
     def learn(self, module: nn.Module, layer: LayerAttention, v: Tensor) -> Tensor:
         """Returns values of the shape that `attend` returns. Raises ConfigError for an attention that cannot be served."""
         name = type(module).__name__
-        if getattr(module, "is_causal", True) is False:
-            raise ConfigError(f"{name} attends to later tokens, which is not supported; use another model")
-        if id(module) in self._index:
+        is_causal = getattr(module, "is_causal", True) is not False
+        if is_causal == self.is_encoder:
+            which = "earlier tokens only" if is_causal else "later tokens"
+            raise ConfigError(f"{name} attends to {which}, which is not supported in this family; use another model")
+        if self.is_encoder and (layer.softcap or layer.has_sinks):
+            raise ConfigError(
+                f"{name} has a soft cap or sinks, which is not supported in an encoder; use another model"
+            )
+        if id(module) not in self._index:
+            self._index[id(module)] = len(self.layers)
+            self.layers.append(layer)
+        elif not self.is_encoder:  # there is a pool for each module; an encoder, which has none, may share its layers
             raise ConfigError(f"{name} attends twice in a pass, which is not supported; use another model")
-        self._index[id(module)] = len(self.layers)
-        self.layers.append(layer)
         self.dim = max(self.dim, layer.key_dim, layer.value_dim)
         self.kv_heads = max(self.kv_heads, layer.kv_heads)
         return v.transpose(1, 2).repeat_interleave(layer.heads // layer.kv_heads, dim=2)

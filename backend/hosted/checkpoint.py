@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +19,10 @@ from backend.api.errors import ConfigError
 from backend.api.model_files import shown, token_ids
 from backend.api.quantised import FILE
 from backend.architectures.description import LayerConfig, ModelConfig, RopeConfig
-from backend.architectures.hosted import PART_PREFIX, PARTS
+from backend.architectures.hosted import ENCODERS, PART_PREFIX, PARTS
 from backend.hosted import attention, experts
 from backend.hosted.attention import AttentionHost
+from backend.hosted.encoder import Encoder
 from backend.hosted.experts import hold_experts
 from backend.hosted.layers import replace_linears
 from backend.hosted.model import HostedModel
@@ -29,6 +32,11 @@ from backend.models.linears import LinearOptions
 log = logging.getLogger("everbatch.worker")
 
 MAX_MODULES = 4096  # layers, or experts of a layer: bounds what a number in config.json can make the library build
+# Tensors of encoders that embeddings do not need: heads for classes and for masked words, and constants that older versions of
+# transformers saved.
+_UNUSED = re.compile(
+    r"(.*\.)?(pooler\..*|position_ids|token_type_ids)|(cls|lm_head|vocab_\w+|head|decoder|predictions|generator_\w+)\..*"
+)
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts", "n_layer", "moe_num_experts")
 
 
@@ -37,10 +45,11 @@ class HostedCheckpoint:
 
     def __init__(self, content: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """`content`: of config.json. Raises ConfigError."""
-        self.has_head = True
         _check_quantization(content)
         self._library_config = library_config(content)
         self.config = engine_config(content, self._library_config)
+        self.is_encoder = self.config.architecture in ENCODERS
+        self.has_head = not self.is_encoder
         self.tensors = _TextPart(tensors) if self.config.architecture in PARTS else tensors
 
     def limit_attention(self, windows: object, sink_tokens: int) -> None:
@@ -76,8 +85,10 @@ class HostedCheckpoint:
             head = module.get_output_embeddings()
             replace_linears(module, head, linears)
             hold_experts(module, linears)
-            host, products = AttentionHost(module), Products(linears)
-            model = HostedModel(self.config, module.eval(), host, products, limit, dtype)
+            host, products = AttentionHost(module, self.is_encoder), Products(linears)
+            model = (Encoder if self.is_encoder else HostedModel)(
+                self.config, module.eval(), host, products, limit, dtype
+            )
             model.learn()
         return model
 
@@ -86,7 +97,9 @@ class HostedCheckpoint:
         config = self._library_config
         config._attn_implementation = attention.NAME
         try:
-            family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            mapping = transformers.MODEL_MAPPING if self.is_encoder else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            family = mapping[type(config)]
+            has_pooler = self.is_encoder and "add_pooling_layer" in inspect.signature(family).parameters
             module, found = family.from_pretrained(
                 None,
                 config=config,
@@ -95,11 +108,14 @@ class HostedCheckpoint:
                 attn_implementation=attention.NAME,
                 experts_implementation=experts.NAME,
                 output_loading_info=True,
+                **({"add_pooling_layer": False} if has_pooler else {}),
             )
         except ConfigError:
             raise
         except Exception as error:  # the library checks shapes and settings by exceptions of all kinds
             raise ConfigError(f"{self.config.architecture} cannot be loaded: {_sentence(error)}") from None
+        if self.is_encoder:
+            found["unexpected_keys"] = [name for name in found["unexpected_keys"] if not _UNUSED.fullmatch(name)]
         _check(found)
         return module
 
@@ -134,6 +150,8 @@ def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
             f"{FILE}: transformers' configuration lacks a size ({_sentence(error)}); use another model"
         ) from None
     names = content.get("architectures") or ["none"]
+    if (encoder := ENCODERS.get(str(names[0]))) is not None:
+        positions -= encoder.first_position(config.pad_token_id)
     dtype = content.get("dtype") or content.get("torch_dtype")
     return ModelConfig(
         architecture=str(names[0]),
@@ -143,7 +161,7 @@ def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
         num_layers=layers,
         num_heads=1,
         num_kv_heads=1,
-        head_dim=hidden,
+        head_dim=_head_dim(config, hidden),
         max_position=positions,
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         layers=(LayerConfig(),) * layers,
@@ -153,6 +171,15 @@ def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
         quantization=None,
         kv_cache_dtype=None,
     )
+
+
+def _head_dim(config: Any, hidden: int) -> int:
+    """An estimate before the model is built, by which the tier is chosen."""
+    try:
+        heads, given = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    except Exception:  # a setting that differs between layers, which the library refuses to read
+        return hidden
+    return given if isinstance(given, int) else hidden // heads if isinstance(heads, int) and heads > 0 else hidden
 
 
 class _TextPart(Mapping[str, Tensor]):

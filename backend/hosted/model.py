@@ -20,6 +20,8 @@ from backend.models.decoder import MarkedOutput
 
 
 class HostedModel:
+    is_encoder = False
+
     def __init__(
         self,
         config: ModelConfig,
@@ -40,7 +42,8 @@ class HostedModel:
             "logits": MarkedOutput(config.vocab_size, lambda hidden, logits: logits),
         }
         module.base_model.register_forward_hook(self._keep_hidden)
-        module.get_output_embeddings().register_forward_pre_hook(self._keep_rows)
+        if (head := module.get_output_embeddings()) is not None:
+            head.register_forward_pre_hook(self._keep_rows)
 
     @property
     def num_linear_bytes(self) -> int:
@@ -60,7 +63,7 @@ class HostedModel:
         Raises ConfigError for what cannot be run independently of the batch.
         """
         try:
-            with masks_are_windows(NAME):
+            with masks_are_windows(NAME, both_sides=self.is_encoder):
                 self._run_two_tokens()
             self._host.step = _values
             self._run_multiplying()

@@ -20,6 +20,7 @@ from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import read_object, shown, token_ids
 from backend.api.weight_files import tensor_names, weight_files
 from backend.architectures.description import ModelConfig
+from backend.architectures.registry import HEADLESS
 from backend.models import gguf
 from backend.models.config import check_eos_ids, parse_model_config, read_model_config
 from backend.models.decoder import Decoder, Follow, assemble, build_decoder
@@ -64,6 +65,8 @@ def resolve_model_path(path: str) -> Path:
 class Checkpoint:
     """A parsed config.json and the tensors that go with it. Nothing large is read before `build`."""
 
+    is_encoder = False
+
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], files: Sequence[Path] = ()) -> None:
         """files: whose content determines configuration and tensors; none where the tensors are in memory already.
 
@@ -72,7 +75,8 @@ class Checkpoint:
         _check_layers(config, tensors)
         self.files = tuple(files)
         # A checkpoint of the layers alone, as embedding models have it: the head that is built is not the model's.
-        self.has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
+        has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
+        self.has_head = has_head and config.architecture not in HEADLESS
         self.config = config if self.has_head else replace(config, tied_embeddings=True)
         self.tensors = tensors
 

@@ -112,8 +112,13 @@ def passes(parts: list[Part]) -> list[list[Part]]:
 
 
 class Extras:
-    def __init__(self, processors: PostProcessors | None = None, debug: DebugFetch | None = None) -> None:
-        """`debug`: the tensors to keep of every step, which then gathers even if no row asks for anything."""
+    def __init__(
+        self, processors: PostProcessors | None = None, debug: DebugFetch | None = None, cuts_prompts: bool = True
+    ) -> None:
+        """`debug`: the tensors to keep of every step, which then gathers even if no row asks for anything. `cuts_prompts`: False
+        for a model that reads whole texts, whose steps are one pass. It has no logits that could be large.
+        """
+        self._cuts_prompts = cuts_prompts
         self._processors = processors or PostProcessors()
         self._debug = debug
         self._slots: dict[SlotId, SlotWants] = {}  # only of sequences that want something
@@ -134,7 +139,7 @@ class Extras:
         parts = [Part(index, row, self._wants(row)) for index, row in enumerate(rows)]
         if not (self._debug or any(part.want for part in parts)):
             return [Pass(rows)]
-        *before, last = passes(parts)
+        *before, last = passes(parts) if self._cuts_prompts else [parts]
         debug = None if self._debug is None else StepDebug(self._debug, rows)
         return [
             *(GatheringPass(each, self._processors) for each in before),

@@ -186,6 +186,7 @@ class InProcessWorkerGroup:
             lora_module_bytes=loaded.lora_module_bytes if self._lora.enabled else 0,
             lora_page_bytes=loaded.pages.page_bytes,
             takes_drafts=True,
+            reads_whole_texts=loaded.is_encoder,
             has_head=checkpoint.has_head,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
         )
@@ -271,7 +272,7 @@ class InProcessWorkerGroup:
         loaded, slots, device = self._ready, self._num_slots, self.device
         model, max_len, vocab_size = loaded.model, loaded.max_seq_len, loaded.config.vocab_size
         storage = loaded.storage(block_size, num_blocks)
-        extras = Extras(self._processors, self._debug)
+        extras = Extras(self._processors, self._debug, cuts_prompts=not loaded.is_encoder)
         prompts = PromptInputs(vocab_size, model.dtype, device)
         if loaded.tier_name == "triton":
             batch = InputBatch(slots + 1, max_len, block_size, device, prompts)

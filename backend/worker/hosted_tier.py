@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from backend.core.adapter import PreparedAdapter
@@ -30,7 +32,7 @@ class HostedTier:
     on the batch's size, and the last bits of some depend on that.
     """
 
-    def __init__(self, model: HostedModel, attention: NativeLayers | PagedLayers) -> None:
+    def __init__(self, model: HostedModel, attention: NativeLayers | PagedLayers | WholeTexts) -> None:
         self._model, self._attention = model, attention
         self.name = attention.name
         self.adapters: DeviceAdapters[Any] = DeviceAdapters(_no_adapter)
@@ -145,6 +147,57 @@ class PagedLayers:
         pool, flat = self._pools[index], self._flat
         q = kv_append(qkv, flat.positions, None, None, flat.cells, pool)
         return paged_attention(q, pool, self._plans[layer.window], Scoring(layer.scale, layer.softcap, sinks))
+
+
+class WholeTexts:
+    """Attention of an encoder: each token sees its own text, before and behind it, so that a step runs texts whole. One text is
+    computed after the other, without padding, so that its bits do not depend on others. The KV pools hold nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the tier whose linear layers the model has."""
+        self.name = name
+
+    def kv_block(self) -> KVBlock:
+        return KVBlock((1,), torch.uint8)
+
+    def begin(
+        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], flat: FlatBatch, pools: list[Tensor]
+    ) -> None:
+        """Raises IndexError for a row that is not a whole text."""
+        for row in rows:
+            if row.num_computed or row.num_tokens < batch.num_tokens[row.slot]:
+                raise IndexError(
+                    f"slot {row.slot} is to run tokens {row.num_computed} to {row.num_computed + row.num_tokens} of "
+                    f"{batch.num_tokens[row.slot]}, and the model reads whole texts; engine and worker disagree"
+                )
+        self._texts = list(pairwise(flat.rows.starts.tolist()))
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(
+        self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (side.repeat_interleave(repeats, dim=1) if repeats > 1 else side for side in (k, v))
+        for start, end in self._texts:
+            # Copies of its own: the library's kernels may round in another way where memory is aligned in another way.
+            queries, keys, values = (
+                side[start:end].transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for side in (q, k, v)
+            )
+            mask = self._mask(end - start, layer.window, q.device)
+            seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
+            out[start:end] = seen[0].transpose(0, 1)
+        return out
+
+    def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        """bool [length, length], True where a query sees a key; None if it sees all."""
+        if window is None or window >= length:
+            return None
+        if (length, window) not in self._masks:
+            places = torch.arange(length, device=device)
+            self._masks[length, window] = (places[:, None] - places).abs() < window
+        return self._masks[length, window]
 
 
 @contextmanager

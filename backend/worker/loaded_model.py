@@ -63,6 +63,7 @@ class LoadedModel:
             )
         checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
         self.config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
+        self.is_encoder = checkpoint.is_encoder
         self.device = device
         self._kv_dtype = kv_dtype(kv_cache, self.config)
         self.choice = choose_tier(section, kv_cache, device, self.config, progress, self.is_hosted)
@@ -162,10 +163,13 @@ class LoadedModel:
             HostedTier,
             NativeLayers,
             PagedLayers,
+            WholeTexts,
         )  # only where transformers is needed
 
         model = self.model
         assert not isinstance(model, Decoder)
+        if self.is_encoder:
+            return HostedTier(model, WholeTexts(self.tier_name))
         if self.choice.library is None:
             return HostedTier(model, PagedLayers(model, self.layout(block_size)))
         return HostedTier(model, NativeLayers(model, self.choice.library, block_size, self._kv_bits))

@@ -49,6 +49,7 @@ def test_without_the_files_it_is_the_last_token_normalised(tmp_path: Path) -> No
             {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False},
             Pooling("mean", True, is_declared=True),
         ),
+        (STEPS, {"pooling_mode_cls_token": True}, Pooling("first", True, is_declared=True)),
         (STEPS, {"word_embedding_dimension": 8}, Pooling("mean", True, is_declared=True)),  # its default
     ],
 )
@@ -56,6 +57,16 @@ def test_the_files_say_what_is_pooled_and_whether_it_is_normalised(
     steps: list[str], pooling: dict[str, Any], expected: Pooling, tmp_path: Path
 ) -> None:
     assert read_pooling(write(tmp_path, steps, pooling)) == expected
+
+
+def test_a_decoder_and_an_encoder_pool_in_their_own_ways() -> None:
+    first = Pooling("first", is_declared=True)
+    assert first.of_model(reads_whole_texts=True) == first
+    assert "pooling by the first token is not served" in first.of_model(reads_whole_texts=False).refusal
+    assert Pooling().of_model(reads_whole_texts=True).kind == "mean"
+    for kind in ("last", "mean"):
+        declared = Pooling(kind, is_declared=True)
+        assert declared.of_model(reads_whole_texts=True) == declared == declared.of_model(reads_whole_texts=False)
 
 
 def test_a_default_prompt_stands_before_each_text(tmp_path: Path) -> None:
@@ -102,15 +113,9 @@ PROMPT = {"prompts": {"a": "A"}, "default_prompt_name": "b"}
         (STEPS, None, {}, "modules.json: there is no file 1_Pooling/config.json; fetch it too"),
         (
             STEPS,
-            {"pooling_mode_cls_token": True},
-            {},
-            "1_Pooling/config.json: pooling by the first token is not served",
-        ),
-        (
-            STEPS,
             {"pooling_mode": "max"},
             {},
-            "1_Pooling/config.json: pooling by max is not served; served are lasttoken, mean",
+            "1_Pooling/config.json: pooling by max is not served; served are cls, lasttoken, mean",
         ),
         (
             STEPS,

@@ -35,7 +35,7 @@ def embedding_model(
         bare = {name.removeprefix("model."): each for name, each in tensors.items() if not name.startswith("lm_head")}
         save_file(bare, directory / "model.safetensors", {"format": "pt"})
     if pooling is not None:
-        _write_modules(directory, pooling, normalize)
+        write_modules(directory, pooling, normalize, dimensions=48)
     return directory
 
 
@@ -55,7 +55,8 @@ def _joined(pair: Any) -> str:
     return "".join(pair.split(" ") if isinstance(pair, str) else pair)
 
 
-def _write_modules(directory: Path, pooling: str, normalize: bool) -> None:
+def write_modules(directory: Path, pooling: str, normalize: bool, dimensions: int) -> None:
+    """The files of sentence-transformers before 6. `pooling`: lasttoken, mean or cls; `dimensions`: of the hidden states."""
     kinds = ["Transformer", "Pooling", "Normalize"][: 3 if normalize else 2]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [
@@ -68,7 +69,10 @@ def _write_modules(directory: Path, pooling: str, normalize: bool) -> None:
     flags = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     chosen = {"lasttoken": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}[pooling]
     config = {f"pooling_mode_{flag}": flag == chosen for flag in flags}
-    _write(directory / "1_Pooling" / "config.json", {"word_embedding_dimension": 48, **config, "include_prompt": True})
+    _write(
+        directory / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": dimensions, **config, "include_prompt": True},
+    )
     _write(directory / "config_sentence_transformers.json", {"prompts": {"query": "q: "}, "default_prompt_name": None})
 
 

@@ -30,9 +30,13 @@ def bare(
     weights = {name.removeprefix("model."): each for name, each in weights.items() if not name.startswith("lm_head")}
     change(weights)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    change_config(directory, tie_word_embeddings=tied)
     return directory
+
+
+def change_config(directory: Path, **keys: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **keys}))
 
 
 def test_their_hidden_states_are_those_of_the_whole_checkpoint(
@@ -60,6 +64,26 @@ def test_nothing_is_told_of_a_head_that_is_not_there(
     engine = Engine(engine_config(bare(checkpoint("qwen3"), tmp_path / "bare", tied=False), tier, model=model))
     (error,) = engine.responses[engine.ask(PROMPT, max_tokens, output)]
     assert (error.error_code, error.error_msg) == (ErrorCode.UNSUPPORTED, NO_HEAD)
+
+
+def test_an_architecture_without_a_head_makes_hidden_states_only(
+    checkpoint: Checkpoint, tier: TierCase, tmp_path: Path
+) -> None:
+    """Its embedding may be tied to a head that it had before it was trained for embeddings."""
+    whole = Engine(engine_config(checkpoint("qwen3"), tier)).answer(PROMPT, 0, HIDDEN).result
+    directory = bare(checkpoint("qwen3"), tmp_path / "bare", tied=True)
+    change_config(directory, architectures=["Qwen3Model"])
+    engine = Engine(engine_config(directory, tier))
+    assert engine.answer(PROMPT, 0, HIDDEN).result.prompt_hidden_states == whole.prompt_hidden_states
+    (error,) = engine.responses[engine.ask(PROMPT, 1, OutputConfig())]
+    assert (error.error_code, error.error_msg) == (ErrorCode.UNSUPPORTED, NO_HEAD)
+
+
+def test_a_decoder_that_sees_what_is_behind_is_refused(checkpoint: Checkpoint, tier: TierCase, tmp_path: Path) -> None:
+    directory = bare(checkpoint("qwen3"), tmp_path / "bare", tied=True)
+    change_config(directory, is_causal=False)
+    with pytest.raises(ConfigError, match="is_causal false is not supported here"):
+        Engine(engine_config(directory, tier))
 
 
 def test_one_whose_head_is_the_embedding_generates(checkpoint: Checkpoint, tier: TierCase, tmp_path: Path) -> None:

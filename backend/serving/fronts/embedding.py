@@ -47,7 +47,7 @@ def check(batch: Batch, context: ServingContext) -> None:
 
 def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
     """One Work for each row. Raises InvalidRequest and Unsupported."""
-    pooling, rows = tools.pooling, range(batch.num_rows)
+    pooling, rows = tools.pooling.of_model(context.model.reads_whole_texts), range(batch.num_rows)
     prompts = [_prompt(batch, row, context, tools) for row in rows]
     widths = [checked_dimensions(batch.scalar("dimensions", row), pooling, context) for row in rows]
     if len(set(widths)) > 1:

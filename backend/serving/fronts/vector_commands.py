@@ -84,7 +84,7 @@ def read_vector_command(value: Any, context: ServingContext, parameters: Paramet
 
 
 def _embed(asked: Embed, context: ServingContext, parameters: Parameters, tools: TextTools) -> Work:
-    pooling, given = tools.pooling, asked.embed
+    pooling, given = tools.pooling.of_model(context.model.reads_whole_texts), asked.embed
     dimensions = checked_dimensions(asked.dimensions, pooling, context)
     if isinstance(given, str):
         check_text_bytes("embed", given, context)

@@ -1,7 +1,8 @@
 """Embeddings and relevance scores: the requests that compute them, and what becomes of the engine's results.
 
 A text to embed is a request like any other, with nothing to generate: it waits, shares KV, is chunked, evicted and cancelled as
-they are. What it returns beyond tokens is the hidden state of its last token, or those of all of them, whose mean is taken here.
+they are; an encoder's, whose tokens see all of the text, runs whole and shares nothing. What it returns beyond tokens is the
+hidden state of its last token, or those of all of them, whose mean or first is taken here.
 
 A relevance score is that of Qwen3-Reranker (its model card): the model is asked whether a document answers a query, and the score
 is the probability of `yes` among the two answers, softmax of their logits behind the whole prompt.
@@ -137,7 +138,13 @@ def checked_dimensions(dimensions: int | None, pooling: Pooling, context: Servin
 def embedding_of(result: Result, pooling: Pooling, dimensions: int, normalize: bool | None) -> Vector:
     """The vector float32 [dimensions]; of length 1 unless `normalize`, or else the checkpoint, says that it is not to be."""
     rows = _array(result.prompt_hidden_states)
-    vector = rows[-1] if pooling.kind == "last" else rows.mean(axis=0, dtype=np.float64)
+    match pooling.kind:
+        case "first":
+            vector = rows[0]
+        case "last":
+            vector = rows[-1]
+        case "mean":
+            vector = rows.mean(axis=0, dtype=np.float64)
     vector = vector[:dimensions].astype(np.float64)
     if pooling.normalize if normalize is None else normalize:
         length = math.sqrt(math.fsum((vector * vector).tolist()))  # exact: in every memory layout the same

@@ -1,0 +1,136 @@
+"""Encoders: every family agrees with transformers' own forward pass, and a text's bits never depend on the texts beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import CDLL
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from backend.api import ConfigError, OutputConfig, SamplingConfig, SessionConfig
+from backend.api.config import LoraSection
+from backend.architectures.hosted import ENCODERS
+from backend.worker.group import InProcessWorkerGroup
+from tests.hosted.encoders import hidden_states, save_encoder, tiny_encoder
+from tests.model.gathering import Engine, engine_config, tensor_of
+from tests.model.tiers import NATIVE, TORCH, TierCase
+from tests.native.harness import prompt
+
+ALL = OutputConfig(prompt_hidden_states="all")
+PLAIN = [name for name in ENCODERS if not name.endswith("ForMaskedLM")]
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "w8a8": {"dtype": "bfloat16", "quantization": "w8a8"},
+}
+
+
+def _text(length: int) -> list[int]:
+    return [3 + token for token in prompt(length, 157, seed=length)]
+
+
+TEXTS = [_text(length) for length in (45, 1, 17, 30, 45, 2, 33)]
+Made = Callable[[str], tuple[Path, PreTrainedModel]]
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    @cache
+    def make(architecture: str) -> tuple[Path, PreTrainedModel]:
+        model = tiny_encoder(architecture)
+        return save_encoder(model, tmp_path_factory.mktemp(architecture)), model
+
+    return make
+
+
+def engine(directory: Path, tier: TierCase, scheduler: dict[str, Any] | None = None, **model: Any) -> Engine:
+    """`model`: fields of the section."""
+    config = engine_config(directory, tier, scheduler=scheduler or {"max_num_tokens": 100})
+    return Engine(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model)))
+
+
+def embed(engine: Engine, texts: list[list[int]]) -> list[Tensor]:
+    """Hidden states of texts that are sent together."""
+    asked = [engine.ask(text, 0, ALL) for text in texts]
+    engine.run()
+    return [tensor_of(engine.responses[number][-1].result.prompt_hidden_states) for number in asked]
+
+
+@pytest.mark.parametrize("architecture", ENCODERS)
+def test_hidden_states_are_those_of_transformers(encoder: Made, kernels: CDLL, architecture: str) -> None:
+    directory, model = encoder(architecture)
+    for tier in (NATIVE,) if architecture.endswith("ForMaskedLM") else (NATIVE, TORCH):
+        for measured, expected in zip(embed(engine(directory, tier), TEXTS), hidden_states(model, TEXTS), strict=True):
+            assert (measured - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "w8a8"])
+@pytest.mark.parametrize("architecture", PLAIN)
+def test_a_text_has_the_same_bits_alone_and_beside_others(
+    encoder: Made, kernels: CDLL, architecture: str, form: str
+) -> None:
+    served = engine(encoder(architecture)[0], NATIVE, **FORMS[form])
+    together = embed(served, TEXTS)
+    for text, expected in zip(TEXTS, together, strict=True):
+        (alone,) = embed(served, [text])
+        assert torch.equal(alone, expected)
+
+
+def test_a_long_text_runs_in_one_pass(tmp_path: Path, kernels: CDLL) -> None:
+    """Of a decoder's prompt the hidden states of at most 256 tokens are computed in one pass."""
+    model = tiny_encoder("BertModel", max_position_embeddings=512)
+    texts = [_text(500), _text(300), _text(7)]
+    served = engine(save_encoder(model, tmp_path), NATIVE, scheduler={"max_num_tokens": 512})
+    for measured, expected in zip(embed(served, texts), hidden_states(model, texts), strict=True):
+        assert (measured - expected).abs().max() <= 1e-5
+
+
+def test_a_text_that_another_one_begins_with_is_computed_anew(encoder: Made, kernels: CDLL) -> None:
+    served = engine(encoder("RobertaModel")[0], NATIVE)
+    long = _text(90)
+    first = embed(served, [long])[0]
+    _, last = embed(served, [long[:64], long[:64] + [5]])
+    assert not torch.allclose(last[:64], first[:64], atol=1e-3)
+    assert torch.equal(embed(served, [long])[0], first)
+    assert served.core.counters.cached_tokens_total == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "fields", "sentence"),
+    [
+        (9, {"max_tokens": 1}, "this checkpoint has no output head and generates nothing; ask for embeddings"),
+        (9, {"output": OutputConfig(prompt_logits_of=(3,))}, "this checkpoint has no output head"),
+        (101, {}, "the prompt has 101 tokens, the limit is 100 (scheduler.max_num_tokens, for the model reads a text whole, in "
+         "one step); shorten it"),
+        (256, {}, "the prompt has 256 tokens, the limit is 255 (the model's own, or model.max_seq_len); shorten it"),
+        (9, {"session": SessionConfig(7, start=True)}, "this model reads a text as a whole and has no sessions"),
+        (9, {"sampling_config": SamplingConfig(num_return_sequences=2)}, "this model gives one result for a text"),
+        (9, {"output": OutputConfig(), "sampling_config": SamplingConfig(beam_width=2)}, "this model gives one result"),
+    ],
+)  # fmt: skip
+def test_what_an_encoder_does_not_do_is_one_sentence(
+    encoder: Made, kernels: CDLL, length: int, fields: dict[str, Any], sentence: str
+) -> None:
+    served = engine(encoder("RobertaModel")[0], NATIVE)
+    fields = {"max_tokens": 0, "output": ALL, **fields}
+    (error,) = served.responses[served.ask(_text(length), **fields)]
+    assert sentence in error.error_msg and "\n" not in error.error_msg
+
+
+def test_adapters_are_refused(encoder: Made, kernels: CDLL) -> None:
+    config = engine_config(encoder("BertModel")[0], NATIVE)
+    with pytest.raises(ConfigError, match="lora.enabled is true, and BertModel is run by transformers"):
+        InProcessWorkerGroup(config.model, config.scheduler, lora=LoraSection(enabled=True)).load()
+
+
+def test_a_decoder_in_an_encoders_place_is_refused(tmp_path: Path) -> None:
+    model = tiny_encoder("BertModel", is_decoder=True)
+    with pytest.raises(ConfigError, match="a mask that is neither that of whole texts nor a window"):
+        engine(save_encoder(model, tmp_path), TORCH)
