@@ -42,6 +42,8 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
     quantization: Quantization = "none"  # `int8`, `w8a8` with activations, `w4a8` (CPU); none = the checkpoint's own
     implementation: Implementation = "auto"  # `native`, `transformers` (docs/models.md); auto = native where it can be
+    cache_dir: str = ""  # packed weights are kept here for the next start; empty = beside the compiled kernels
+    cache_max_gb: float = 20.0  # bound on the packed weights that are kept; the longest unused go first. 0 = none are
     chat_template: str = ""  # file with a Jinja template in place of the model's own; empty = the model's own
 
 

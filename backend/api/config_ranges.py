@@ -16,6 +16,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "kv_cache.chunk_blocks": (-1, MAX_COUNT),
     "kv_cache.max_attention_window": (1, 1 << 40),
     "kv_cache.sink_tokens": (0, 1 << 20),
+    "model.cache_max_gb": (0.0, 100_000.0),
     "kv_cache.watermark": (0.0, 0.5),
     "scheduler.max_batch_size": (1, 65536),
     "scheduler.max_num_tokens": (1, MAX_COUNT),

@@ -21,6 +21,7 @@ from backend.layers.norm import NormWeights, add, add_norm, norm
 from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.convert import QkvByHead
 from backend.models.linears import LinearBuilder, LinearOptions
+from backend.models.parts import CheckpointParts, Parts
 from backend.models.tensors import TensorSource
 from kernels.common.kv_format import KVPool
 from kernels.embedding import embedding
@@ -183,6 +184,13 @@ class Decoder:
         return logits, {name: self.outputs[name].compute(normed, logits) for name in names}
 
 
+class Follow(NamedTuple):
+    """How a caller follows a decoder being built."""
+
+    parts: Callable[[Parts], Parts] = lambda parts: parts  # gets the checkpoint's parts, and returns what is built from
+    layers: Callable[[int, int], None] = lambda done, of: None  # gets how many layers are done, of how many, after each
+
+
 def build_decoder(
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
@@ -190,25 +198,37 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device,
     options: LinearOptions,
+    follow: Follow = Follow(),  # noqa: B008 (immutable)
 ) -> Decoder:
     """Make a model from a checkpoint's tensors, one layer at a time, so that the original of a packed weight is freed at once.
 
     Raises ConfigError for missing, misshapen or unused tensors.
     """
-    config, names = _rounded(config, dtype), config.names
-    if names.layer.qkv_by_head:
+    if config.names.layer.qkv_by_head:
         tensors = QkvByHead(tensors, config)
-    source = TensorSource(tensors, dtype, device, names.unused)
-    linears = LinearBuilder(source, config.quantization, options)
-    embedding = source.take(names.embedding + ".weight", (config.vocab_size, config.hidden_size))
-    if config.tied_embeddings and not linears.holds(names.head):
-        source.take_copy(names.head + ".weight", embedding)
-        lm_head = linears.from_tensor(embedding)
-    else:
-        lm_head = linears.build({names.head: config.vocab_size}, config.hidden_size, is_head=True)
-    layers = [_layer(config, source, linears, f"{names.layers}{index}.") for index in range(config.num_layers)]
-    last_norm = _norm(config, source, names.norm, config.hidden_size)
-    source.check_all_used()
+    source = TensorSource(tensors, dtype, device, config.names.unused)
+    parts = CheckpointParts(config, source, LinearBuilder(source, config.quantization, options))
+    return assemble(config, follow.parts(parts), max_seq_len, dtype, device, follow.layers)
+
+
+def assemble(
+    config: ModelConfig,
+    parts: Parts,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_layer: Callable[[int, int], None] = lambda done, of: None,
+) -> Decoder:
+    """Make a model of its parts. on_layer: gets how many layers are done, of how many, after each."""
+    config, names = _rounded(config, dtype), config.names
+    embedding = parts.take(names.embedding + ".weight", (config.vocab_size, config.hidden_size))
+    lm_head = parts.head(embedding)
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(_layer(config, parts, f"{names.layers}{index}."))
+        on_layer(index + 1, config.num_layers)
+    last_norm = _norm(config, parts, names.norm, config.hidden_size)
+    parts.finish()
     tables = [rotary_tables(rope, config.head_dim, max_seq_len, device) for rope in config.ropes]
     rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.layers]
     scaling = config.block.query_scaling
@@ -224,28 +244,28 @@ def _rounded(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
     return replace(config, block=replace(config.block, embedding_scale=scale))
 
 
-def _layer(config: ModelConfig, source: TensorSource, linears: LinearBuilder, prefix: str) -> LayerWeights:
+def _layer(config: ModelConfig, parts: Parts, prefix: str) -> LayerWeights:
     block, names = config.block, config.names.layer
     hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
 
     def norm_of(name: str | None) -> NormWeights | None:
-        return None if name is None else _norm(config, source, prefix + name, hidden)
+        return None if name is None else _norm(config, parts, prefix + name, hidden)
 
     attention_norm, attention_out_norm = norm_of(names.attention_norm), norm_of(names.attention_out_norm)
     qk = {"none": None, "head": (head, head), "row": (q, kv)}[block.qk_norm]
     attention = AttentionWeights(
-        qkv=linears.build(_rows(prefix, names.qkv, (q, kv, kv)), hidden, block.qkv_bias),
-        out=linears.build({prefix + names.out: hidden}, q, block.out_bias),
-        q_norm=None if qk is None else _norm_weight(config, source, prefix + names.q_norm, qk[0]),
-        k_norm=None if qk is None else _norm_weight(config, source, prefix + names.k_norm, qk[1]),
-        sinks=source.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
+        qkv=parts.linear(_rows(prefix, names.qkv, (q, kv, kv)), hidden, block.qkv_bias),
+        out=parts.linear({prefix + names.out: hidden}, q, block.out_bias),
+        q_norm=None if qk is None else _norm_weight(config, parts, prefix + names.q_norm, qk[0]),
+        k_norm=None if qk is None else _norm_weight(config, parts, prefix + names.k_norm, qk[1]),
+        sinks=parts.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
     )
     mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
     inputs = (inter, inter) if block.gated else (inter,)
     mlp = MlpWeights(
-        gate_up=linears.build(_rows(prefix, names.gate_up, inputs), hidden, block.mlp_bias),
-        down=linears.build({prefix + names.down: hidden}, inter, block.mlp_bias),
+        gate_up=parts.linear(_rows(prefix, names.gate_up, inputs), hidden, block.mlp_bias),
+        down=parts.linear({prefix + names.down: hidden}, inter, block.mlp_bias),
     )
     return LayerWeights(attention, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
 
@@ -255,13 +275,13 @@ def _rows(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> dict[st
     return {prefix + names[0]: sum(rows)} if len(names) == 1 else dict(zip((prefix + n for n in names), rows))
 
 
-def _norm(config: ModelConfig, source: TensorSource, name: str, size: int) -> NormWeights:
-    bias = source.take(name + ".bias", (size,)) if config.block.norm_bias else None
-    return NormWeights(_norm_weight(config, source, name, size), bias)
+def _norm(config: ModelConfig, parts: Parts, name: str, size: int) -> NormWeights:
+    bias = parts.take(name + ".bias", (size,)) if config.block.norm_bias else None
+    return NormWeights(_norm_weight(config, parts, name, size), bias)
 
 
-def _norm_weight(config: ModelConfig, source: TensorSource, name: str, size: int) -> Tensor:
-    weight = source.take(name + ".weight", (size,))
+def _norm_weight(config: ModelConfig, parts: Parts, name: str, size: int) -> Tensor:
+    weight = parts.take(name + ".weight", (size,))
     if config.block.norm_offset:  # in float32: the sum would be rounded in the model's dtype
         weight = weight.float() + config.block.norm_offset
     return weight

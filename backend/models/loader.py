@@ -6,7 +6,7 @@ Of a directory safetensors only: a pickle-based file could run code while it is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,9 +23,10 @@ from backend.architectures.description import ModelConfig
 from backend.architectures.registry import HEADLESS
 from backend.models import gguf
 from backend.models.config import check_eos_ids, parse_model_config, read_model_config
-from backend.models.decoder import Decoder, build_decoder
+from backend.models.decoder import Decoder, Follow, assemble, build_decoder
 from backend.models.gguf import GgufTensors
 from backend.models.linears import LinearOptions
+from backend.models.parts import Parts
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
 GENERATION = "generation_config.json"
@@ -66,9 +67,13 @@ class Checkpoint:
 
     is_encoder = False
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError when the configuration has more layers than the tensors have."""
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], files: Sequence[Path] = ()) -> None:
+        """files: whose content determines configuration and tensors; none where the tensors are in memory already.
+
+        Raises ConfigError when the configuration has more layers than the tensors have.
+        """
         _check_layers(config, tensors)
+        self.files = tuple(files)
         # A checkpoint of the layers alone, as embedding models have it: the head that is built is not the model's.
         has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
         self.has_head = has_head and config.architecture not in HEADLESS
@@ -94,9 +99,28 @@ class Checkpoint:
         return DTYPES[name]
 
     def build(
-        self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions
+        self,
+        max_seq_len: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        linears: LinearOptions,
+        follow: Follow = Follow(),  # noqa: B008 (immutable)
     ) -> Decoder:
         """Make the model. Raises ConfigError."""
+        limit = self._num_positions(max_seq_len)
+        config, tensors = self.config, self.tensors
+        if isinstance(tensors, GgufTensors):
+            config, tensors = tensors.held_for(config, dtype, device, linears)
+        with torch.inference_mode():
+            return build_decoder(config, tensors, limit, dtype, device, linears, follow)
+
+    def assemble(self, parts: Parts, max_seq_len: int | None, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """Make the model of parts that an earlier `build` has made. Raises ConfigError."""
+        with torch.inference_mode():
+            return assemble(self.config, parts, self._num_positions(max_seq_len), dtype, device)
+
+    def _num_positions(self, max_seq_len: int | None) -> int:
+        """The number of positions that the model is built for. Raises ConfigError."""
         limit = max_seq_len or self.config.max_position
         if limit > self.config.max_position:
             raise ConfigError(
@@ -107,11 +131,7 @@ class Checkpoint:
                 f"config.json: max_position_embeddings is {self.config.max_position}, and {limit} positions are more than "
                 f"the {MAX_POSITIONS} that are supported; use --set model.max_seq_len={MAX_POSITIONS} or less"
             )
-        config, tensors = self.config, self.tensors
-        if isinstance(tensors, GgufTensors):
-            config, tensors = tensors.held_for(config, dtype, device, linears)
-        with torch.inference_mode():
-            return build_decoder(config, tensors, limit, dtype, device, linears)
+        return limit
 
 
 def open_directory(directory: Path) -> Checkpoint:
@@ -119,9 +139,11 @@ def open_directory(directory: Path) -> Checkpoint:
     if (file := gguf_file(directory)) is not None:
         header = read_header(file)
         config = gguf.read_config(header)
-        return Checkpoint(config, GgufTensors(header, config))
-    config, tensors = read_model_config(directory), _LazyTensors(weight_files(directory))
-    return Checkpoint(config, _BareTensors(tensors) if _BareTensors.fits(config, tensors) else tensors)
+        return Checkpoint(config, GgufTensors(header, config), [file])
+    config, files = read_model_config(directory), weight_files(directory)
+    tensors = _LazyTensors(files)
+    bare = _BareTensors(tensors) if _BareTensors.fits(config, tensors) else tensors
+    return Checkpoint(config, bare, [directory / "config.json", *files])
 
 
 def of_buffers(tensors: Mapping[str, Tensor], json_config: str) -> Checkpoint:

@@ -197,8 +197,9 @@ class InProcessWorkerGroup:
         return self._adapter_reader.prepare(lora)
 
     def free_memory_bytes(self) -> int:
-        if self.device.type != "cuda":
-            return free_bytes(self.device)
+        if self.device.type != "cuda":  # Linux counts the pages of a mapped file as free, and the weights need them
+            mapped = sum(each.mapped_bytes for each in (self._loaded, self._draft) if each is not None)
+            return max(0, free_bytes(self.device) - mapped)
         self._progress("running the largest step, which compiles the GPU kernels")
         runner = self._dummy_run()
         free = free_bytes(self.device)  # before the dummy runner goes: real steps need its buffers and graphs, too

@@ -28,12 +28,14 @@ from backend.worker.adapter_pages import (
 )
 from backend.worker.kv_storage import KVStorage
 from backend.worker.native_tier import NativeTier, PackLinears
+from backend.worker.packed_model import PackedModels
 from backend.worker.stacked_adapters import make_stacks
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
 from kernels.cpu.linear import RoundToFourBits
 from kernels.cpu.lora import PackedAdapter, packed_bytes
+from kernels.cpu.screen import Screen
 
 if TYPE_CHECKING:
     from backend.hosted.checkpoint import HostedCheckpoint
@@ -68,7 +70,14 @@ class LoadedModel:
         self.dtype = self.choice.computes_in(dtype)
         self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device, self.config)
         linears = linear_options(self.choice, section.quantization, self.dtype)
-        self.model: Decoder | HostedModel = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
+        self._screen: Screen | None = None
+        self.mapped_bytes = 0  # weights that are pages of a file, which other engines may share
+        self.model: Decoder | HostedModel
+        if isinstance(checkpoint, loader.Checkpoint) and (library := self.choice.library) is not None:
+            packed = PackedModels(checkpoint, section, self.dtype, linears, library, progress).build()
+            self.model, self._screen, self.mapped_bytes = packed
+        else:
+            self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
         self.config = self.model.config  # a hosted model's heads and windows are known only now
         self._native: NativeTier | None = None
         self._lora = lora
@@ -173,7 +182,7 @@ class LoadedModel:
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
             assert self.choice.library is not None  # choose_tier chooses this tier only with it
-            self._native = NativeTier(self.decoder, self.choice.library, block_size, self._kv_bits)
+            self._native = NativeTier(self.decoder, self.choice.library, block_size, self._kv_bits, self._screen)
         return self._native
 
 

@@ -98,12 +98,24 @@ _ROUNDED = (
 MIN_SHARE = 1 / 32
 
 
+def make_screen(model: Decoder, library: CDLL) -> Screen | None:
+    """The int8 screen of lm_head, where it is worth its memory."""
+    lm_head = _packed(model.lm_head)
+    if not Screen.fits(lm_head) or lm_head.num_bytes < MIN_SHARE * model.num_linear_bytes:
+        return None
+    screen = Screen(library, lm_head)
+    log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
+    return screen
+
+
 class NativeTier:
     name = "native"
 
-    def __init__(self, model: Decoder, library: CDLL, block_size: int, kv_bits: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, library: CDLL, block_size: int, kv_bits: int = 0, screen: Screen | None = None
+    ) -> None:
         """`kv_bits`: those of a number in the KV pool, 8 or 4; 0: the model's dtype. The linear layers of `model` must have been
-        made by PackLinears.
+        made by PackLinears. `screen`: of lm_head, where there is one already.
         """
         config = model.config
         self.block_size = block_size
@@ -119,10 +131,7 @@ class NativeTier:
         )
         of_layers = zip(model.layers, config.windows, model.rotary, strict=True)
         layers = [_native_layer(config.block, *of_layer) for of_layer in of_layers]
-        lm_head, screen = _packed(model.lm_head), None
-        if Screen.fits(lm_head) and lm_head.num_bytes >= MIN_SHARE * model.num_linear_bytes:
-            screen = Screen(library, lm_head)
-            log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
+        lm_head, screen = _packed(model.lm_head), screen or make_screen(model, library)
         norm = _native_norm(model.norm)
         form = _native_form(config.block, model.query_scales)
         self._decoder = NativeDecoder(library, shape, form, model.embedding, layers, norm, lm_head, screen)

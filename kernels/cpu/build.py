@@ -53,11 +53,11 @@ class NativeUnavailable(Exception):
 
 
 class NativeLibrary(CDLL):
-    """The native kernels, compiled for the variant `isa`."""
+    """The native kernels, compiled for the variant `isa`. Another `version` may pack weights in another way."""
 
-    def __init__(self, path: Path, isa: str):
+    def __init__(self, path: Path, isa: str, version: str):
         super().__init__(str(path))
-        self.isa = isa
+        self.isa, self.version = isa, version
 
 
 def load(
@@ -82,11 +82,11 @@ def load(
         )
     path = recipe.cached() or recipe.compile(progress)
     try:
-        return NativeLibrary(path, recipe.isa)
+        return NativeLibrary(path, recipe.isa, recipe.name)
     except OSError:  # the cached file is damaged, or its mount forbids execution
         path = recipe.compile(progress, instead_of=path)
     try:
-        return NativeLibrary(path, recipe.isa)
+        return NativeLibrary(path, recipe.isa, recipe.name)
     except OSError as error:
         raise NativeUnavailable(
             f"the compiled native kernels cannot be loaded ({error}); "
@@ -146,7 +146,7 @@ class _Recipe:
 
     def cached(self) -> Path | None:
         """The library, if one of the caches, which may be read-only, holds a complete one."""
-        paths = (directory / f"{self.name}.so" for directory in _cache_directories() if _is_usable(directory))
+        paths = (directory / f"{self.name}.so" for directory in cache_directories() if _is_usable(directory))
         return next((path for path in paths if self._is_whole(path)), None)
 
     def compile(self, progress: Callable[[str], None] | None, instead_of: Path | None = None) -> Path:
@@ -222,7 +222,7 @@ class _Recipe:
     @contextmanager
     def _locked_cache(self) -> Iterator[Path]:
         """The first cache that is writable and trusted, locked so that no other process compiles this variant in it."""
-        directories = _cache_directories()
+        directories = cache_directories()
         problem: OSError | str | None = None
         for directory in directories:
             try:
@@ -252,7 +252,8 @@ def _best_recipe(isas: Sequence[str], sanitize: bool, sources: Path) -> _Recipe:
     return next((recipe for recipe in recipes if recipe.cached() or recipe.is_known), first)
 
 
-def _cache_directories() -> list[Path]:
+def cache_directories() -> list[Path]:
+    """Where compiled kernels may lie, the first choice first. They need not exist."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return [Path(chosen).absolute()]

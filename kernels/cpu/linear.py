@@ -46,6 +46,21 @@ class PackedLinear:
         self.struct = struct
 
     @classmethod
+    def of_parts(
+        cls, library: CDLL, parts: tuple[Tensor | None, ...], n: int, k: int, kind: int, group: int
+    ) -> PackedLinear:
+        """A layer of `parts`, data, scales, zeros, values and bias, as another layer has them; they stay where they are.
+
+        Raises ValueError for parts that such a layer cannot have.
+        """
+        sizes = _sizes(library, n, k, kind, group)
+        found = [None if part is None else part.nbytes for part in parts]
+        needed = [True, INT8 <= kind <= W4A8, False, kind == V4_K, False]
+        if any(own != size and (own is not None or need) for own, size, need in zip(found, sizes, needed, strict=True)):
+            raise ValueError(f"the parts have {found} bytes, a layer of {n} rows and {k} columns has {sizes}")
+        return cls(library, parts, LinearStruct(*map(_pointer, parts), n, k, kind, group))
+
+    @classmethod
     def of_floats(cls, library: CDLL, arena: Arena, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Packs weight [n, k] float32 or bfloat16, on the CPU; it may be freed afterwards.
 
@@ -106,7 +121,7 @@ class PackedLinear:
         library.everbatch_pack_super(*map(_pointer, tables), n, k, kind, packed.data_ptr(), torch.get_num_threads())
         values = None if weight.values is None else weight.values.repeat(4)
         held = packed, None, None, values, _by_columns(bias, n)
-        return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
+        return cls.of_parts(library, held, n, k, kind, group)
 
     @classmethod
     def _pack(
@@ -133,7 +148,12 @@ class PackedLinear:
         elif zeros_or_values is not None:
             zeros = _by_panels(arena, zeros_or_values, groups, torch.uint8)
         held = packed, packed_scales, zeros, values, _by_columns(bias, n)
-        return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
+        return cls.of_parts(library, held, n, k, kind, group)
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Data, scales, zeros, values and bias, packed as native/linear.h has them."""
+        return self._held
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -177,6 +197,15 @@ class RoundToFourBits:
             into = q[rows].data_ptr(), scale[rows].data_ptr()
             self._library.everbatch_round(part.data_ptr(), len(part), k, group, values, *into, torch.get_num_threads())
         return q, scale
+
+
+def _sizes(library: CDLL, n: int, k: int, kind: int, group: int) -> list[int]:
+    """Bytes of the parts that a layer may have. Raises ValueError for a format that there is not."""
+    if kind not in range(V4_K + 1) or (kind >= INT8 and group not in (16, 32) and (group < 64 or group % 64)):
+        raise ValueError(f"there is no format {kind} with groups of {group}")
+    columns = -(-n // PANEL) * PANEL
+    groups = library.everbatch_groups(k, group) if kind >= INT8 else 0
+    return [library.everbatch_packed_bytes(n, k, kind, group), 2 * groups * columns, groups * columns, 64, 4 * columns]
 
 
 def _is_float16(weight: Tensor) -> bool:
