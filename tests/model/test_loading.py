@@ -186,7 +186,7 @@ def test_windows_of_configs_without_layer_types(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported; docs/models.md lists the"),
+        (dict(architectures=["T5"]), "T5 is not supported; docs/models.md lists the"),
         (dict(quantization_config={"quant_method": "bitsandbytes"}), r"quantised \(bitsandbytes\)"),
         (dict(hidden_act="relu2"), "hidden_act relu2 is not supported here; supported are silu, swish, gelu,"),
         (
