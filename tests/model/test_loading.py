@@ -233,7 +233,7 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused(
     "changes",
     [
         dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
-        dict(architectures=["BertModel"]),
+        dict(architectures=["BartForConditionalGeneration"]),
         dict(architectures=["WhisperForConditionalGeneration"]),
     ],
 )
