@@ -8,6 +8,7 @@ from pathlib import Path
 from backend.api.config import EngineConfig, Implementation
 from backend.api.errors import ConfigError
 from backend.architectures.checkpoint import Checkpoint, examine
+from backend.architectures.hosted import ENCODERS
 from deploy import memory
 from deploy.errors import UserError
 
@@ -39,10 +40,14 @@ def described(checkpoint: Checkpoint, config: EngineConfig, available_bytes: int
     """For example: LlamaForCausalLM, weights 9.9 MiB, KV 6.0 KiB a token; memory for about 980,000 tokens, which is 478 sequences
     of 2,048; up to 64 run at once.
     """
+    length = checkpoint.max_seq_len(config)
+    if checkpoint.architecture in ENCODERS:
+        most = min(length, config.scheduler.max_num_tokens)
+        name, weights = checkpoint.architecture, size(checkpoint.weight_bytes)
+        return f"{name}, weights {weights}; an encoder, which keeps no KV: texts have up to {most:,} tokens"
     cpu = on_cpu(config)
     a_token = checkpoint.kv_bytes_per_token(config, on_cpu=cpu)
     sizes = f"{checkpoint.architecture}, weights {size(checkpoint.weight_bytes)}, KV {size(a_token)} a token"
-    length = checkpoint.max_seq_len(config)
     room = _room(checkpoint, config, a_token, cpu, available_bytes)
     if room is None:
         return f"{sizes}; the KV cache takes what is left of the GPU's memory, sequences have up to {length:,} tokens"

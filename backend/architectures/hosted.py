@@ -226,6 +226,9 @@ def sizes_of(content: dict[str, Any]) -> Sizes:
         kv_heads, head_dim = heads, number("qk_nope_head_dim") + number("qk_rope_head_dim")
     if not isinstance(head_dim, int) or head_dim < 1:
         head_dim = max(1, number("hidden_size", "n_embd") // heads)
-    return Sizes(
-        number("num_hidden_layers", "n_layer"), kv_heads, head_dim, number("max_position_embeddings", "n_positions")
-    )
+    positions = number("max_position_embeddings", "n_positions")
+    names = content.get("architectures")
+    if isinstance(names, list) and names and (encoder := ENCODERS.get(str(names[0]))) is not None:
+        padding = content.get("pad_token_id", 1)
+        positions = max(1, positions - encoder.first_position(padding if isinstance(padding, int) else 1))
+    return Sizes(number("num_hidden_layers", "n_layer"), kv_heads, head_dim, positions)

@@ -27,6 +27,13 @@ from tests.model.gguf_files import write_gguf
 SMALL = Checkpoint("LlamaForCausalLM", 100 << 20, 10, 4, 64, 1000, "bfloat16")
 
 
+def test_an_encoder_is_said_to_keep_no_kv() -> None:
+    long, short = (Checkpoint("RobertaModel", 100 << 20, 10, 4, 64, most, "float32") for most in (8192, 512))
+    begin = "RobertaModel, weights 100 MiB; an encoder, which keeps no KV: texts have up to "
+    assert described(long, EngineConfig()) == f"{begin}1,024 tokens"
+    assert described(short, EngineConfig()) == f"{begin}512 tokens"
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A copy of the default model that a test may break."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from backend.api import ConfigError, OutputConfig, SamplingConfig, SessionConfig
 from backend.api.config import LoraSection
+from backend.architectures.checkpoint import examine
 from backend.architectures.hosted import ENCODERS
 from backend.worker.group import InProcessWorkerGroup
 from tests.hosted.encoders import hidden_states, save_encoder, tiny_encoder
@@ -133,3 +134,11 @@ def test_a_decoder_in_an_encoders_place_is_refused(tmp_path: Path) -> None:
     model = tiny_encoder("BertModel", is_decoder=True)
     with pytest.raises(ConfigError, match="a mask that is neither that of whole texts nor a window"):
         engine(save_encoder(model, tmp_path), TORCH)
+
+
+@pytest.mark.parametrize("architecture", PLAIN)
+def test_the_limit_of_a_text_is_known_before_anything_is_loaded(
+    encoder: Made, kernels: CDLL, architecture: str
+) -> None:
+    directory, _ = encoder(architecture)
+    assert examine(directory).max_position == engine(directory, TORCH).core.model.max_seq_len
