@@ -42,7 +42,7 @@ def the_second_scale_of_qoq_is_left_out(set_attribute: SetAttribute) -> None:
 
 
 def int4_kv_has_eight_bits(set_attribute: SetAttribute) -> None:
-    change(loaded_model.LoadedModel, "_native_tier", ('"int4": 4', '"int4": 8'))(set_attribute)
+    change(loaded_model.LoadedModel, "_kv_bits", ('"int4": 4', '"int4": 8'))(set_attribute)
 
 
 def the_output_head_has_four_bits(set_attribute: SetAttribute) -> None:
