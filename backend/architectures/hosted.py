@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from backend.api.config import Implementation
 from backend.api.errors import ConfigError
-from backend.api.model_files import shown
+from backend.api.model_files import convert, shown
 from backend.api.quantised import FILE
 from backend.architectures.registry import FAMILIES, HEADLESS
 
@@ -173,8 +173,9 @@ REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for
 
 def implementation_of(content: dict[str, Any], wanted: Implementation) -> Literal["native", "transformers"]:
     """Which implementation runs the model of a config.json. Raises ConfigError where none does, or not the wanted one."""
-    names = content.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "none"
+    given = content.get("architectures")
+    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
+    name = names[0]
     native = (*FAMILIES, *HEADLESS)
     if name in native and wanted != "transformers":
         return "native"
