@@ -73,8 +73,8 @@ class Result(Struct, frozen=True, omit_defaults=True):
 
     A request with `num_return_sequences` n > 1 gets responses of n sequences, in any order between sequences; exactly one of
     them is final: the last one of the sequence that ends last. Tensors are float32, and each row comes once: streaming, context
-    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says. What is named after the
-    prompt comes once for a request, like context rows: with the first response of the sequence with index 0.
+    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says. Fields whose names
+    begin with `prompt` come once for a request, like context rows: with the first response of the sequence with index 0.
     """
 
     output_token_ids: list[list[int]]

@@ -21,7 +21,7 @@ from backend.architectures.settings import Factor, Settings, Size
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 ORIGINAL = "original_max_position_embeddings"
 SECTIONS = ("rope_parameters", "rope_scaling")
-# Keys of a section that some kind reads. Those of another kind have no effect, in transformers either.
+# Keys that some kind of rope reads. Keys of another kind than the section's have no effect, in transformers either.
 _KEYS = """
     factor low_freq_factor high_freq_factor original_max_position_embeddings max_position_embeddings factors attention_factor
     beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor finetuned

@@ -25,9 +25,10 @@ from backend.hosted.attention import AttentionHost
 from backend.hosted.encoder import Encoder
 from backend.hosted.experts import hold_experts
 from backend.hosted.layers import replace_linears
-from backend.hosted.model import HostedModel
+from backend.hosted.model import HostedModel, sentence_of
 from backend.hosted.products import Products
 from backend.models.linears import LinearOptions
+from backend.models.loader import checked_length, dtype_named
 
 log = logging.getLogger("everbatch.worker")
 
@@ -37,7 +38,8 @@ MAX_MODULES = 4096  # layers, or experts of a layer: bounds what a number in con
 _UNUSED = re.compile(
     r"(.*\.)?(pooler\..*|position_ids|token_type_ids)|(cls|lm_head|vocab_\w+|head|decoder|predictions|generator_\w+)\..*"
 )
-_COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts", "n_layer", "moe_num_experts")
+# Keys that say how many modules are built, of config.json and of its text_config.
+_COUNTS = re.compile(r"(moe_)?(num|n)_(\w+_)?(layers?|experts?)")
 
 
 class HostedCheckpoint:
@@ -62,23 +64,13 @@ class HostedCheckpoint:
 
     def compute_dtype(self, dtype: str) -> torch.dtype:
         """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
-        name = (self.config.dtype or "float32") if dtype == "auto" else dtype
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        if name not in known:
-            raise ConfigError(
-                f"{FILE}: dtype {shown(name)} is not supported; use one of {', '.join(known)} with --set model.dtype=..."
-            )
-        return known[name]
+        return dtype_named((self.config.dtype or "float32") if dtype == "auto" else dtype)
 
     def build(
         self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions
     ) -> HostedModel:
         """Make the model. Raises ConfigError."""
-        limit = max_seq_len or self.config.max_position
-        if limit > self.config.max_position:
-            raise ConfigError(
-                f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
-            )
+        limit = checked_length(max_seq_len, self.config)
         _check_positions(self._library_config, limit)
         with torch.inference_mode(), _quiet():
             module = self._load(dtype).to(device)
@@ -113,7 +105,7 @@ class HostedCheckpoint:
         except ConfigError:
             raise
         except Exception as error:  # the library checks shapes and settings by exceptions of all kinds
-            raise ConfigError(f"{self.config.architecture} cannot be loaded: {_sentence(error)}") from None
+            raise ConfigError(f"{self.config.architecture} cannot be loaded: {sentence_of(error)}") from None
         if self.is_encoder:
             found["unexpected_keys"] = [name for name in found["unexpected_keys"] if not _UNUSED.fullmatch(name)]
         _check(found)
@@ -122,10 +114,10 @@ class HostedCheckpoint:
 
 def library_config(content: dict[str, Any]) -> PretrainedConfig:
     """The library's configuration of a config.json. Raises ConfigError for one that it does not accept."""
-    for name in _COUNTS:
-        count = content.get(name)
-        if isinstance(count, int) and not 0 <= count <= MAX_MODULES:
-            raise ConfigError(f"{FILE}: {name} is {count}, allowed is 0 to {MAX_MODULES}; correct it")
+    part = content.get("text_config")
+    for name, count in [*content.items(), *(part.items() if isinstance(part, dict) else ())]:
+        if _COUNTS.fullmatch(name) and isinstance(count, int) and not 0 <= count <= MAX_MODULES:
+            raise ConfigError(f"{FILE}: {name} is {shown(count)}, allowed is 0 to {MAX_MODULES}; correct it")
     kind = content.get("model_type")
     known = transformers.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in known:
@@ -137,7 +129,7 @@ def library_config(content: dict[str, Any]) -> PretrainedConfig:
             config = known[kind].from_dict(dict(content))
             return config.get_text_config(decoder=True)
     except Exception as error:  # configuration classes raise what they please
-        raise ConfigError(f"{FILE}: transformers does not accept it: {_sentence(error)}; correct it") from None
+        raise ConfigError(f"{FILE}: transformers does not accept it: {sentence_of(error)}; correct it") from None
 
 
 def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
@@ -147,7 +139,7 @@ def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:
         hidden, vocab, positions = int(config.hidden_size), int(config.vocab_size), int(config.max_position_embeddings)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{FILE}: transformers' configuration lacks a size ({_sentence(error)}); use another model"
+            f"{FILE}: transformers' configuration lacks a size ({sentence_of(error)}); use another model"
         ) from None
     names = content.get("architectures") or ["none"]
     if (encoder := ENCODERS.get(str(names[0]))) is not None:
@@ -253,12 +245,6 @@ def _check(found: dict[str, Any]) -> None:
         if names := found.get(kind):
             first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
             raise ConfigError(text.format(shown(first)))
-
-
-def _sentence(error: Exception) -> str:
-    """The first line of an error of the library."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 @contextmanager

@@ -57,8 +57,8 @@ class HostedModel:
         return f"linear layers {self.num_linear_bytes / 1e6:,.1f} MB, run by transformers"
 
     def learn(self) -> None:
-        """Run two tokens twice. The first pass tells what each layer's attention asks for, the second one which modules multiply
-        by themselves.
+        """Run two tokens twice: to find the arguments of each layer's attention, then the modules that call torch's matrix
+        products themselves.
 
         Raises ConfigError for what cannot be run independently of the batch.
         """
@@ -71,7 +71,7 @@ class HostedModel:
             raise
         except Exception as error:  # module code of any family
             raise ConfigError(
-                f"{self.config.architecture} cannot be run on a flat batch: {type(error).__name__}: {str(error)[:300]}"
+                f"{self.config.architecture} cannot be run on a flat batch: {sentence_of(error)}"
             ) from None
         self.config = self._described()
 
@@ -156,6 +156,13 @@ class HostedModel:
             head_dim=self._host.dim,
             layers=tuple(LayerConfig(layer.window) for layer in layers),
         )
+
+
+def sentence_of(error: Exception) -> str:
+    """The first line of an error of the library, without characters that cannot be printed."""
+    lines = str(error).strip().splitlines() or [""]
+    printed = "".join(letter if letter.isprintable() else "?" for letter in lines[0][:300])
+    return f"{type(error).__name__}: {printed}"
 
 
 def _inside(products: Products, forward: Callable[..., Any]) -> Callable[..., Any]:

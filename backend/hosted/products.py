@@ -27,6 +27,7 @@ _LINEAR = (F.linear,)
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _NAMES = """exp exp2 expm1 log log1p log2 sigmoid tanh sin cos erf pow logsigmoid softplus silu gelu mish elu selu celu logit
 sinh cosh atan hardswish"""
+_CONVERT = (Tensor.to, Tensor.float, Tensor.type)
 _BY_ELEMENT = frozenset(
     getattr(place, name) for name in _NAMES.split() for place in (torch, Tensor, F) if hasattr(place, name)
 )
@@ -52,6 +53,7 @@ class Products(TorchFunctionMode):
         super().__init__()
         self._options = options
         self._held: dict[int, tuple[Tensor, EngineLinear]] = {}  # by the parameter's id; keeps the parameter
+        self._converted: dict[tuple[int, str], Tensor] = {}  # parameters in another type, by their id and that type
         self.seen = False  # a product was computed since this was set to False
 
     def __torch_function__(
@@ -64,6 +66,11 @@ class Products(TorchFunctionMode):
         given = kwargs or {}
         if func in _LINEAR:
             return self._linear(*args, **given)
+        if func in _CONVERT and isinstance(args[0], nn.Parameter) and args[0].dim() == 2:
+            key = id(args[0]), f"{func.__name__} {args[1:]} {given}"
+            if key not in self._converted:
+                self._converted[key] = nn.Parameter(func(*args, **given), requires_grad=False)
+            return self._converted[key]
         if func in _MATMUL:
             return self._matmul(func, *args, **given)
         if (name := _REFUSED.get(func)) is not None:
@@ -79,7 +86,7 @@ class Products(TorchFunctionMode):
         return func(*args, **given)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not isinstance(weight, nn.Parameter):  # one that is converted to another type in each call
+        if not isinstance(weight, nn.Parameter):  # one that is computed in each call
             return self._multiply(self._layer(weight, bias), input)
         if id(weight) not in self._held:
             self._held[id(weight)] = weight, self._layer(weight, bias)

@@ -90,13 +90,7 @@ class Checkpoint:
         if name is None:
             embedding = self.tensors.get(self.config.names.embedding + ".weight")
             name = "float32" if embedding is None else str(embedding.dtype)
-        name = name.removeprefix("torch.")
-        if name not in DTYPES:
-            raise ConfigError(
-                f"config.json: dtype (torch_dtype) {shown(name)} is not supported; use one of {', '.join(DTYPES)} "
-                f"with --set model.dtype=..."
-            )
-        return DTYPES[name]
+        return dtype_named(name)
 
     def build(
         self,
@@ -121,17 +115,7 @@ class Checkpoint:
 
     def _num_positions(self, max_seq_len: int | None) -> int:
         """The number of positions that the model is built for. Raises ConfigError."""
-        limit = max_seq_len or self.config.max_position
-        if limit > self.config.max_position:
-            raise ConfigError(
-                f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
-            )
-        if limit > MAX_POSITIONS:
-            raise ConfigError(
-                f"config.json: max_position_embeddings is {self.config.max_position}, and {limit} positions are more than "
-                f"the {MAX_POSITIONS} that are supported; use --set model.max_seq_len={MAX_POSITIONS} or less"
-            )
-        return limit
+        return checked_length(max_seq_len, self.config)
 
 
 def open_directory(directory: Path) -> Checkpoint:
@@ -153,6 +137,30 @@ def of_buffers(tensors: Mapping[str, Tensor], json_config: str) -> Checkpoint:
     return Checkpoint(config, tensors)
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Raises ConfigError for a dtype that models are not computed in."""
+    name = name.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(
+            f"config.json: dtype (torch_dtype) {shown(name)} is not supported; use one of {', '.join(DTYPES)} "
+            f"with --set model.dtype=..."
+        )
+    return DTYPES[name]
+
+
+def checked_length(max_seq_len: int | None, config: ModelConfig) -> int:
+    """Tokens of one sequence: as configured, else the model's own limit. Raises ConfigError for more than are supported."""
+    limit = max_seq_len or config.max_position
+    if limit > config.max_position:
+        raise ConfigError(f"model.max_seq_len is {limit}, the model's own limit is {config.max_position}; lower it")
+    if limit > MAX_POSITIONS:
+        raise ConfigError(
+            f"config.json: max_position_embeddings is {config.max_position}, and {limit} positions are more than "
+            f"the {MAX_POSITIONS} that are supported; use --set model.max_seq_len={MAX_POSITIONS} or less"
+        )
+    return limit
+
+
 def load_directory(
     directory: Path,
     max_seq_len: int | None,
@@ -170,7 +178,11 @@ def read_eos_ids(directory: Path) -> tuple[int, ...]:
     if (file := gguf_file(directory)) is not None:
         header = read_header(file)
         return check_eos_ids(eos_ids(header), gguf.read_config(header), header.name)
-    config = read_model_config(directory)
+    return eos_ids_of(directory, read_model_config(directory))
+
+
+def eos_ids_of(directory: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Like `read_eos_ids`, of a directory whose config.json has been read."""
     ids = token_ids(read_object(directory, GENERATION) or {}, "eos_token_id", GENERATION)
     return check_eos_ids(ids, config, GENERATION) if ids else check_eos_ids(config.eos_ids, config, "config.json")
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from backend.api.config import Implementation
 from backend.api.gguf import gguf_file
-from backend.api.model_files import read_object, token_ids
+from backend.api.model_files import read_object
 from backend.api.quantised import FILE
 from backend.api.weight_files import weight_files
 from backend.architectures.hosted import implementation_of
 from backend.models import loader
-from backend.models.config import check_eos_ids
 
 if TYPE_CHECKING:
     from backend.hosted.checkpoint import HostedCheckpoint
@@ -32,6 +31,4 @@ def read_eos_ids(path: Path, checkpoint: loader.Checkpoint | HostedCheckpoint) -
     """Token ids that end a text. Raises ConfigError."""
     if isinstance(checkpoint, loader.Checkpoint):
         return loader.read_eos_ids(path)
-    config = checkpoint.config
-    ids = token_ids(read_object(path, loader.GENERATION) or {}, "eos_token_id", loader.GENERATION)
-    return check_eos_ids(ids, config, loader.GENERATION) if ids else check_eos_ids(config.eos_ids, config, FILE)
+    return loader.eos_ids_of(path, checkpoint.config)

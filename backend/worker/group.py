@@ -250,7 +250,7 @@ class InProcessWorkerGroup:
 
     @property
     def model(self) -> Decoder | None:
-        """None before `load` and after `shutdown`."""
+        """None before `load` and after `shutdown`. Only of a model that is not run by transformers."""
         return None if self._loaded is None else self._loaded.decoder
 
     @property

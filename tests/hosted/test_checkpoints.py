@@ -84,6 +84,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, allowed is 0 to 4096"),
         ({"num_experts": -1}, "num_experts is -1"),
+        ({"text_config": {"num_hidden_layers": 10**400}}, "num_hidden_layers is .*allowed is 0 to 4096"),
+        ({"n_shared_experts": 10**9}, "n_shared_experts is 1000000000"),
         ({"num_hidden_layers": 3}, "lacks the tensor"),
         ({"num_hidden_layers": 1}, "is not used"),
         ({"hidden_size": 96}, "Qwen3MoeForCausalLM cannot be loaded|another shape"),

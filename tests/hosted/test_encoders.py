@@ -85,7 +85,7 @@ def test_a_text_has_the_same_bits_alone_and_beside_others(
 
 
 def test_a_long_text_runs_in_one_pass(tmp_path: Path, kernels: CDLL) -> None:
-    """Of a decoder's prompt the hidden states of at most 256 tokens are computed in one pass."""
+    """A decoder computes hidden states of at most 256 tokens of a prompt in one pass."""
     model = tiny_encoder("BertModel", max_position_embeddings=512)
     texts = [_text(500), _text(300), _text(7)]
     served = engine(save_encoder(model, tmp_path), NATIVE, scheduler={"max_num_tokens": 512})

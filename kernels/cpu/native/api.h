@@ -18,7 +18,7 @@ struct everbatch_layer {
     int64_t window;          // tokens; 0 = all
 };
 
-// What is alike in all layers.
+// Settings that all layers of a model share.
 struct everbatch_form {
     int32_t norm;        // an everbatch::NormKind, of all norms
     int32_t activation;  // an everbatch::Activation

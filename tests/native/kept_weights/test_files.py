@@ -1,4 +1,4 @@
-"""The files of kept weights: what is wrong with one is told in a line, and costs a start no more than packing."""
+"""Files of packed weights: a damaged or foreign file is reported in one line, and the model is packed again."""
 
 from __future__ import annotations
 
