@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backend.api import EngineConfig, load_config
-from backend.executor.engine_process import SPIN_COUNT
+from backend.executor.served_engine import SPIN_COUNT
 from benchmarks.serving import RESULTS, START_TIMEOUT_S, Measure, engine_alone
 
 GOAL = 0.88  # share of the engine's own throughput

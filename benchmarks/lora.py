@@ -118,7 +118,7 @@ class Storm:
             packed = PackedAdapter(layers, loaded.model.dtype)
             return packed, packed.num_bytes, packed.num_bytes
 
-        self._workers._adapter_reader = AdapterReader(loaded.config, loaded.dtype, 64, pack)
+        self._workers._adapter_reader = AdapterReader(loaded.projections, loaded.dtype, 64, pack)
         self._core.preparation._reading._prepare = self._workers.prepare_adapter
 
     def run(self, num_requests: int, seed: int) -> tuple[float, float, float]:

@@ -25,7 +25,7 @@ from rich.table import Table
 from backend.api import Request, Response, load_config
 from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
-from backend.executor.engine_process import SPIN_COUNT
+from backend.executor.served_engine import SPIN_COUNT
 
 console = Console()
 

@@ -21,12 +21,13 @@ from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from backend.api import Request, Response, load_config
 from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
-from backend.executor.engine_process import SPIN_COUNT
+from backend.executor.served_engine import SPIN_COUNT
 from tools.make_random_model import make_random_model
 
 console = Console()
@@ -100,15 +101,14 @@ def main(
     with tempfile.TemporaryDirectory() as place:
         runners = _runners(Path(place), names, shape, weights, max(widths), prompt + new, library)
         calm_garbage_collector()
-        for turn in range(rounds + 1):
-            for name, run in runners.items():
-                for width in widths:
-                    rng = random.Random(turn)
-                    prompts = [[rng.randrange(5, 30_000) for _ in range(prompt)] for _ in range(width)]
-                    speed = run(prompts, new)
-                    if turn:  # the first round warms up
-                        speeds.setdefault(name, {}).setdefault(width, []).append(speed)
-                    gc.collect()
+        cells = [(turn, name, width) for turn in range(rounds + 1) for name in runners for width in widths]
+        for turn, name, width in track(cells, "measuring", console=console):
+            rng = random.Random(turn)
+            prompts = [[rng.randrange(5, 30_000) for _ in range(prompt)] for _ in range(width)]
+            speed = runners[name](prompts, new)
+            if turn:  # the first round warms up
+                speeds.setdefault(name, {}).setdefault(width, []).append(speed)
+            gc.collect()
     medians = {
         name: {width: Speed(*map(statistics.median, zip(*told, strict=True))) for width, told in of.items()}
         for name, of in speeds.items()

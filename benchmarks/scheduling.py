@@ -44,7 +44,7 @@ from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.garbage import calm_garbage_collector
 from backend.core.messages import Command, Hello
-from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
+from backend.core.step import BlockId, MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.wire.engine_server import EngineServer
@@ -113,11 +113,20 @@ class NullDevice:
     def free_memory_bytes(self) -> int:
         return 1 << 40
 
+    def check(self) -> None:
+        """It has no processes."""
+
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         pass
+
+    def read_blocks(self, block_ids: list[BlockId]) -> bytes:
+        raise NotImplementedError("no KV travels here")
+
+    def write_blocks(self, block_ids: list[BlockId], data: bytes, num_blocks: int) -> None:
+        raise NotImplementedError("no KV travels here")
 
     def submit(self, step: StepInput) -> None:
         started_ns = time.thread_time_ns()

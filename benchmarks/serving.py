@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backend.api import EngineConfig, Request, Response, load_config
-from backend.executor.engine_process import SPIN_COUNT
+from backend.executor.served_engine import SPIN_COUNT
 
 RESULTS = Path(__file__).parent / "results"
 GOAL = 0.9  # share of the engine's own throughput

@@ -42,9 +42,9 @@ from rich.table import Table
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.core.garbage import calm_garbage_collector
 from backend.core.sequence import Sequence
 from backend.engine.core import EngineCore
-from backend.executor.engine_process import calm_garbage_collector
 from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup
 from backend.scheduler.model_drafting import ModelDrafter

@@ -38,7 +38,13 @@ KV_CACHE = (
     honoured(
         "kv_cache_config.sink_token_length", "kv_cache.sink_tokens", "all tokens attend to them besides the window"
     ),
-    *refused("evicted KV is computed again, not kept on the host", "kv_cache_config.host_cache_size", neutral=(0,)),
+    honoured(
+        "kv_cache_config.host_cache_size", "kv_cache.host_cache_bytes", "KV beside the pool (docs/second-level.md)"
+    ),
+    honoured(
+        "kv_cache_config.onboard_blocks", "kv_cache.onboard_blocks", "False: such KV is written and not read back"
+    ),
+    honoured("kv_cache_config.secondary_offload_min_priority", "kv_cache.secondary_offload_min_priority"),
     *refused("only decoder models are served", "kv_cache_config.cross_kv_cache_fraction"),
     *refused("the KV cache lies in plain device memory", "kv_cache_config.use_uvm"),
     *refused(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from backend.api.config import EngineConfig, Implementation
+from backend.api.config import CPU_MEMORY_FRACTION, EngineConfig, Implementation, WorkersConfig
 from backend.api.errors import ConfigError
 from backend.architectures.checkpoint import Checkpoint, examine
 from backend.architectures.hosted import ENCODERS
+from backend.architectures.shards import check_ranks
 from deploy import memory
 from deploy.errors import UserError
-
-DEFAULT_FRACTION = 0.25  # part of the memory that weights leave free on a CPU; kv_cache.free_memory_fraction
 
 
 def examined(config: EngineConfig) -> Checkpoint:
@@ -20,7 +19,12 @@ def examined(config: EngineConfig) -> Checkpoint:
     draft = config.speculation.draft_model
     if draft and Path(draft).exists():  # A hub id is left to the engine.
         _examined("speculation.draft_model", Path(draft), "native")
-    return _examined("model", Path(config.model.path), config.model.implementation)
+    checkpoint = _examined("model", Path(config.model.path), config.model.implementation)
+    try:
+        _check_ranks(checkpoint, config.workers)
+    except ConfigError as error:
+        raise UserError(f"model {config.model.path}: {error}") from None
+    return checkpoint
 
 
 def _examined(what: str, path: Path, implementation: Implementation) -> Checkpoint:
@@ -28,6 +32,18 @@ def _examined(what: str, path: Path, implementation: Implementation) -> Checkpoi
         return examine(path, implementation)
     except ConfigError as error:
         raise UserError(f"{what} {path}: {error}") from None
+
+
+def _check_ranks(checkpoint: Checkpoint, workers: WorkersConfig) -> None:
+    """Raise ConfigError for a model that so many ranks cannot share. The engine looks again, at GGUF files and at cores too."""
+    size, stages = workers.tensor_parallel_size, workers.pipeline_parallel_size
+    if checkpoint.is_hosted and workers.num_ranks > 1:
+        raise ConfigError(
+            f"workers.tensor_parallel_size x workers.pipeline_parallel_size is {size} x {stages}, and {checkpoint.architecture} "
+            f"is run by transformers, in one process only; use 1 for both, or workers.replicas"
+        )
+    if checkpoint.model is not None:
+        check_ranks(checkpoint.model, size, stages)
 
 
 def on_cpu(config: EngineConfig) -> bool:
@@ -73,7 +89,7 @@ def _room(
     if cpu and (kv.free_memory_fraction is not None or not limits):
         available = memory.available_bytes() if available_bytes is None else available_bytes
         free = max(0, available - checkpoint.weight_bytes)
-        limits.append((_two_digits(int(free * (kv.free_memory_fraction or DEFAULT_FRACTION)) // a_token), False))
+        limits.append((_two_digits(int(free * (kv.free_memory_fraction or CPU_MEMORY_FRACTION)) // a_token), False))
     return min(limits) if limits else None
 
 

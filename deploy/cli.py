@@ -27,7 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Language models behind Triton Inference Server: a persistent batch over a KV cache that forgets no token.",
 )
-QUICK_SCHEDULES = "200"  # random schedules of the engine simulation; a full run has 600
+# Random schedules of the engine simulation, of which a full run has 600, and random texts, of which it has 2,000.
+QUICK_SEARCHES = {"EVERBATCH_SCHEDULES": "300", "EVERBATCH_EXAMPLES": "500"}
 MOST_TEST_WORKERS = 4  # some tests take turns at what all share: more processes would wait
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -162,10 +163,11 @@ def test_command(
 ) -> None:
     """Run the test-suite on a CPU, tritonserver included. Further arguments go to pytest."""
     variables = dict(os.environ)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # each of the hundreds of processes would compile the modules again
     if schedules is not None:
         variables["EVERBATCH_SCHEDULES"] = str(schedules)
-    elif quick:
-        variables.setdefault("EVERBATCH_SCHEDULES", QUICK_SCHEDULES)
+    if quick:
+        variables = QUICK_SEARCHES | variables
     if not (ROOT / "tests").is_dir():
         raise fail(UserError("the tests are not installed with the packages; run ./everbatch test in a checkout"))
     if features:
@@ -199,13 +201,34 @@ def doctor_command(
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
     openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible endpoint.")] = 9000,
+    kv_directory: Annotated[str, typer.Option(help="Directory for kv_cache.directory to look at.")] = "",
 ) -> None:
     """Say what this machine has and lacks, what to do about it, and how much of a model fits."""
     from deploy.doctor import examine, show
     from deploy.ports import Ports
 
-    findings = examine(host, Ports(http_port, grpc_port, metrics_port), openai_port, model)
+    findings = examine(host, Ports(http_port, grpc_port, metrics_port), openai_port, model, kv_directory)
     raise typer.Exit(show(findings, Console()))
+
+
+@app.command("rank")
+def rank_command(
+    join: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where rank 0 listens; left out: torchrun, mpirun or srun says it.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for rank 0 to answer.")] = 600.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="End with the first group, in place of joining the next one.")
+    ] = False,
+) -> None:
+    """Run a part of a model whose rank 0 is on another machine (serve --set workers.join_address=HOST:PORT)."""
+    from deploy.rank import RankOptions, run_rank
+
+    try:
+        status = run_rank(RankOptions(join, timeout, once))
+    except UserError as error:
+        raise fail(error) from None
+    raise typer.Exit(status)
 
 
 @app.command("quantize")

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,9 +21,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from backend.api.config import EngineConfig, ModelConfigSection
+from backend.api.errors import ConfigError
+from backend.api.launched import KEY_VARIABLE, key_of, launched
 from deploy import IS_CHECKOUT, ROOT, capacity, invocation, libpython
 from deploy.environment import hashes, is_complete
 from deploy.errors import UserError
+from deploy.kv_directory import look_at
 from deploy.model_source import resolve_model
 from deploy.packages import SERVING
 from deploy.ports import Ports, check_port
@@ -44,10 +48,13 @@ class Finding:
     remedy: str = ""
 
 
-def examine(host: str, ports: Ports, openai_port: int = 9000, model_name: str = "") -> list[Finding]:
+def examine(
+    host: str, ports: Ports, openai_port: int = 9000, model_name: str = "", kv_directory: str = ""
+) -> list[Finding]:
     """Look at everything. Changes nothing and raises nothing that a machine could cause. A hub id is fetched as `serve` does."""
     findings = [python(), environment(), libc(), stub_library(), server(), torch_and_cuda(), gpu(), compiler()]
-    findings += [shared_memory(), memory(), disk(), model(model_name)]
+    findings += [cpu_kernels(), shared_memory(), memory(), disk(), model(model_name), *ranks(os.environ)]
+    findings += [Finding("second level of KV", *look_at(kv_directory))] if kv_directory else []
     options = {"--http-port": ports.http, "--grpc-port": ports.grpc, "--metrics-port": ports.metrics}
     options["--openai-port"] = openai_port
     return findings + [port(host, number, option) for option, number in options.items()]
@@ -204,6 +211,18 @@ def compiler() -> Finding:
     )
 
 
+def cpu_kernels() -> Finding:
+    """The choices of the native kernels for this machine, asked in a process of their own, for nothing here imports them."""
+    command = [sys.executable, "-m", "kernels.cpu.choices"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    lines = (result.stderr if result.returncode else result.stdout).strip().splitlines() or ["no reason given"]
+    if result.returncode:
+        return Finding(
+            "CPU kernels", "fail", lines[-1], "unset EVERBATCH_ISA and EVERBATCH_CHOICES, or name what there is"
+        )
+    return Finding("CPU kernels", "ok", lines[-1])
+
+
 def shared_memory() -> Finding:
     if not Path("/dev/shm").is_dir():
         return Finding("/dev/shm", "fail", "there is none", "mount a tmpfs there; in a container use --shm-size=1g")
@@ -262,3 +281,23 @@ def port(host: str, number: int, option: str) -> Finding:
 
 def _size(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
+
+
+def ranks(environment: Mapping[str, str]) -> list[Finding]:
+    """Look at the variables for ranks on several machines. Without any of them there are no findings."""
+    findings = []
+    name = "ranks on several machines"
+    try:
+        found = launched(environment)
+    except ConfigError as error:
+        return [Finding(name, "fail", *error.message.split("; ", 1))]
+    if found is not None:
+        seen = f"this process is rank {found.rank} of {found.num_ranks}; rank 0 is at {found.address}"
+        findings.append(Finding(name, "ok", seen))
+    if found is None and KEY_VARIABLE not in environment:
+        return []
+    try:
+        key_of(environment)
+    except ConfigError as error:
+        return [*findings, Finding("their key", "fail", *error.message.split("; ", 1))]
+    return [*findings, Finding("their key", "ok", f"{KEY_VARIABLE} is set; it must be the same on every machine")]

@@ -13,8 +13,8 @@ from deploy.processes import describe_end
 from deploy.server_log import plain
 
 MAX_BYTES = 1 << 20  # the most that one look reads: of a log that grows faster, the end
-_EVENT = re.compile(r"everbatch\.supervisor: (the engine (?:process|died) .+)")
-_ENDED = re.compile(r"^the engine process ended with code (-?\d+)")
+_EVENT = re.compile(r"everbatch\.(?:supervisor|replicas): ((?:the engine (?:process|died)|replica \d+|no replica) .+)")
+_ENDED = re.compile(r"^(the engine process|replica \d+) ended with code (-?\d+)")
 
 
 class EngineEvents:
@@ -52,4 +52,4 @@ class EngineEvents:
 
 def _in_words(event: str) -> str:
     """The event with the engine's exit status explained."""
-    return _ENDED.sub(lambda match: f"the engine process {describe_end(int(match.group(1)))}", event.strip())
+    return _ENDED.sub(lambda match: f"{match.group(1)} {describe_end(int(match.group(2)))}", event.strip())

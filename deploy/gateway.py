@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.api.back_off import BackOff
-from deploy import ROOT, log_files, probe
+from deploy import ROOT, __version__, log_files, probe
 from deploy.errors import Failure, ServerFailed, StartCancelled, UserError
 from deploy.ports import check_port, reachable, url_host
 from deploy.processes import RUN_ID_VARIABLE, describe_end
@@ -159,6 +159,7 @@ class ServerWithGateway:
             "--triton": self.server.grpc_url,
             "--host": self.options.host,
             "--port": str(self.options.port),
+            "--server-version": __version__,
             "--metrics-url": self.server.metrics_url,
             "--shutdown-grace-s": str(self.server.exit_timeout_s),
         }

@@ -83,8 +83,17 @@ def _check_directory(path: Path, message: str) -> Path:
     except OSError as error:
         raise UserError(f"{message} ({error.strerror})") from None
     if not is_checkpoint:
-        raise UserError(message)
+        raise UserError(f"{message}{_what_lacks(path)}")
     return path.resolve()
+
+
+def _what_lacks(path: Path) -> str:
+    """The rest of a sentence about a directory that is no checkpoint."""
+    if not (path / "config.json").is_file():
+        return ": it has no config.json"
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
+        return ": its weights are pickle files (.bin, .pt), which can run code and are not read; convert them to safetensors"
+    return ": it has no *.safetensors"
 
 
 def _download(hub_id: str) -> Path:

@@ -66,10 +66,16 @@ def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:
     return found
 
 
-def examples(server: TritonServer, openai_url: str | None, *, keys: bool = False, chats: bool = True) -> list[str]:
-    """Commands that ask this server for text, by models that it has. `keys`: the OpenAI endpoint asks for one; `chats`: the
-    model has a chat template.
+def examples(
+    server: TritonServer, openai_url: str | None, *, keys: bool = False, chats: bool = True, generates: bool = True
+) -> list[str]:
+    """Commands that ask this server for text, by models that it has, or for an embedding where the model does not generate.
+    `keys`: the OpenAI endpoint asks for one; `chats`: the model has a chat template.
     """
+    headers = "-H 'Content-Type: application/json'" + ' -H "Authorization: Bearer $KEY"' * keys
+    if not generates:
+        body = json.dumps({"model": "everbatch", "input": ["Hello"]})
+        return [] if openai_url is None else [f"curl {openai_url}/v1/embeddings {headers} -d '{body}'"]
     found = []
     if shown := shown_model(server.models):
         form, model = shown
@@ -81,7 +87,6 @@ def examples(server: TritonServer, openai_url: str | None, *, keys: bool = False
         way = "chat/completions" if chats else "completions"
         asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "def main("}
         body = json.dumps({"model": "everbatch", **asked, "max_tokens": 64})
-        headers = "-H 'Content-Type: application/json'" + ' -H "Authorization: Bearer $KEY"' * keys
         found.append(f"curl {openai_url}/v1/{way} {headers} -d '{body}'")
     if (options := _command_line_options(server)) is not None:
         found.append(f'{COMMAND} generate "import os" --max-tokens 64{options}')
@@ -113,15 +118,17 @@ class ConsoleReporter:
         *,
         keys: bool = False,
         chats: bool = True,
+        generates: bool = True,
     ) -> None:
         """`openai_url`: of the OpenAI endpoint, if there is one; `keys`: whether it asks for one. `chats`: whether the model has
-        a chat template.
+        a chat template. `generates`: false for a model that makes embeddings only.
         """
         self._console = console
         self._server = server
         self._openai_url = openai_url
         self._keys = keys
         self._chats = chats
+        self._generates = generates
         self._phase: str | None = None
         self._phase_began = self._began = time.monotonic()
 
@@ -147,9 +154,11 @@ class ConsoleReporter:
         self._print(f"  {'log':<8} {escape(str(server.log_path))}\n")
         for remark in server_log.remarks(server_log.tail(server.log_path)):
             self._print(f"  [yellow]{escape(remark)}[/yellow]\n")
-        if not self._chats:
+        if not self._chats and self._generates:
             self._print(f"  [yellow]{NO_CHAT}[/yellow]\n")
-        for command in examples(server, self._openai_url, keys=self._keys, chats=self._chats):
+        for command in examples(
+            server, self._openai_url, keys=self._keys, chats=self._chats, generates=self._generates
+        ):
             self._print(f"  [cyan]{escape(command)}[/cyan]")
         self._print("\n[dim]Ctrl-C stops it.[/dim]")
 

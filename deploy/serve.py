@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.adapter_files import check_adapter_files
-from backend.api.config import EngineConfig, check_config
+from backend.api.config import EngineConfig
+from backend.api.config_checks import check_config
 from backend.api.config_file import load_config
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.gguf import SUFFIX
@@ -123,7 +124,8 @@ def serve(options: ServeOptions, console: Console) -> int:
     config = effective_config(options)
     checkpoint = capacity.examined(config) if config.model.path else None
     chat_template.check_own(config)
-    server = _server(options, config)
+    generates = checkpoint is None or checkpoint.generates
+    server = _server(options, config, probe_model="" if generates else None)
     gateway = options.gateway
     if gateway is not None:
         gateway = replace(gateway, adapters=tuple(config.lora.directories))
@@ -131,7 +133,8 @@ def serve(options: ServeOptions, console: Console) -> int:
     served = server if gateway is None else ServerWithGateway(server, gateway)
     openai_url = served.url if isinstance(served, ServerWithGateway) else None
     chats = chat_template.exists(config)
-    reporter = ConsoleReporter(console, server, openai_url, keys=options.api_keys is not None, chats=chats)
+    has_keys = options.api_keys is not None
+    reporter = ConsoleReporter(console, server, openai_url, keys=has_keys, chats=chats, generates=generates)
     server.on_event = reporter.event
     _introduce(options, config, checkpoint, console)
     if too_low is not None:
@@ -144,7 +147,7 @@ def serve(options: ServeOptions, console: Console) -> int:
     return status
 
 
-def _server(options: ServeOptions, config: EngineConfig) -> TritonServer:
+def _server(options: ServeOptions, config: EngineConfig, probe_model: str | None) -> TritonServer:
     return TritonServer(
         config,
         options.ports,
@@ -153,6 +156,7 @@ def _server(options: ServeOptions, config: EngineConfig) -> TritonServer:
         model_repository=options.model_repositories,
         host=options.host,
         exit_timeout_s=options.exit_timeout_s,
+        probe_model=probe_model,
         log_format=options.log_format,
         open_repository=options.open_repository,
         extra_flags=passed_flags.check(options.flags),

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
     add("--api-keys", type=Path, metavar="FILE", help=f"lines of {FORM}; mode 0600")
+    add("--server-version", default=_DEFAULTS.server_version, metavar="VERSION", help="what /version tells")
     add("--metrics-url", metavar="URL", help="Triton's metrics page, passed on at /metrics")
     for name, kind, help_text in (
         ("max-body-bytes", int, "of one request"),

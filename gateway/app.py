@@ -22,6 +22,7 @@ from gateway.core import Gateway, Responding
 from gateway.counters import triton_page
 from gateway.errors import GatewayError, unavailable
 from gateway.items import LISTED, items_of, listed
+from gateway.loads import add_load_routes
 from gateway.messages import ChatRequest, Completing, CompletionRequest
 from gateway.middleware import Middleware
 from gateway.openapi import answer_of, as_json, body_of, page
@@ -40,6 +41,7 @@ from gateway.request_context import visit_of
 from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import InputTokensRequest, ResponseRequest
+from gateway.tokens import add_token_routes
 from gateway.tools import wants_calls
 from gateway.vectors import add_vector_routes
 
@@ -62,6 +64,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_vector_routes(api, gateway)
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
+    add_token_routes(api, gateway)
+    add_load_routes(api, gateway)
     add_other_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
@@ -175,9 +179,7 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
 
     @api.get("/metrics", include_in_schema=False)
     async def metrics(request: Request) -> Response:
-        if not visit_of(request.scope).client.metrics:
-            text = "this key may not read /metrics; one whose line in the file of API keys has the word metrics may"
-            raise GatewayError(403, text, code="permission_denied")
+        gateway.check_may_read_metrics(visit_of(request.scope).client)
         url = gateway.settings.metrics_url
         found = "" if url is None else await triton_page(url)
         own = gateway.counters.page(gateway.requests.taken, gateway.running.choices, gateway.store.held())

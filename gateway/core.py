@@ -30,7 +30,7 @@ from gateway.response_events import ResponseWriter
 from gateway.response_messages import Asking, ResponseRequest
 from gateway.settings import Settings, is_loopback
 from gateway.store import Conversation, ResponseStore, Stored
-from gateway.triton_client import Job, TritonLink
+from gateway.triton_client import Job, Piece, TritonLink
 from gateway.turns import Turns
 
 MODEL_LEN_TIMEOUT_S = 2.0
@@ -113,6 +113,12 @@ class Gateway:
         if context.body_bytes <= LARGE_BODY:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def check_may_read_metrics(self, client: Client) -> None:
+        """Raises GatewayError(403)."""
+        if not client.metrics:
+            text = "this key may not read metrics and loads; one whose line in the file of API keys has the word metrics may"
+            raise GatewayError(403, text, code="permission_denied")
 
     def models(self, client: Client) -> list[str]:
         """The names that a client may give as `model`."""
@@ -217,12 +223,15 @@ class Gateway:
     async def _ask_model_len(self) -> int | None:
         job = Job({"prompt_token_ids": [0], "tokenize": True}, f"{secrets.token_hex(12)}-0", "")
         try:
-            async with asyncio.timeout(MODEL_LEN_TIMEOUT_S), aclosing(self.link.stream(job)) as source:
-                async for piece in source:
-                    return piece.max_model_len
+            async with asyncio.timeout(MODEL_LEN_TIMEOUT_S):
+                return (await self.tokens_of(job)).max_model_len
         except (GatewayError, TimeoutError):
-            pass
-        return None
+            return None
+
+    async def tokens_of(self, job: Job) -> Piece:
+        """The answer to a request that only tokenises. Raises GatewayError."""
+        async with aclosing(self.link.stream(job)) as source:
+            return await anext(source)
 
     async def count_tokens(self, job: Job, context: RequestContext) -> int:
         """The number of prompt tokens of a request that only tokenises."""

@@ -19,6 +19,7 @@ from gateway.response_messages import (
     NewConversation,
     ResponseRequest,
 )
+from gateway.token_messages import DetokenizeRequest, TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
 
 REFERENCE = "#/components/schemas/{model}"
@@ -34,6 +35,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     UnloadAdapter,
     EmbeddingRequest,
     RerankRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
 )
 _EVENT = {
     "type": "object",

@@ -30,6 +30,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
     api_keys: Path | None = None  # None: no key is needed
+    server_version: str = "unknown"  # as /version and the routes for routers tell it
     metrics_url: str | None = None  # Triton's metrics page; None: only the gateway's own counters are served
     max_body_bytes: int = 4 * MIB
     body_timeout_s: float = 30.0  # for the whole body to arrive

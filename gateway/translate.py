@@ -37,17 +37,21 @@ def chat(message: ChatRequest) -> Asked:
         raise GatewayError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     _check_stream_options(message)
     request: dict[str, Any] = {
-        "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
+        **conversation(message),
         **sampling(message),
         **_limits(message),
         **_choices(message),
-        **shown_tools(message),
-        **_rendering(message),
     }
     form = asked_form(message)
     if message.logprobs:
         request["logprobs"] = message.top_logprobs or 0
     return _asked(request, form_of_tools(message) or form)
+
+
+def conversation(message: ChatRequest) -> dict[str, Any]:
+    """Messages, tools and variables of the chat template, from which the prompt is rendered. Raises GatewayError."""
+    turns = [chat_turn(turn, i) for i, turn in enumerate(message.messages)]
+    return {"messages": turns, **shown_tools(message), **_rendering(message)}
 
 
 def _rendering(message: ChatRequest) -> dict[str, Any]:

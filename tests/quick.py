@@ -1,15 +1,19 @@
-"""What `--quick` leaves out, and the slowest files of a run, told at its end. Registered by tests/conftest.py.
+"""What a run leaves out, and its slowest files, told at its end. Registered by tests/conftest.py.
 
-A test is slow when its id begins with a line of SLOW or it carries the mark itself. The limit of a quick run is 4 minutes
-on two idle cores: measure with `./everbatch test --quick` after adding to it.
+A test is slow when its id begins with a line of SLOW or it carries the mark itself; a quick run leaves it out. Its limit is
+4 minutes on two idle cores: measure with `./everbatch test --quick` after adding to it. Of tests with many cases every run has a
+sample (tests/samples.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.samples import EVERY, left_of_samples, sampled, wants_all
 
 SLOW = {
     "tests/e2e/": "real tritonservers",
@@ -29,6 +33,7 @@ SLOW = {
     "tests/kernels/test_triton_interpreted.py": "GPU kernels in Triton's interpreter",
     "tests/llm/test_docs.py": "whole models, a process each",
     "tests/llm/test_engine_process.py": "engine processes",
+    "tests/model/test_session_memory.py": "thousands of sessions of a real engine process",
     "tests/model/test_graphs.py": "GPU kernels in Triton's interpreter",
     "tests/native/test_build.py": "native kernels, compiled again and again",
     "tests/native/test_decoder.py": "native steps in every variant (parity keeps the usual one)",
@@ -41,7 +46,9 @@ SLOW = {
     "tests/quant/test_command.py": "whole models, quantised",
     "tests/quant/test_run.py": "whole models, quantised",
     "tests/quant/test_quality.py": "whole models, quantised",
+    "tests/ranks/test_formats.py": "whole models, quantised",
     "tests/sampling/test_native_invariance.py": "native kernels in many batches",
+    "tests/simulation/server/": "lives of a whole server",
     "tests/simulation/test_mutants.py": "planted bugs, thousands of schedules each",
     "tests/text/test_text_detokenizer.py": "thousands of random sequences",
     "tests/tooling/test_checkers.py::test_mypy": "mypy over every room",
@@ -63,26 +70,40 @@ def why_slow(item: pytest.Item) -> str | None:
 
 
 class Quick:
-    """Marks what is slow and runs it first; in a quick run leaves it out, and says at the end what that was."""
+    """Marks what is slow and runs it first, or in a quick run leaves it out; samples cases; says at the end what was left out."""
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
         self.left_out: dict[str, int] = defaultdict(int)  # number of tests by "directory or file (reason)"
 
+    def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
+        """A quick run does not import what it leaves out, unless it is asked for by name."""
+        if not self.quick or not collection_path.is_relative_to(config.rootpath):
+            return None
+        path = collection_path.relative_to(config.rootpath).as_posix()
+        place = next((name for name in SLOW if path in (name, name.rstrip("/"))), None)
+        if place is None or any(argument.startswith(place.rstrip("/")) for argument in config.args):
+            return None
+        self.left_out[f"{place} ({SLOW[place]})"] = 0
+        return True
+
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        kept: list[pytest.Item] = []
         slow: list[pytest.Item] = []
         for item in items:
-            reason = why_slow(item)
-            (kept if reason is None else slow).append(item)
-            if reason is not None:
+            if (reason := why_slow(item)) is not None:
+                slow.append(item)
                 item.add_marker(pytest.mark.slow(reason))
-                self.left_out[f"{_place(item.nodeid)} ({reason})"] += 1
-        if self.quick and slow:
-            items[:] = kept
-            config.hook.pytest_deselected(items=slow)
-        else:
-            items[:] = slow + kept  # with several workers no long file is left for the end
+                if self.quick:
+                    self.left_out[f"{_place(item.nodeid)} ({reason})"] += 1
+        kept = [item for item in items if item.get_closest_marker("slow") is None]
+        run = (
+            kept if self.quick else slow + kept
+        )  # what is slow first: with several workers no long file is left for the end
+        left = set() if wants_all(config) else set(left_of_samples(run, self.quick))
+        for item in left:
+            self.left_out[f"cases of {sampled(item.nodeid)}"] += 1
+        items[:] = [item for item in run if item not in left]
+        config.hook.pytest_deselected(items=[*(slow if self.quick else ()), *left])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workeroutput"):  # this is a worker of pytest-xdist, and another process tells
@@ -94,11 +115,12 @@ class Quick:
         self.left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.quick or not self.left_out:
+        if not self.left_out:
             return
-        terminalreporter.section("left out by --quick")
+        terminalreporter.section("left out")
         for place, number in self.left_out.items():
-            terminalreporter.write_line(f"left out: {place}, {number} tests")
+            terminalreporter.write_line(f"left out: {place}" + (f", {number} tests" if number else ""))
+        terminalreporter.write_line(f"{EVERY}=1 ./everbatch test runs all")
 
 
 def _place(nodeid: str) -> str:

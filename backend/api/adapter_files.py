@@ -17,11 +17,15 @@ MAX_WEIGHTS_BYTES = 8 << 30
 MAX_DIRECTORY = 4096  # characters
 # TensorRT-LLM's module ids; its names are attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate.
 MODULES = ("qkv", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
-FUSED = (
-    "qkv_proj",
-    "gate_up_proj",
-)  # names in checkpoints that keep several projections in one tensor, such as Phi-3's
-_TENSOR = re.compile(r"(?:.*\.)?layers\.([0-9]{1,9})\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
+# Names in checkpoints that keep several projections in one tensor, such as Phi-3's.
+FUSED = ("qkv_proj", "gate_up_proj")
+_BLOCKS = {  # the usual projections of a layer
+    "self_attn": ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+}
+_NUMBER = re.compile("[0-9]{1,9}")
+_HALF = re.compile(r"([AB])(?:\.\w+)?\.weight")  # how a tensor's name ends, behind `.lora_`
+_EXPERTS = "experts"
 
 
 class HalfTensor(NamedTuple):
@@ -29,9 +33,29 @@ class HalfTensor(NamedTuple):
 
     name: str
     layer: int
-    module: str
+    module: str  # as `projection_of` names it
     half: str
     shape: list[int]
+
+    @property
+    def place(self) -> str:
+        """The projection's name in the whole model."""
+        return self.name.removeprefix("base_model.model.").partition(".lora_")[0]
+
+
+def projection_of(name: str) -> tuple[int, str] | None:
+    """The layer of a module and its name within that layer, whatever the model calls its list of layers; None for a module of no
+    numbered layer, and for experts. The usual projections of self_attn and mlp are called as in MODULES and FUSED.
+
+    model.layers.3.self_attn.q_proj -> 3, q_proj        transformer.h.3.attn.c_attn -> 3, attn.c_attn
+    """
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if _NUMBER.fullmatch(part)), len(parts))
+    block, *rest = parts[at + 1 :] or [""]
+    if not block or _EXPERTS in parts:
+        return None
+    is_known = len(rest) == 1 and rest[0] in _BLOCKS.get(block, ())
+    return int(parts[at]), rest[0] if is_known else ".".join((block, *rest))
 
 
 def check_adapter_files(directory: Path, max_rank: int) -> None:
@@ -83,15 +107,20 @@ def peft_weights(directory: Path) -> Path:
 
 
 def half_tensors(path: Path) -> list[HalfTensor]:
-    """All tensors of such a file. Raises ConfigError, and Unsupported for one that is no LoRA of a decoder layer's projection."""
+    """All tensors of such a file. Raises ConfigError, and Unsupported for one that is no LoRA of a layer's projection."""
     found: dict[tuple[int, str, str], HalfTensor] = {}
     for name, shape in tensor_shapes(path).items():
-        match = _TENSOR.fullmatch(name)
-        if match is None or match[2] not in MODULES[1:] + FUSED:
+        if _EXPERTS in name.split("."):
+            raise Unsupported(
+                f"{WEIGHTS}: tensor {shown(name)} changes experts, for which no adapters are served; train one without them"
+            )
+        module, _, end = name.partition(".lora_")
+        projection, match = projection_of(module), _HALF.fullmatch(end)
+        if projection is None or match is None:
             raise Unsupported(
                 f"{WEIGHTS}: tensor {shown(name)} is no LoRA of a decoder layer's projection; leave it out"
             )
-        half = HalfTensor(name, int(match[1]), match[2], match[3], shape)
+        half = HalfTensor(name, *projection, match[1], shape)
         if (other := found.setdefault(half[1:4], half)) is not half:
             raise ConfigError(f"{WEIGHTS}: tensors {shown(other.name)} and {shown(name)} are the same; leave one out")
     return list(found.values())
@@ -101,6 +130,6 @@ def check_rank(rank: int, layer: int, module: str, max_rank: int) -> None:
     """Raise InvalidRequest for a rank above the limit."""
     if rank > max_rank:
         raise InvalidRequest(
-            f"it has rank {rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); use an adapter of a "
+            f"it has rank {rank} in layer {layer}, {shown(module)}, the limit is {max_rank} (lora.max_rank); use an adapter of a "
             f"lower rank, or ask the server's operator to raise it"
         )

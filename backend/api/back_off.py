@@ -37,6 +37,12 @@ class BackOff:
         delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)
         return delay_s
 
+    def forgive(self, number: int) -> None:
+        """Take back the latest ends, of which as many are counted, and the delays that they added."""
+        for _ in range(min(number, len(self._ends))):
+            self._ends.pop()
+            self._delay_s = max(FIRST_DELAY_S, self._delay_s / 2)
+
     def since_first_s(self, now_s: float) -> float:
         """Seconds since the first end that counts. There has been one."""
         return now_s - self._ends[0]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from backend.api.config_ranges import RANGES, range_in_words
-from backend.api.errors import ConfigError
-from backend.api.origins import shown
+from backend.api.endpoints import endpoint_of_replica, is_bound
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
@@ -16,11 +15,15 @@ Implementation = Literal["auto", "native", "transformers"]
 Quantization = Literal["none", "int8", "w8a8", "w4a8"]
 KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
+Preemption = Literal["recompute", "swap"]
 Batching = Literal["fused", "separate", "static"]
 Sharing = Literal["namespace", "all", "none"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar", "none"]
 Decoupled = bool | Literal["both"]
+KvEventsLayout = Literal["map", "array"]
 Speculation = Literal["none", "lookup", "draft_model"]
+Orchestrator = Literal["processes", "ray"]
+PlacementStrategy = Literal["PACK", "SPREAD"]
 Windows = int | tuple[int, ...]  # tokens; with several windows layer i has entry i modulo their number
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
@@ -47,6 +50,9 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     chat_template: str = ""  # file with a Jinja template in place of the model's own; empty = the model's own
 
 
+CPU_MEMORY_FRACTION = 0.25  # kv_cache.free_memory_fraction on a CPU: other programs need the rest of the memory
+
+
 class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Size and behaviour of the block pool. Of several size limits the smallest holds."""
 
@@ -62,6 +68,17 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_attention_window: Windows | None = None  # tokens that one sees, itself included; a list: for layer after layer
     sink_tokens: int = 0  # the first tokens of a sequence that all others attend to, also from outside of a window
     dtype: KvDType = "auto"  # `int8`, `int4`; auto = as the checkpoint says, else the model's own
+    directory: str = ""  # KV is kept in a file there too, for after an eviction or a restart; empty: it is not
+    directory_bytes: int = 10_737_418_240  # the size of that file; the least recently used blocks go first
+    host_cache_bytes: int = 0  # the same in memory of this process, beside the pool of a GPU; 0: none
+    swap_bytes: int = 0  # host memory for KV of paused sequences, where scheduler.preemption is `swap`
+    onboard_blocks: bool = True  # read such KV back; off: it is only written
+    secondary_offload_min_priority: int = 0  # KV that requests retain with a lower priority is not written there
+
+    @property
+    def has_second_level(self) -> bool:
+        """True if KV is to be kept outside of the pool."""
+        return self.enable_block_reuse and self.sharing != "none" and bool(self.directory or self.host_cache_bytes)
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +88,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_tokens: int = 1024  # tokens of one step over all rows
     max_beam_width: int | None = None  # beams that a request may ask for; unset = 8, or max_batch_size if that is less
     policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause when full; `static_batch`: none joins
+    preemption: Preemption = "recompute"  # a pause leaves KV cached until it is evicted; `swap`: on the host
     batching: Batching = "fused"  # `separate`: prompts and generation in steps of their own; `static`: in lockstep too
     enable_chunked_context: bool = True  # cut long prompts; off: longer than max_num_tokens is refused
     max_chunk_tokens: int | None = None  # tokens of one sequence in one step; unset = max_num_tokens
@@ -82,6 +100,14 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     enable_batch_size_tuning: bool = False  # no more sequences at once than the pool holds of the latest ones' length
     enable_max_num_tokens_tuning: bool = False  # smaller steps while answers are longer than prompts
     tuning_requests: int = 128  # the latest ones that both are made of
+    namespace_weights: tuple[str, ...] = ()  # NAMESPACE=TURNS of each round of admissions, 1 to 1000; others have 1
+    max_overtakes: int = 64  # admissions after which a lower priority comes once before higher ones; 0 = never
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Namespace -> turns. Raises ValueError for an entry of another form."""
+        parts = (each.rpartition("=") for each in self.namespace_weights)
+        return {namespace: int(turns) for namespace, _, turns in parts}
 
 
 DEFAULT_BEAM_WIDTH = 8
@@ -117,9 +143,14 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_sessions: int = 20_000  # beyond it the least recently used idle session is erased
     max_bytes: int = 268_435_456  # all idle sessions without their KV; beyond it the least recently used is erased
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
+    directory: str = ""  # where they outlive the server; empty: in memory, where they outlive the engine process only
+
+    def of_replica(self, index: int) -> SessionsConfig:
+        return replace(self, directory=f"{self.directory}/replica-{index}") if self.directory else self
 
 
 MAX_ADAPTER_NAME = 256  # characters
+MAX_TOPIC = 512  # characters
 
 
 class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,6 +199,39 @@ class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     debug_tensors: tuple[str, ...] = ()  # inputs of a step, `logits`, what `model.additional_outputs` names
 
 
+class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Messages that say which prefixes are cached, as vLLM publishes them, for routers (docs/scale.md)."""
+
+    endpoint: str = ""  # `tcp://*:5557`, `ipc:///PATH`, or `tcp://HOST:PORT` of a router that binds; empty: none
+    replay_endpoint: str = ""  # where subscribers ask for messages that they have missed; empty: they cannot
+    topic: str = ""  # the name that every message bears; llm-d expects kv@ADDRESS@MODEL
+    layout: KvEventsLayout = "map"  # how an event is written: `map` as vLLM 0.33 does, `array` as its releases of 2025
+    max_queue_size: int = 1000  # messages that wait to be published; more are dropped, and all blocks are listed again
+    hwm: int = 10_000  # messages kept for one subscriber that does not read them; beyond it they are dropped
+    buffer_steps: int = 10_000  # published messages that can be asked for again
+    buffer_bytes: int = 67_108_864  # the same in bytes of all of them together
+    data_parallel_rank: int = 0  # the number that each message bears; replicas count on from it
+
+    def of_replica(self, index: int) -> KvEventsConfig:
+        """For one of several replicas: ports that are bound are counted on, as vLLM does; a router's own port stays."""
+        return replace(
+            self,
+            endpoint=endpoint_of_replica(self.endpoint, index) if is_bound(self.endpoint) else self.endpoint,
+            replay_endpoint=endpoint_of_replica(self.replay_endpoint, index),
+            data_parallel_rank=self.data_parallel_rank + index,
+        )
+
+
+class KvTransferConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Prompts that one engine computes and another one continues (docs/scale.md)."""
+
+    enabled: bool = False  # requests may be context_only, and may bring the state of one that was
+    max_bytes: int = 50_331_648  # KV that travels with a state; of a longer prompt the other engine computes it again
+    directory: str = ""  # where KV waits instead, for engines of this machine: /dev/shm/everbatch-kv; empty: nowhere
+    directory_bytes: int = 1_073_741_824  # the limit of all KV that waits there; the oldest goes first
+    ttl_s: float = 60.0  # seconds that it waits
+
+
 class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Guided decoding: outputs of a form that requests ask for."""
 
@@ -192,6 +256,28 @@ class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_shared_tokens: int = 100_000  # outputs kept to guess from, of conversations of the same namespace; 0 = none
 
 
+class WorkersConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The processes that run the model (docs/scale.md)."""
+
+    tensor_parallel_size: int = 1  # processes that share each layer of the model; CPUs only
+    pipeline_parallel_size: int = 1  # stages: each has a range of the layers, and processes of its own; CPUs only
+    micro_batches: int = 1  # parts of a step, on which the stages work at the same time; 1: the stages take turns
+    rank_timeout_s: float = 30.0  # within a step, how long one of them may keep the others waiting
+    join_address: str = ""  # HOST:PORT where ranks of other machines join, `env`: as torchrun says it; empty: none do
+    replicas: int = 1  # whole engines behind one server; each request runs on one of them
+    orchestrator: Orchestrator = "processes"  # replicas: on this machine, or on the nodes of a `ray` cluster
+    placement: PlacementStrategy = "PACK"  # with `ray`: on few nodes, or on as many as there are (`SPREAD`)
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if engines stand behind a front (backend/replicas), even if there is only one."""
+        return self.replicas > 1 or self.orchestrator == "ray"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
@@ -210,7 +296,9 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again
     step_timeout_s: float = 300.0  # an engine that is in one step for so long is killed and started again too
-    attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading
+    attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading, and requests for its return
+    resume_requests: bool = True  # requests go on when the engine has died and is back; off: they get UNAVAILABLE
+    spare_engine: bool = False  # a second process waits with torch loaded (0.3 GB), and takes over when the engine dies
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -222,71 +310,10 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     sessions: SessionsConfig = SessionsConfig()
     records: RecordsConfig = RecordsConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
+    kv_transfer: KvTransferConfig = KvTransferConfig()
     guided: GuidedConfig = GuidedConfig()
     lora: LoraSection = LoraSection()
     speculation: SpeculationConfig = SpeculationConfig()
+    workers: WorkersConfig = WorkersConfig()
     triton: TritonConfig = TritonConfig()
-
-
-def check_config(config: EngineConfig) -> None:
-    """Raise ConfigError for a value out of its range or two values that contradict each other."""
-    for key, (least, greatest) in RANGES.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        for each in value if isinstance(value, tuple) else (value,):
-            if each is not None and not least <= each <= greatest:
-                raise ConfigError(
-                    f"{key} is {shown(str(each))}, allowed is {range_in_words(least, greatest)}; change it with --set {key}=VALUE"
-                )
-    if config.kv_cache.max_attention_window == ():
-        raise ConfigError(
-            "kv_cache.max_attention_window is an empty list; give one window or more, or leave it out for the model's own"
-        )
-    if config.kv_cache.block_size & (config.kv_cache.block_size - 1):
-        raise ConfigError(
-            f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 32, 64 or 128"
-        )
-    num_slots, rows = config.kv_cache.num_slots, config.scheduler.max_batch_size
-    if num_slots is not None and num_slots < rows:
-        raise ConfigError(
-            f"kv_cache.num_slots is {num_slots}, less than scheduler.max_batch_size {rows}: every running sequence needs "
-            f"the KV of a slot; raise the former or lower the latter"
-        )
-    speculation = config.speculation
-    if (speculation.mode == "draft_model") != bool(speculation.draft_model):
-        raise ConfigError(
-            f"speculation.mode is {speculation.mode} and speculation.draft_model is {shown(speculation.draft_model)!r}: the mode "
-            f"draft_model needs the path of a checkpoint, and others have no use for one; change one of them"
-        )
-    scheduler = config.scheduler
-    if scheduler.max_beam_width is not None and scheduler.max_beam_width > scheduler.max_batch_size:
-        raise ConfigError(
-            f"scheduler.max_beam_width is {scheduler.max_beam_width}, more than scheduler.max_batch_size "
-            f"{scheduler.max_batch_size}: every beam is a row of the batch; lower the former or raise the latter"
-        )
-    if scheduler.enable_max_num_tokens_tuning and not scheduler.enable_chunked_context:
-        raise ConfigError(
-            "scheduler.enable_max_num_tokens_tuning is true and scheduler.enable_chunked_context is false: a prompt that is "
-            "not cut may need all of max_num_tokens in one step; change one of them"
-        )
-    _check_adapters(config.lora)
-    if config.scheduler.max_num_tokens < config.scheduler.max_batch_size:
-        raise ConfigError(
-            f"scheduler.max_num_tokens is {config.scheduler.max_num_tokens}, less than scheduler.max_batch_size "
-            f"{config.scheduler.max_batch_size}: every running sequence needs one token a step; raise the former"
-        )
-
-
-def _check_adapters(lora: LoraSection) -> None:
-    for each in lora.adapters:
-        name, _, directory = each.partition("=")
-        if not directory or not 1 <= len(name) <= MAX_ADAPTER_NAME:
-            raise ConfigError(
-                f"lora.adapters holds {each[:300]!r}; write it as NAME=DIRECTORY, a name of 1 to {MAX_ADAPTER_NAME} characters"
-            )
-    if len(lora.directories) < len(lora.adapters):
-        raise ConfigError(f"lora.adapters gives a name twice: {', '.join(lora.adapters)}; leave one of them out")
-    if lora.adapters and not lora.enabled:
-        raise ConfigError("lora.adapters names adapters and lora.enabled is false; set lora.enabled=true")
-    if lora.allowed_dir and not lora.enabled:
-        raise ConfigError("lora.allowed_dir is set and lora.enabled is false; set lora.enabled=true, or leave it out")

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from backend.api.config import Decoupled, EngineConfig, check_config
+from backend.api.config import Decoupled, EngineConfig
+from backend.api.config_checks import check_config
 from backend.api.errors import ConfigError
 from backend.api.origins import Origins, shown
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from backend.api.errors import ConfigError
 
 MAX_SHOWN = 80  # characters of a name or of a value in a message
+RANKS_KEY = "workers.tensor_parallel_size"
 MAX_UNKNOWN = 4  # unknown names in a message
 Fate = Literal["honoured", "no effect", "refused"]
 
@@ -131,6 +132,16 @@ class ForeignTable:
 
     def _named(self, parameter: ForeignParameter, value: Any) -> str:
         return f"{self._label.format(parameter.key)} is {repr(value)[:MAX_SHOWN]}"
+
+
+def ranks_of_stage(ranks: Setting, stages: int) -> int:
+    """The ranks of each of `stages`, where `ranks` counts those of all together. Raises ConfigError for a fraction."""
+    if ranks.value % stages:
+        raise ConfigError(
+            f"{ranks.key} has {ranks.value} ids, and workers.pipeline_parallel_size is {stages}; give {stages} ids for each rank "
+            f"of a stage"
+        )
+    return int(ranks.value // stages)
 
 
 def put(settings: Mapping[str, Setting], tree: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "fan_in_fan_out": (None, False),
     "use_qalora": (None, False),
     "alora_invocation_tokens": (None, []),
     "layer_replication": (None, []),

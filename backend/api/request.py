@@ -69,6 +69,28 @@ class SessionConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     full_history: bool = False
 
 
+class KvOrigin(Struct, frozen=True, omit_defaults=True):
+    """All that the KV of a request depends on besides its token ids.
+
+    `lora_id` and `lora_name`: the adapter, as the client calls it. `digest`: hash of the adapter and of `extra_inputs`,
+    `extra_ids`, `prompt_embeddings` and `position_ids`; empty for a request that has none of all these.
+    """
+
+    cache_salt: str = ""
+    lora_id: int | None = None
+    lora_name: str = ""
+    digest: str = ""
+    has_inputs: bool = False  # the digest covers more than the adapter
+
+    @property
+    def namespace(self) -> str:
+        """Requests with different namespaces never share KV."""
+        return f"{self.cache_salt}\0{self.digest}" if self.digest else self.cache_salt
+
+
+_TOKENS_ALONE = KvOrigin()  # one object for all anonymous requests: an idle session keeps its origin
+
+
 class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One generation request, in tokens.
 
@@ -84,6 +106,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `ends_after_drafts`: the output ends with the first token that differs from `draft_tokens` or follows the last of them.
     `speculation`: whether the engine may guess at tokens by itself, where the configuration says so.
     `max_draft_tokens`: how many of these guesses a step may try, at most; unset: as many as the configuration says.
+    `context_only`: the prompt is computed and one token sampled; `Result.kv_state` then holds the state for another engine.
+    `kv_state`: such a state, for the same prompt and parameters; the first token is sampled again, from the same logits.
     `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
     `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
     `extra_ids`: a number for each input token that distinguishes equal ids with different embeddings; 0 = none.
@@ -120,6 +144,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     ends_after_drafts: bool = False
     speculation: bool = True
     max_draft_tokens: int | None = None
+    context_only: bool = False
+    kv_state: bytes = b""
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 
@@ -129,23 +155,24 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return "" if self.lora is None else self.lora.content
 
     @property
-    def lora_id(self) -> int | None:
-        """The client's id of the adapter; None without an adapter."""
-        return None if self.lora is None else self.lora.task_id
-
-    @property
     def namespace(self) -> str:
         """Requests with different namespaces never share KV."""
-        if (
-            not (self.extra_inputs or any(self.extra_ids))
-            and self.prompt_embeddings is None
-            and self.position_ids is None
-            and self.lora is None
-        ):
-            return self.cache_salt
+        return self.kv_origin.namespace
+
+    @property
+    def kv_origin(self) -> KvOrigin:
+        has_inputs = bool(
+            (self.extra_inputs or any(self.extra_ids))
+            or self.prompt_embeddings is not None
+            or self.position_ids is not None
+        )
+        lora = self.lora
+        if not has_inputs and lora is None:
+            return KvOrigin(self.cache_salt) if self.cache_salt else _TOKENS_ALONE
         extra_ids = list(self.extra_ids)
         while extra_ids and not extra_ids[-1]:
             extra_ids.pop()
         parts = sorted(self.extra_inputs.items()), extra_ids, self.prompt_embeddings, self.position_ids
         digest = hashlib.blake2b(msgspec.msgpack.encode((parts, self.adapter)), digest_size=32)
-        return f"{self.cache_salt}\0{digest.hexdigest()}"
+        lora_id, lora_name = (None, "") if lora is None else (lora.task_id, lora.name or str(lora.task_id))
+        return KvOrigin(self.cache_salt, lora_id, lora_name, digest.hexdigest(), has_inputs)

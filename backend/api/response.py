@@ -96,6 +96,9 @@ class Result(Struct, frozen=True, omit_defaults=True):
     additional_outputs: dict[str, TensorData] | None = None  # name -> [1, new tokens, width]
     additional_context_outputs: dict[str, TensorData] | None = None  # name -> [rows, width], like context_logits
     history_token_ids: list[int] | None = None  # tokens of the session before this turn; once, if asked for
+    kv_state: bytes | None = (
+        None  # with the last result of a context_only request: opaque, for Request.kv_state elsewhere
+    )
 
 
 class Response(Struct, frozen=True, omit_defaults=True):

@@ -6,7 +6,7 @@ import enum
 
 from msgspec import Struct
 
-from backend.api.request import RequestId
+from backend.api.request import KvOrigin, RequestId
 from backend.api.tensor import TensorData
 
 
@@ -21,6 +21,33 @@ class KvCacheStats(Struct, frozen=True):
     reused_blocks_total: int = 0
     missed_blocks_total: int = 0
     evicted_blocks_total: int = 0
+
+
+MISSES = (
+    "damaged",
+    "foreign",
+    "stale",
+    "stalled",
+    "slow",
+    "failed",
+)  # reasons of the second level (core/kept_block.py)
+
+
+class SecondLevelStats(Struct, frozen=True):
+    """KV blocks that are kept outside of the pool (docs/second-level.md). All 0 without a second level."""
+
+    secondary_max_num_blocks: int = 0
+    secondary_used_num_blocks: int = 0
+    secondary_block_bytes: int = 0  # size of a block with its record
+    onboarded_blocks_total: int = 0  # read back into the pool
+    offloaded_blocks_total: int = 0  # written
+    skipped_blocks_total: int = 0  # not written, because they were evicted first, or there was no room
+    recomputed_blocks_total: int = (
+        0  # that the level has, and that were computed, because that was expected to be quicker
+    )
+    misses_total: dict[str, int] = {}  # blocks that could not be used, by reason
+    load_bytes_per_s: float = 0.0  # pace of the latest loads, waits included; 0 before the first
+    prefill_tokens_per_s: float = 0.0  # pace of the latest steps with prompts
 
 
 class IterationStats(Struct, frozen=True):
@@ -42,11 +69,14 @@ class IterationStats(Struct, frozen=True):
     num_ctx_tokens: int = 0
     num_empty_gen_slots: int = 0  # rows of a static batch that have ended before it
     num_gen_tokens: int = 0  # tokens of rows in the generation phase, accepted draft tokens included
-    micro_batch_id: int = 0
+    micro_batch_id: int = (
+        0  # tells steps apart that are in flight together: 0 and 1 in turns while looking ahead, else 0
+    )
     num_sessions: int = 0
     cpu_memory_bytes: int = 0  # resident memory of the engine process, after the latest step
     gpu_memory_bytes: int = 0  # memory of torch's allocator on the device; 0 without one
     kv_cache: KvCacheStats = KvCacheStats()
+    second_level: SecondLevelStats = SecondLevelStats()
 
     @property
     def tokens_per_row(self) -> float:
@@ -73,6 +103,8 @@ class EngineCounters(Struct):
     steps_total: int = 0
     draft_tokens_total: int = 0  # draft tokens that steps have verified
     accepted_draft_tokens_total: int = 0  # draft tokens that verification accepted
+    kv_transfers_total: int = 0  # requests whose prompt's KV came from another engine
+    kv_transfer_ns_total: int = 0  # time that reading, checking and writing it has taken
 
 
 class EngineStats(Struct, frozen=True):
@@ -122,13 +154,11 @@ class IterationRequests(Struct, frozen=True):
 class StoredBlock(Struct, frozen=True):
     """A block that requests can find; one that never became full has fewer tokens.
 
-    `block_hash` is of its tokens, all tokens before them, and the namespace. `lora_id`: the task id of the adapter that its
-    KV was computed with, as the client that it came from calls it; None without.
+    `block_hash` is of its tokens, all tokens before them, and the namespace.
     """
 
     block_hash: int
     token_ids: list[int]
-    lora_id: int | None = None
 
 
 class BlocksCreated(Struct, frozen=True, tag="created"):
@@ -138,10 +168,14 @@ class BlocksCreated(Struct, frozen=True, tag="created"):
 
 
 class BlocksStored(Struct, frozen=True, tag="stored"):
-    """Blocks became findable, each the child of the one before; `parent_hash` is that of the first one's parent."""
+    """Blocks became findable, each the child of the one before; `parent_hash` is that of the first one's parent.
+
+    `origin` is that of the request that computed them: other clients may call the same adapter otherwise.
+    """
 
     parent_hash: int | None
     blocks: list[StoredBlock]
+    origin: KvOrigin = KvOrigin()
 
 
 class BlocksRemoved(Struct, frozen=True, tag="removed"):
@@ -178,3 +212,11 @@ class Records(Struct, frozen=True):
     requests: list[IterationRequests] = []
     kv_events: list[KvEvent] = []
     debug_tensors: list[DebugTensors] = []
+
+
+class PauseCounts(Struct, frozen=True):
+    """Totals of an Executor: what has happened while its engine was started again (docs/replay.md)."""
+
+    resumed_requests: int = 0  # requests that went on with another engine; one that did so twice counts twice
+    pauses: int = 0
+    paused_s: float = 0.0  # all pauses together

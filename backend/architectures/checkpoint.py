@@ -13,8 +13,9 @@ from backend.api.gguf import GgufHeader, gguf_file, read_header
 from backend.api.model_files import REMEDY, read_object, shown
 from backend.api.quantised import FILE, KvDtype
 from backend.api.weight_files import tensor_shapes, weight_files
-from backend.architectures.hosted import implementation_of, sizes_of
-from backend.architectures.registry import GGUF_ARCHITECTURES, gguf_architecture, read_config
+from backend.architectures.description import ModelConfig
+from backend.architectures.hosted import ENCODERS, implementation_of, sizes_of
+from backend.architectures.registry import GGUF_ARCHITECTURES, HEADLESS, gguf_architecture, read_config
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_BITS = {"int8": 8, "int4": 4}
@@ -33,6 +34,13 @@ class Checkpoint(Struct, frozen=True):
     max_position: int
     dtype: str
     kv_dtype: KvDtype | None = None
+    model: ModelConfig | None = None  # None for GGUF files, and for models that transformers runs
+    is_hosted: bool = False  # transformers runs it
+
+    @property
+    def generates(self) -> bool:
+        """False for encoders and for decoders without an output head, which make embeddings only."""
+        return self.architecture not in ENCODERS and self.architecture not in HEADLESS
 
     def max_seq_len(self, config: EngineConfig) -> int:
         """Tokens of one sequence."""
@@ -66,7 +74,8 @@ def examine(path: Path, implementation: Implementation = "auto") -> Checkpoint:
         dtype = content.get("dtype") or content.get("torch_dtype")
         num_bytes = sum(each.stat().st_size for each in files)
         name = str(content["architectures"][0])
-        return Checkpoint(name, num_bytes, *sizes_of(content), _known_dtype(dtype if isinstance(dtype, str) else None))
+        own_dtype = _known_dtype(dtype if isinstance(dtype, str) else None)
+        return Checkpoint(name, num_bytes, *sizes_of(content), own_dtype, is_hosted=True)
     return Checkpoint(
         config.architecture,
         sum(each.stat().st_size for each in files),
@@ -76,6 +85,7 @@ def examine(path: Path, implementation: Implementation = "auto") -> Checkpoint:
         config.max_position,
         _known_dtype(config.dtype),
         config.kv_cache_dtype,
+        config,
     )
 
 

@@ -126,7 +126,39 @@ class TensorNames(Struct, frozen=True):
     layer: LayerNames = LayerNames()
 
 
+class Shard(Struct, frozen=True):
+    """Which of several ranks runs the model: of a stage, which has a range of the layers, a part of each of them (shards.py)."""
+
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """True if its stage embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if its stage has the output head."""
+        return self.stage == self.stages - 1
+
+    @property
+    def number(self) -> int:
+        """The number of this rank among all ranks. The last stage comes first: it has the output head, and rank 0 samples."""
+        return (self.stages - 1 - self.stage) * self.size + self.rank
+
+
+WHOLE = Shard()  # one rank
+
+
 class ModelConfig(Struct, frozen=True):
+    """The description of a whole model, or with fewer heads, KV heads and intermediate size of a rank's part (shards.py).
+
+    A part still describes all layers; `held` says which of them the rank has.
+    """
+
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -147,6 +179,18 @@ class ModelConfig(Struct, frozen=True):
     names: TensorNames = TensorNames()
     is_part: bool = False  # True: the checkpoint holds more, such as a vision tower, which is left out
     sink_tokens: int = 0  # first tokens of a sequence, which all others attend to, also from outside of a window
+    shard: Shard = WHOLE
+    held_layers: tuple[int, int] | None = None  # [first, end); None: all
+
+    @property
+    def held(self) -> range:
+        """The layers that this rank has."""
+        return range(*(self.held_layers or (0, self.num_layers)))
+
+    @property
+    def held_settings(self) -> tuple[LayerConfig, ...]:
+        """The settings of these layers."""
+        return self.layers[self.held.start : self.held.stop]
 
     @property
     def windows(self) -> tuple[int | None, ...]:

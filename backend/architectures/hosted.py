@@ -6,13 +6,13 @@ looks whether a token's bits depend on others.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal, NamedTuple
 
 from backend.api.config import Implementation
 from backend.api.errors import ConfigError
 from backend.api.model_files import convert, shown
 from backend.api.quantised import FILE
+from backend.architectures.nearest import refusal
 from backend.architectures.registry import FAMILIES, HEADLESS
 
 HOSTED: dict[str, str] = {  # architecture -> model_type
@@ -174,7 +174,7 @@ REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for
 def implementation_of(content: dict[str, Any], wanted: Implementation) -> Literal["native", "transformers"]:
     """Which implementation runs the model of a config.json. Raises ConfigError where none does, or not the wanted one."""
     given = content.get("architectures")
-    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
+    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or [""]
     name = names[0]
     native = (*FAMILIES, *HEADLESS)
     if name in native and wanted != "transformers":
@@ -190,13 +190,7 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     if name in REFUSED:
         raise ConfigError(f"{place}: {shown(name)} is not supported: {REFUSED[name]}; use a model of another family")
     known = of_library if wanted == "transformers" else (*native, *of_library)
-    near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.6)
-    advice = f"near it are {', '.join(near)}, and " if near else ""
-    count = len({*native, *of_library})
-    raise ConfigError(
-        f"{place}: {shown(name)} is not supported; {advice}docs/models.md lists the {count} that are: set model.path to a model "
-        f"of one of them"
-    )
+    raise ConfigError(refusal(place if name else FILE, name, shown(name), known, "use a model of one of them"))
 
 
 class Sizes(NamedTuple):

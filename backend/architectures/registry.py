@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from backend.api.model_files import convert, shown
 from backend.api.quantised import FILE
 from backend.architectures import fused, gemma, layer_norm, llama, multimodal, post_norm
 from backend.architectures.description import ModelConfig
+from backend.architectures.nearest import refusal
 from backend.architectures.settings import Settings
 
 
@@ -80,15 +80,11 @@ def read_config(content: dict[str, Any]) -> ModelConfig:
 def architecture(content: dict[str, Any]) -> str:
     """The first of `architectures`. Raises ConfigError for one that is not supported."""
     given = content.get("architectures")
-    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
+    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or [""]
     known = {**FAMILIES, **HEADLESS}
     if names[0] not in known:
-        near = difflib.get_close_matches(names[0][:100], known, n=3, cutoff=0.6)
-        advice = f"near it are {', '.join(near)}, and " if near else ""
-        raise ConfigError(
-            f"{FILE}: architectures {shown(names)}: {shown(names[0])} is not supported; {advice}docs/models.md lists the "
-            f"{len(known)} that are: set model.path to a model of one of them"
-        )
+        place = f"{FILE}: architectures {shown(names)}" if names[0] else FILE
+        raise ConfigError(refusal(place, names[0], shown(names[0]), known, "use a model of one of them"))
     return names[0]
 
 

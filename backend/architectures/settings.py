@@ -67,6 +67,12 @@ HARMLESS = frozenset(
 _HARMLESS_ENDINGS = re.compile(r".*(dropout|dropout_prob|dropout_p|_token_id|_token_ids|_token_index|_version)")
 
 
+def is_harmless(key: str, value: object) -> bool:
+    """True if nothing that a model computes follows from a key, whatever its family: by its name, or because its value is off."""
+    is_off = value is None or value is False or value in ("", [], {})
+    return is_off or key in HARMLESS or _HARMLESS_ENDINGS.fullmatch(key) is not None
+
+
 class Settings:
     """Keys that are read count as known. A key with the value null counts as absent."""
 
@@ -109,8 +115,7 @@ class Settings:
     def check_all_known(self, reader: str) -> None:
         """Raise ConfigError for the first key that neither `reader` has read nor is harmless."""
         for key, value in self.content.items():
-            is_off = value is None or value is False or value in ("", [], {})
-            if not (is_off or key in self._known or _HARMLESS_ENDINGS.fullmatch(key)):
+            if not (key in self._known or is_harmless(key, value)):
                 raise ConfigError(
                     f"{FILE}: {shown(self._named(key))} is {shown(value)}, which is not known of {reader} and may change what "
                     f"the model computes; remove the key if it does not"

@@ -19,9 +19,35 @@ from backend.core.step import ModelInfo
 CLIENT_SHIFT = 40
 
 
+class Delivered(Struct, frozen=True, omit_defaults=True):
+    """The output of one sequence of a request that its client has had."""
+
+    token_ids: list[int] = []
+    cum_log_prob: float = 0.0  # where the request asks for log-probabilities
+    has_ended: bool = False  # it is not run any more
+
+
+class Resume(Struct, frozen=True, omit_defaults=True):
+    """The state in which earlier engines have left a request, so that this one goes on there (docs/replay.md).
+
+    `is_again`: an engine had accepted it; it has its place in the queue whatever the limits are. `delivered`: an entry for each
+    sequence; empty: all begin anew. `turn`: names a turn of a session in all its lives, so that
+    what an earlier life of it has left in the session is undone first; the first life has it too. `trial_tokens`: the request
+    was running when engines ended, and runs alone until each of its sequences has so many new tokens (engine/trial.py); 0: to
+    its end; None: it is not suspected. `first_token_ns`: when the client had its first token, 0 if it had none.
+    """
+
+    delivered: list[Delivered] = []
+    turn: str = ""
+    trial_tokens: int | None = None
+    first_token_ns: int = 0
+    is_again: bool = False
+
+
 class Submit(Struct, frozen=True, tag="submit"):
     request_id: RequestId
     request: Request
+    resume: Resume | None = None
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
@@ -63,6 +89,15 @@ class Hello(Struct, frozen=True, tag="hello"):
     config: EngineConfig
     max_kv_tokens: int = 0  # tokens of one sequence that the KV pool can hold
     adapters: Mapping[str, str] = {}  # LoRA adapters that requests may name, with their directories
+    engine: str = ""  # names this engine's life: another one has another name
+    trial: RequestId | None = None  # see Trial
+    checkpoint: str = ""  # a mark of the model's files: another checkpoint of the same shape has another one
+
+
+class Trial(Struct, frozen=True, tag="trial"):
+    """From now on only this request runs, because engines ended while it did; None: all do again. Sent to all clients."""
+
+    request_id: RequestId | None
 
 
 class Adapters(Struct, frozen=True, tag="adapters"):
@@ -95,4 +130,4 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat"):
     turn_age_s: float
 
 
-Message = Hello | Responses | Stats | Recorded | Heartbeat | Adapters
+Message = Hello | Responses | Stats | Recorded | Heartbeat | Adapters | Trial

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import ClassVar, NamedTuple, cast
 
-from backend.api.request import Request, RequestId, SessionId
+from backend.api.request import KvOrigin, Request, RequestId, SessionId
 from backend.api.response import FinishReason
 from backend.core.gathered import Gathered
 from backend.core.group import BeamGroup, SequenceGroup
@@ -114,9 +114,12 @@ class Sequence:
 
     seq_id: SequenceId
     session_key: SessionKey | None
-    namespace: str
+    kv_origin: KvOrigin
+    namespace: str  # that of kv_origin, at hand
     adapter: str  # content hash of its LoRA adapter, the same in all turns of a session; empty = none
+    turn: str  # name of a session's latest turn, the same in all its lives (core/messages.py); written by the intake
     is_anonymous: bool  # the client named no namespace
+    kv_is_foreign: bool  # KV of its prompt came from outside, so that no other sequence may reuse its blocks
     status: Status
     arrival: int  # order of acceptance
     arrival_ns: int
@@ -141,16 +144,21 @@ class Sequence:
     num_right_guesses: int  # guessed tokens that verification accepted
     num_extra_tokens: int  # output tokens beyond the first of a step, which accepted drafts brought
     gathered: Gathered | None  # tensors that the client asked for
-    _random_state_before: tuple[int, int]  # (seed, num_sampled_before) of the turn before, for undo_turn
+    random_state_before: tuple[
+        int, int
+    ]  # (seed, num_sampled_before) of the turn before, for undo_turn and the log of sessions
 
     def __init__(
         self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int
     ) -> None:
         self.seq_id = seq_id
         self.session_key = SessionKey(request.cache_salt, request.session.id) if request.session else None
-        self.namespace = request.namespace
+        self.kv_origin = request.kv_origin
+        self.namespace = self.kv_origin.namespace
         self.adapter = request.adapter
+        self.turn = ""
         self.is_anonymous = not request.cache_salt
+        self.kv_is_foreign = False
         self.token_ids = []
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0
@@ -172,7 +180,7 @@ class Sequence:
         self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int
     ) -> None:
         """Append a turn's prompt and reset everything that belongs to one request. The caller changes the status."""
-        self._random_state_before = (self.seed, self.num_sampled_before)
+        self.random_state_before = (self.seed, self.num_sampled_before)
         self.request_id = request_id
         self.request = request
         self.arrival = arrival
@@ -295,10 +303,13 @@ class Sequence:
         self.log_probs, self.top_log_probs, self.gathered = [], [], None
 
     def undo_turn(self) -> None:
-        """Remove the prompt and output of this turn from the log, and reset the random stream to its state before the turn."""
+        """Remove the prompt and output of this turn from the log, and reset the random stream to its state before the turn.
+
+        Also between two turns, for the latest one.
+        """
         self.truncate(self.num_history_tokens)
         self.num_prompt_tokens = self.num_history_tokens
-        self.seed, self.num_sampled_before = self._random_state_before
+        self.seed, self.num_sampled_before = self.random_state_before
 
     def truncate(self, num_tokens: int) -> None:
         """Drop the token ids from `num_tokens` on, and lower the KV counters to match. Only between two turns, or for tokens

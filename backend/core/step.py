@@ -95,8 +95,8 @@ class Row(Struct, frozen=True, array_like=True, gc=False):
 class StepInput(Struct, frozen=True):
     """One step. `rows` is the order of the flat batch.
 
-    Side effects in order: adapters are released and uploaded, the pool grows, blocks are copied, new rows are stored, the rows
-    run, tokens are sampled.
+    Side effects in order: adapters are released and uploaded, blocks are swapped out, the pool grows, blocks are swapped in,
+    blocks are copied, new rows are stored, the rows run, tokens are sampled. No step swaps both out and in.
     """
 
     step_id: int
@@ -106,6 +106,8 @@ class StepInput(Struct, frozen=True):
         tuple[BlockId, BlockId]
     ] = []  # (source, destination): KV of a whole block, all layers, before anything runs
     num_blocks: int = 0  # blocks that must be backed by memory from now on (never shrinks)
+    swap_out: list[tuple[BlockId, int]] = []  # (block, place in host memory): KV that moves there before all else
+    swap_in: list[tuple[BlockId, int]] = []  # the same pairs: KV that comes back once the pool has grown
     adapters_in: list[PreparedAdapter] = []  # to upload to the device; some may be there already
     adapters_out: list[str] = []  # content hashes of adapters to release
 
@@ -174,6 +176,8 @@ class ModelInfo(Struct, frozen=True):
         False  # True if each token attends to all of its text, so that this runs in one step, or not at all
     )
     has_head: bool = True  # False if the checkpoint is of the layers alone: then its logits mean nothing
+    kv_fingerprint: str = ""  # hash of all that the bits of KV depend on besides tokens; '': it is not read or written
+    kv_block_bytes: int = 0  # a block of all layers, as `read_blocks` returns it
 
 
 class MemoryUse(Struct, frozen=True):
@@ -211,6 +215,10 @@ class WorkerGroup(Protocol):
         """Memory that the workers occupy. Called about once a second, so it must be cheap."""
         ...
 
+    def check(self) -> None:
+        """Raise WorkersLost if a worker has ended. Called about once a second while nothing runs."""
+        ...
+
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         """Prepare a pool of at most `max_blocks`, `num_blocks` of them backed by memory at once."""
         ...
@@ -225,6 +233,17 @@ class WorkerGroup(Protocol):
 
     def collect(self) -> StepOutput:
         """Wait for the oldest step in flight."""
+        ...
+
+    def read_blocks(self, block_ids: list[BlockId]) -> bytes:
+        """The KV of these blocks behind all submitted steps, kv_block_bytes each. Called only where there is a kv_fingerprint."""
+        ...
+
+    def write_blocks(self, block_ids: list[BlockId], data: bytes, num_blocks: int) -> None:
+        """Write what `read_blocks` of a group with the same fingerprint has returned, behind all submitted steps.
+
+        `num_blocks`: blocks that must be backed by memory from now on.
+        """
         ...
 
     def shutdown(self) -> None:

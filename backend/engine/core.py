@@ -19,23 +19,28 @@ from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason, Response
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, Records
 from backend.core.clock import Clock, SystemClock
+from backend.core.kv_events import KvEventSink
+from backend.core.messages import Resume
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import beam_step, gathered, groups, publish, row_step, update
 from backend.engine.beams import BeamSearch, search_of
+from backend.engine.cache import make_cache
 from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, StepsInFlight, WorkerFailure
-from backend.engine.intake import Intake, never_fits
+from backend.engine.intake import Intake
+from backend.engine.make_level import MakeLevelIo
 from backend.engine.names import AdapterNames
 from backend.engine.outbox import Outbox
 from backend.engine.prefetch import make_adapters
-from backend.engine.preparation import Preparation
+from backend.engine.preparation import Preparation, Waiting
+from backend.engine.publish import empty_response
 from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics, gauges
+from backend.engine.transfer import Transfer
 from backend.engine.whole_texts import with_whole_texts
-from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.sizing import num_pool_blocks, with_usable_blocks
+from backend.kvcache.sizing import with_usable_blocks
 from backend.scheduler.model_drafting import make_drafter
 from backend.scheduler.scheduler import Scheduler
 
@@ -43,32 +48,35 @@ log = logging.getLogger("everbatch.engine")
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, workers: WorkerGroup, clock: Clock | None = None) -> None:
-        """Load the model, size the KV pool, prepare the persistent batch. Raises ConfigError."""
-        self.clock = clock or SystemClock()
-        self.workers = workers
+    def __init__(
+        self,
+        config: EngineConfig,
+        workers: WorkerGroup,
+        clock: Clock | None = None,
+        kv_events: KvEventSink | None = None,
+        level_io: MakeLevelIo | None = None,
+    ) -> None:
+        """Load the model, size the KV pool, prepare the persistent batch. Raises ConfigError. `kv_events`: gets all events."""
+        self.clock, self.workers = clock or SystemClock(), workers
         self.model = workers.load()
         self.config = config = with_whole_texts(with_usable_blocks(config, self.model), self.model)
         free_bytes = workers.free_memory_bytes()
-        num_blocks = num_pool_blocks(config, self.model, free_bytes)
-        self.kv = KVCacheManager(
-            *(config.kv_cache, num_blocks, config.scheduler.max_batch_size, self.model.sliding_window),
-            *(config.scheduler.max_num_tokens, config.records.max_kv_events),
-        )
-        workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
+        self.kv, self.level = make_cache(config, self.model, workers, free_bytes, kv_events, level_io, self.clock)
+        self.max_kv_tokens = self.kv.usable_blocks * self.kv.block_size  # about the longest sequence that can run
         self.adapters = make_adapters(config, self.model, workers, free_bytes)
         drafter = make_drafter(config, self.model.takes_drafts, self.clock)
         on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
-        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter)
+        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter, self.level.loads)
         self.sessions = SessionTable(config.sessions, self.kv.block_size, lambda seq: self.kv.release(seq, keep=False))
-        self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions, config.guided.max_bytes)
-        self.preparation = Preparation(workers, self.adapters, config.lora.put_workers, config.limits.max_queue_size)
         self.statistics = Statistics(self.clock)
-        self._recorder = Recorder(config.records)
+        self.counters: EngineCounters = self.statistics.counters  # totals since the engine started
+        self._transfer = Transfer(config.kv_transfer, self.model, self.kv, workers, self.counters)
+        self.intake = Intake(config, self.model, self.kv, self.scheduler, self.sessions, self._transfer)
+        self.preparation = Preparation(workers, self.adapters, config.lora.put_workers, config.limits.max_queue_size)
+        self._recorder = Recorder(config.records, self.kv, kv_events)
         self._in_flight = StepsInFlight(workers, self.model.looks_ahead)
         self._live: dict[RequestId, Sequence] = {}  # request -> its first live sequence
-        self._deadlines = Deadlines()
-        self._outbox = Outbox()
+        self._deadlines, self._outbox = Deadlines(), Outbox()
         self.names = AdapterNames(config.lora, workers.prepare_adapter, self.adapters.check_fits, self._outbox.put)
         self._interval = publish.Interval(int(config.triton.stream_interval_ms * 1e6))
 
@@ -77,19 +85,9 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight)
 
     @property
-    def counters(self) -> EngineCounters:
-        """Totals since the engine started."""
-        return self.statistics.counters
-
-    @property
     def iteration(self) -> int:
         """The number of steps that have landed."""
         return self.statistics.iteration
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """Tokens that the whole pool holds: about the longest sequence that can run."""
-        return self.kv.usable_blocks * self.kv.block_size
 
     @property
     def num_live(self) -> int:
@@ -104,7 +102,9 @@ class EngineCore:
         """Commands between two calls count as having arrived at the same time (conflicts of session turns)."""
         self.intake.sessions_this_poll.clear()
 
-    def enqueue(self, request_id: RequestId, request: Request, arrived_ns: int | None = None) -> None:
+    def enqueue(
+        self, request_id: RequestId, request: Request, arrived_ns: int | None = None, resume: Resume | None = None
+    ) -> None:
         """Accept a request, or answer it with an error. `arrived_ns`: its arrival by the engine's clock; None: now."""
         now_ns = self.clock.monotonic_ns() if arrived_ns is None else arrived_ns
         if request_id in self._live or request_id in self.preparation or self._outbox.holds(request_id):
@@ -112,25 +112,26 @@ class EngineCore:
             self.refuse(request_id, request.client_id, error)
             return
         with self._contained(request_id, request):
-            request = self.intake.check(request)
-            if not self.preparation.enter(request_id, request, now_ns, self.intake.deadline_ns(request, now_ns)):
-                self._accept(request_id, request, now_ns)
+            request = self.intake.check(request, resume)
+            waiting = Waiting(request_id, request, now_ns, self.intake.deadline_ns(request, now_ns), resume)
+            if not self.preparation.enter(waiting):
+                self._accept(waiting)
 
     def admit(self) -> None:
         """Accept or refuse requests whose guide or adapter has become ready. Every step begins with this."""
+        self.level.advance(self.has_work)
         for waiting in self.preparation.take_ready():
             if waiting.error is None:
                 with self._contained(waiting.request_id, waiting.request):
-                    self._accept(waiting.request_id, waiting.request, waiting.arrived_ns)
+                    self._accept(waiting)
             else:
                 self.refuse(waiting.request_id, waiting.request.client_id, waiting.error)
 
-    def _accept(self, request_id: RequestId, request: Request, now_ns: int) -> None:
-        seq = self.intake.accept(request_id, request, now_ns)
-        self._live[request_id] = seq
+    def _accept(self, waiting: Waiting) -> None:
+        seq = self.intake.accept(waiting.request_id, waiting.request, waiting.arrived_ns, waiting.resume)
+        self._live[seq.request_id] = seq
         self._deadlines.note(seq, self._live)
-        self.counters.requests_accepted_total += 1
-        self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
+        self.statistics.count_accepted(seq.num_prompt_tokens - seq.num_history_tokens)
 
     def refuse(self, request_id: RequestId, client_id: int | None, error: EverbatchError) -> None:
         """Answer a request that is not accepted with an error."""
@@ -141,10 +142,7 @@ class EngineCore:
         self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
     ) -> None:
         """End a request wherever it is, or one of its sequences; blocks and slots are free at once. Unknown ids are ignored.
-
-        `keep_output_tokens`: the text has ended at a stop string that is complete after so many output tokens of this turn. The
-        finish reason is STOP_WORDS then, and the log of a session is truncated there.
-        """
+        `keep_output_tokens`: a stop string is complete after so many output tokens of this turn: a session's log is cut there."""
         with self._contained(request_id):
             if sequence_index is None:  # it may have no sequences yet
                 self._end_waiting(request_id, FinishReason.CANCELLED)
@@ -166,15 +164,14 @@ class EngineCore:
         try:
             seq = self.sessions.check_stop(key, end)
         except SessionError as error:
-            answer = publish.empty_response(request_id) if waited else publish.error_response(request_id, None, error)
-            self._outbox.put(answer)
+            self._outbox.put(empty_response(request_id) if waited else publish.error_response(request_id, None, error))
             return
         if seq.status is Status.IDLE:
             self.sessions.erase(key)
         else:
             seq.erase_when_finished = end
             self._finish(seq, FinishReason.CANCELLED)
-        self._outbox.put(publish.empty_response(request_id))
+        self._outbox.put(empty_response(request_id))
 
     def _end_waiting(self, request_id: RequestId, reason: FinishReason) -> bool:
         """End a request that waits in Preparation. Returns False if there is none with this id."""
@@ -210,7 +207,7 @@ class EngineCore:
 
     def take_records(self) -> Records | None:
         """Take the records of the steps since the last call that the configuration asks for; None if there are none."""
-        return self._recorder.take(self.kv.take_events())
+        return self._recorder.take()
 
     def fail_all(self, error: EverbatchError) -> None:
         """End every live request with `error`: at shutdown, and when the whole engine fails."""
@@ -239,6 +236,12 @@ class EngineCore:
         """Statistics of the latest step, with gauges of the present state."""
         return self.statistics.latest_iteration(self._gauges())
 
+    def close(self) -> None:
+        """Release the workers, the sockets of KV events and the second level. Safe to call twice."""
+        self.level.close(flushes=not self._in_flight)
+        self.workers.shutdown()
+        self._recorder.close()
+
     def check_integrity(self) -> None:
         """Raise AssertionError if cache, queues and live requests are inconsistent."""
         self.kv.check_integrity(self.scheduler.running)
@@ -252,9 +255,8 @@ class EngineCore:
         flight = Flight(plan, self.scheduler.commit(plan, self._in_flight.next_step_id, started_ns), started_ns)
         for seq in filter(publish.holds_back, plan.paused):  # published now, for they may stay paused for long
             self._outbox.put(publish.result_response(seq, self.iteration))
-        for seq in plan.rejected:
-            size = seq.num_prompt_tokens, seq.max_output_tokens, seq.beam_width
-            self._fail(seq, never_fits(self.kv, self.scheduler.blocks_needed(*size), *size))
+        for seq, error in self.intake.refusals(plan):
+            self._fail(seq, error)
         if flight.has_work:
             return flight
         if not self._in_flight:
@@ -283,9 +285,7 @@ class EngineCore:
                 if isinstance(reason, EverbatchError):
                     self._fail(first, reason)
                 elif reason is FinishReason.NOT_FINISHED and first.request.streaming:
-                    self._outbox.put(
-                        publish.beams_response(first, search.result(reason), self.iteration, is_final=False)
-                    )
+                    self._outbox.put(publish.beams_response(first, search.result(reason), self.iteration, False))
                 elif reason not in (None, FinishReason.NOT_FINISHED):
                     self._finish(first, reason)
 
@@ -307,11 +307,12 @@ class EngineCore:
             self._finish_beams(search_of(seq), reason, keep_output_tokens)
             return
         seq.finish_reason = reason
+        state = self._transfer.state_of(seq) if seq.request.context_only and seq.num_output_tokens else None
         self._leave(seq)
         if seq.group is None or not seq.group.members:
             self.statistics.count_end(reason.name)
         held = self.scheduler.is_static and update.ends_with_its_batch(seq, reason, keep_output_tokens)
-        self._outbox.put(publish.result_response(seq, self.iteration), held=held)
+        self._outbox.put(publish.result_response(seq, self.iteration, state), held=held)
         self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), keep_output_tokens)
 
     def _finish_beams(self, search: BeamSearch, reason: FinishReason, keep_output_tokens: int | None) -> None:
@@ -336,8 +337,9 @@ class EngineCore:
             self._leave(member)
             self.counters.discarded_tokens_total += member.num_tokens - member.num_published_tokens
         self.statistics.count_end("ERROR")
-        account = publish.perf_metrics(seq)
-        self._outbox.put(publish.error_response(seq.request_id, seq.request.client_id, error, account))
+        self._outbox.put(
+            publish.error_response(seq.request_id, seq.request.client_id, error, publish.perf_metrics(seq))
+        )
         self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), undo=True)
 
     @contextmanager
@@ -392,8 +394,7 @@ class EngineCore:
     def _record(self, flight: Flight, output: StepOutput | None = None) -> None:
         self.scheduler.note_step(flight.plan, self.statistics.record(flight))
         if self._recorder.wants_steps:
-            tensors = {} if output is None else output.debug_tensors
-            self._recorder.record(flight, self.latest_iteration(), self._live.values(), tensors)
+            self._recorder.record(flight, self.latest_iteration(), self._live.values(), output)
 
     def _gauges(self) -> Gauges:
-        return gauges(self.num_live, self.scheduler.waiting, len(self.sessions), self.kv)
+        return gauges(self.num_live, self.scheduler.waiting, len(self.sessions), self.kv, self.level.stats())

@@ -21,6 +21,7 @@ class Flight:
     plan: StepPlan
     step: StepInput
     started_ns: int
+    micro_batch: int = 0  # tells the steps apart that are in flight together: 0 and 1 in turns with look-ahead, else 0
     dropped: set[SequenceId] = field(default_factory=set)  # have left the batch since: their results are ignored
     num_decoded_tokens: int | None = None  # tokens of generation rows once the step has landed; None: one for each row
 
@@ -31,7 +32,7 @@ class Flight:
     @property
     def has_work(self) -> bool:
         """True if the workers have anything to do for it."""
-        return bool(self.step.rows or self.step.new_rows)
+        return bool(self.step.rows or self.step.new_rows or self.step.swap_out)
 
 
 class StepsInFlight:
@@ -62,6 +63,7 @@ class StepsInFlight:
         Raises any exception of the workers, and RuntimeError for results of another step; then all steps are lost.
         """
         if flight is not None:
+            flight.micro_batch = flight.step.step_id % 2 if self._looks_ahead else 0
             self.skip()
             self._flights.append(flight)
             self._workers.submit(flight.step)
@@ -117,6 +119,7 @@ class StepRecord(NamedTuple):
     num_context_tokens: int
     num_empty_slots: int
     num_decoded_tokens: int
+    micro_batch: int
 
     def statistics(self, clock: Clock) -> IterationStats:
         return IterationStats(
@@ -130,4 +133,5 @@ class StepRecord(NamedTuple):
             num_ctx_tokens=self.num_context_tokens,
             num_empty_gen_slots=self.num_empty_slots,
             num_gen_tokens=self.num_decoded_tokens,
+            micro_batch_id=self.micro_batch,
         )

@@ -8,40 +8,48 @@ the pool. Only after all checks is a session truncated or a sequence made.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import msgspec
 
-from backend.api.config import LimitsConfig, max_beam_width
-from backend.api.errors import InvalidRequest, Overloaded, SessionError, SessionStatus
+from backend.api.config import EngineConfig, max_beam_width
+from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.limits import RequestLimits, check_request
 from backend.api.lora import LoraConfig
 from backend.api.request import Request, RequestId
 from backend.core.gathered import wanted
+from backend.core.messages import Resume
 from backend.core.sequence import BeamSequence, Event, Sequence, SessionKey
 from backend.core.step import ModelInfo, SequenceId
 from backend.engine.beams import make_beams
 from backend.engine.gathered import promise
 from backend.engine.groups import make_sequences
+from backend.engine.resume import check_resume, check_room, take_up
 from backend.engine.sessions import SessionTable
+from backend.engine.transfer import Transfer
 from backend.kvcache.manager import KVCacheManager
-from backend.scheduler.scheduler import Scheduler
+from backend.scheduler.scheduler import Scheduler, StepPlan
+
+SPARE = 8  # 1 / SPARE of the queue's size is kept beyond its limit, for namespaces that have less than that in it
 
 
 class Intake:
     def __init__(
         self,
-        limits: LimitsConfig,
+        config: EngineConfig,
         model: ModelInfo,
         kv: KVCacheManager,
         scheduler: Scheduler,
         sessions: SessionTable,
-        max_guide_bytes: int,
+        transfer: Transfer,
     ) -> None:
+        limits = config.limits
         self._caps = limits
         self._model = model
         self._kv = kv
         self._scheduler = scheduler
         self._sessions = sessions
+        self._transfer = transfer
         self._limits = RequestLimits(
             model.vocab_size,
             model.max_seq_len,
@@ -55,7 +63,7 @@ class Intake:
             scheduler.is_static,
             model.prompt_embedding_width,
             model.guide_refusal,
-            max_guide_bytes,
+            config.guided.max_bytes,
             scheduler.adapters.is_enabled and model.lora_module_bytes > 0,
             model.takes_drafts,
             scheduler.guesses,
@@ -65,15 +73,19 @@ class Intake:
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
-        self.sessions_this_poll: set[SessionKey] = set()  # cleared by the engine before each poll of the inbox
+        # Sessions that have got a turn, with the turn's name; cleared by the engine before each poll of the inbox.
+        self.sessions_this_poll: dict[SessionKey, str] = {}
 
-    def check(self, request: Request) -> Request:
+    def check(self, request: Request, resume: Resume | None = None) -> Request:
         """Check every field against its limits, before anything is computed, compiled or read for the request.
 
         Returns the request. A request with a guide and without end ids gets those of the model, which its guide allows at its
         end. Raises EverbatchError.
         """
         check_request(request, self._limits)
+        self._transfer.check(request)
+        if resume is not None:
+            check_resume(resume, request, self._model.vocab_size)
         if request.guide is None or request.end_ids:
             return request
         if not self._model.eos_ids:
@@ -84,26 +96,30 @@ class Intake:
         """The deadline of a checked request that arrives at `now_ns`."""
         return now_ns + int((request.timeout_s or self._caps.default_timeout_s) * 1e9)
 
-    def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
+    def accept(self, request_id: RequestId, request: Request, now_ns: int, resume: Resume | None = None) -> Sequence:
         """Queue the sequences of a request and return the first. Raises EverbatchError and then changes nothing.
 
         `now_ns`: arrival of the request, which must have passed `check`. Its guide must be compiled, its adapter in the cache
-        (engine/preparation.py).
+        (engine/preparation.py). `resume`: of one that an earlier engine has begun.
         """
         request = self._with_content(request)
         beam_width = request.sampling_config.beam_width
         count = beam_width if beam_width > 1 else request.sampling_config.num_return_sequences or 1
-        self._check_queue(request, count)
+        if resume is None or not resume.is_again:
+            self._check_queue(request, count)
+        state = self._transfer.read(request)
         if request.session is None:
             max_output = self._check_room(request, 0, len(request.input_token_ids))
+            check_room(resume, max_output)
             promised = self._promise(request, len(request.input_token_ids), max_output, count)
             if beam_width > 1:
                 sequences = make_beams(lambda: self._make_beam(request_id, request, now_ns), request)
             else:
                 sequences = make_sequences(lambda: self._make(request_id, request, now_ns), count)
         else:
-            seq, max_output, promised = self._accept_turn(request_id, request, now_ns)
+            seq, max_output, promised = self._accept_turn(request_id, request, now_ns, resume or Resume())
             sequences = [seq]
+        sequences = take_up(sequences, resume)
         deadline_ns = self.deadline_ns(request, now_ns)
         for seq in sequences:
             if seq.gathered is not None:
@@ -111,29 +127,38 @@ class Intake:
             seq.max_output_tokens = max_output
             seq.deadline_ns = deadline_ns
             self._scheduler.add(seq)
+        if state is not None:
+            self._transfer.adopt(sequences[0], state)
         return sequences[0]
 
     def _with_content(self, request: Request) -> Request:
         """Replace the weights of a request's adapter by their content hash. Raises InvalidRequest if it is not held."""
         if request.lora is None:
             return request
-        task_id = request.lora.task_id
+        task_id, name = request.lora.task_id, request.lora.name
         content = self._scheduler.adapters.resolve((request.cache_salt, task_id))
-        return msgspec.structs.replace(request, lora=LoraConfig(task_id, content=content))
+        return msgspec.structs.replace(request, lora=LoraConfig(task_id, name=name, content=content))
+
+    def next_seq_id(self) -> SequenceId:
+        return SequenceId(next(self._next_seq_id))
 
     def _make(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
-        return Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+        return Sequence(self.next_seq_id(), request_id, request, next(self._next_arrival), now_ns)
 
     def _make_beam(self, request_id: RequestId, request: Request, now_ns: int) -> BeamSequence:
-        return BeamSequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+        return BeamSequence(self.next_seq_id(), request_id, request, next(self._next_arrival), now_ns)
 
-    def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int, int]:
+    def _accept_turn(
+        self, request_id: RequestId, request: Request, now_ns: int, resume: Resume
+    ) -> tuple[Sequence, int, int]:
         session = request.session
         assert session is not None  # checked by the caller
         key = SessionKey(request.cache_salt, session.id)
-        if key in self.sessions_this_poll:
+        if key in self.sessions_this_poll and not (resume.turn and self.sessions_this_poll[key] == resume.turn):
             raise SessionError(SessionStatus.CONFLICT, f"session {session.id} has two requests at the same moment")
         known = self._sessions.check_turn(request)
+        if known is not None and resume.turn and known.turn == resume.turn:
+            self._sessions.undo(known, self._kv)
         if known is not None and known.adapter != request.adapter:
             raise SessionError(
                 SessionStatus.INVALID,
@@ -141,16 +166,19 @@ class Intake:
             )
         keep, new_ids = _kept_history(known, request)
         max_output = self._check_room(request, keep, len(new_ids))
+        check_room(resume, max_output)
         promised = self._promise(request, len(new_ids), max_output)
-        self.sessions_this_poll.add(key)
+        self.sessions_this_poll[key] = resume.turn
         if known is None:
             seq = self._make(request_id, request, now_ns)
+            seq.turn = resume.turn
             self._sessions.put(key, seq, now_ns)
             return seq, max_output, promised
         if keep < known.num_tokens:
             self._kv.truncate(known, keep)
             known.truncate(keep)
         known.begin_turn(request_id, request, new_ids, next(self._next_arrival), now_ns)
+        known.turn = resume.turn
         known.apply(Event.RETURN)
         self._sessions.touch(key, now_ns)
         return known, max_output, promised
@@ -163,17 +191,24 @@ class Intake:
         return promise(request, self._model.output_widths, num_new, max_output, live, self._caps, count)
 
     def _check_queue(self, request: Request, count: int) -> None:
-        """Raise Overloaded if the queue is full. Each of the `count` sequences takes a place, and the tokens of its prompt."""
-        waiting = self._scheduler.waiting
-        if len(waiting) + count > self._caps.max_queue_size:
+        """Raise Overloaded if the queue is full. Each of the `count` sequences takes a place, and the tokens of its prompt.
+
+        A namespace with less than 1 / SPARE of the places is accepted beyond the limit, up to 1 / SPARE more, so that a namespace
+        that fills the queue does not keep others out.
+        """
+        waiting, caps, namespace = self._scheduler.waiting, self._caps, request.cache_salt
+        places, own = len(waiting) + count, waiting.num_of(namespace) + count
+        if _is_full(places, own, caps.max_queue_size):
             raise Overloaded(
-                f"Exceeds maximum queue size: {len(waiting)} requests wait, Maximum queue size of {self._caps.max_queue_size} "
+                f"Exceeds maximum queue size: {len(waiting)} requests wait, Maximum queue size of {caps.max_queue_size} "
                 f"is reached (limits.max_queue_size); try again later"
             )
-        if waiting.num_tokens + count * len(request.input_token_ids) > self._caps.max_queued_tokens:
+        num_new = count * len(request.input_token_ids)
+        tokens, own = waiting.num_tokens + num_new, waiting.num_tokens_of(namespace) + num_new
+        if _is_full(tokens, own, caps.max_queued_tokens):
             raise Overloaded(
                 f"Exceeds maximum queue size: {waiting.num_tokens} prompt tokens wait, the limit is "
-                f"{self._caps.max_queued_tokens} (limits.max_queued_tokens); try again later"
+                f"{caps.max_queued_tokens} (limits.max_queued_tokens); try again later"
             )
 
     def _check_room(self, request: Request, num_history: int, num_new: int) -> int:
@@ -189,7 +224,7 @@ class Intake:
             )
             raise SessionError(SessionStatus.TOO_LONG, message) if session else InvalidRequest(message)
         self._check_step(request, num_new)
-        max_output = min(request.max_tokens, limit - num_prompt)
+        max_output = min(1 if request.context_only else request.max_tokens, limit - num_prompt)
         self._check_pool(num_prompt, max_output, request.sampling_config.beam_width)
         return max_output
 
@@ -203,10 +238,33 @@ class Intake:
             message = f"the prompt has {num_new} tokens, {limit_and_why}; shorten it"
             raise SessionError(SessionStatus.TOO_LONG, message) if request.session else InvalidRequest(message)
 
+    def refusals(self, plan: StepPlan) -> Iterator[tuple[Sequence, EverbatchError]]:
+        """Yield sequences that must end, with their errors: some can never fit, some were paused without room for their KV."""
+        for seq in plan.rejected:
+            size = seq.num_prompt_tokens, seq.max_output_tokens, seq.beam_width
+            yield seq, never_fits(self._kv, self._scheduler.blocks_needed(*size), *size)
+        for seq in plan.no_room:
+            yield seq, no_swap_room(self._kv, seq)
+
     def _check_pool(self, num_prompt: int, max_output: int, beam_width: int) -> None:
         needed = self._scheduler.blocks_needed(num_prompt, max_output, beam_width)
         if needed > self._kv.usable_blocks:
             raise never_fits(self._kv, needed, num_prompt, max_output, beam_width)
+
+
+def _is_full(total: int, own: int, limit: int) -> bool:
+    """True if a queue of `total` is too long for a namespace that has `own` of it. Both include the new request."""
+    return total > limit and (own > limit // SPARE or total > limit + limit // SPARE)
+
+
+def no_swap_room(kv: KVCacheManager, seq: Sequence) -> Overloaded:
+    """The error for a preempted sequence whose KV host memory has no room for."""
+    swap = kv.state.swap
+    return Overloaded(
+        f"the request was preempted, and its {kv.geometry.blocks_for(seq.num_computed_tokens)} KV blocks do not fit into the "
+        f"{swap.num_free} of {swap.num_places} that are free in host memory; raise kv_cache.swap_bytes, or use "
+        f"scheduler.preemption=recompute"
+    )
 
 
 def never_fits(kv: KVCacheManager, needed: int, num_prompt: int, max_output: int, beam_width: int) -> InvalidRequest:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.request import Request, RequestId
 from backend.core.adapter import PreparedAdapter
+from backend.core.messages import Resume
 from backend.core.sequence import SessionKey
 from backend.core.step import WorkerGroup
 from backend.engine.callbacks import Callbacks
@@ -31,7 +32,9 @@ class Waiting:
     request: Request
     arrived_ns: int
     deadline_ns: int
+    resume: Resume | None = None
     lacks_guide: bool = False
+    lacks_trial: bool = False  # it is to run alone (engine/trials.py), and its turn has not come
     adapter: Coming | None = None  # the adapter that it brings
     error: EverbatchError | None = None  # why it cannot be queued
     has_left: bool = False  # it has ended, and stays in its line because later requests refer to its adapter
@@ -61,6 +64,7 @@ class Preparation:
         self._lines: dict[Name | RequestId, list[Waiting]] = {}
         self._due: dict[Name | RequestId, None] = {}  # lines whose first request may be ready
         self._earliest_ns: int | None = None  # no deadline is before it
+        self._suspects: dict[RequestId, Waiting] = {}  # requests that lack their trial, in the order of arrival
         self._callbacks = Callbacks()
         post = self._callbacks.post
         if self._guides is not None:
@@ -88,29 +92,33 @@ class Preparation:
         """`wake` is called on other threads when `take_ready` may return requests."""
         self._callbacks.wake = wake
 
-    def enter(self, request_id: RequestId, request: Request, now_ns: int, deadline_ns: int) -> bool:
+    def enter(self, waiting: Waiting) -> bool:
         """Begin the preparation of a request. Returns True if it has to wait here. Raises Overloaded, and SessionError for a turn
         while another one of its session waits.
         """
+        request_id, request, resume = waiting.request_id, waiting.request, waiting.resume
         if self._waiting and request.session is not None:
             self._check_alone(SessionKey(request.cache_salt, request.session.id))
-        waiting = Waiting(request_id, request, now_ns, deadline_ns)
+        waiting.lacks_trial = resume is not None and resume.trial_tokens is not None
         comes_behind = waiting.line in self._lines
         if request.guide is not None and self._guides is not None:
             waiting.lacks_guide = not self._guides.begin(request_id, request.guide, request.cache_salt)
         if request.lora is not None and request.lora.brings_weights:
             waiting.adapter = Coming(request.cache_salt, request.lora)
-        if not (waiting.lacks_guide or waiting.adapter is not None or comes_behind):
+        if not (waiting.lacks_guide or waiting.lacks_trial or waiting.adapter is not None or comes_behind):
             return False
-        if len(self._waiting) >= self._max_size:
+        if len(self._waiting) >= self._max_size and not (resume is not None and resume.is_again):
             self.end(request_id, request)
             raise Overloaded(
                 f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides or adapters, Maximum queue "
                 f"size of {self._max_size} is reached (limits.max_queue_size); try again later"
             )
         self._waiting[request_id] = waiting
+        if waiting.lacks_trial:
+            self._suspects[request_id] = waiting
         self._lines.setdefault(waiting.line, []).append(waiting)
-        self._earliest_ns = deadline_ns if self._earliest_ns is None else min(self._earliest_ns, deadline_ns)
+        due_ns = waiting.deadline_ns
+        self._earliest_ns = due_ns if self._earliest_ns is None else min(self._earliest_ns, due_ns)
         if waiting.adapter is not None:
             self._reading.add(waiting.adapter)
         return True
@@ -129,9 +137,25 @@ class Preparation:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             waiting.has_left = True
+            self._suspects.pop(request_id, None)
             self.end(request_id, waiting.request)
             self._close_ranks(waiting.line)
         return waiting
+
+    def begin_trial(self) -> Waiting | None:
+        """Let the first request go on that lacks nothing but its trial, and return it; None if there is none."""
+        for waiting in self._suspects.values():
+            if not (waiting.lacks_guide or waiting.lacks_adapter) and self._lines[waiting.line][0] is waiting:
+                del self._suspects[waiting.request_id]
+                waiting.lacks_trial = False
+                self._due[waiting.line] = None
+                return waiting
+        return None
+
+    def goes_on(self, request_id: RequestId) -> bool:
+        """True if a waiting request has had output from an earlier engine."""
+        waiting = self._waiting.get(request_id)
+        return waiting is not None and waiting.resume is not None and bool(waiting.resume.delivered)
 
     def late(self, now_ns: int) -> list[RequestId]:
         """The waiting requests past their deadline."""
@@ -186,7 +210,7 @@ class Preparation:
         ranks = self._lines.get(line, [])
         while ranks:
             first = ranks[0]
-            if (first.lacks_guide and not first.has_left) or first.lacks_adapter:
+            if ((first.lacks_guide or first.lacks_trial) and not first.has_left) or first.lacks_adapter:
                 return
             if first.adapter is not None and not self._put(first, first.adapter):
                 self._due[line] = None

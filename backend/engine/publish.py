@@ -41,7 +41,7 @@ def is_published_at_once(seq: Sequence) -> bool:
     return seq.num_published_tokens == seq.num_prompt_tokens
 
 
-def result_response(seq: Sequence, iteration: int) -> Response:
+def result_response(seq: Sequence, iteration: int, kv_state: bytes | None = None) -> Response:
     """Make the next Response of a sequence: a stream's tokens since the last one, otherwise all. Marks them as published.
 
     It is the final response of the request if the sequence has ended and no other one of the request is live.
@@ -82,6 +82,7 @@ def result_response(seq: Sequence, iteration: int) -> Response:
         num_prompt_tokens=seq.num_prompt_tokens,
         perf_metrics=perf_metrics(seq) if output.return_perf_metrics else None,
         history_token_ids=history,
+        kv_state=kv_state,
         **tensors,
     )
     return Response(seq.request_id, request.client_id, result, account=perf_metrics(seq) if is_over else None)

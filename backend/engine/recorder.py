@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 
 import msgspec
 
@@ -13,24 +12,30 @@ from backend.api.stats import (
     DebugTensors,
     IterationRequests,
     IterationStats,
-    KvEvent,
     Records,
     RequestStage,
     RequestStats,
 )
-from backend.api.tensor import TensorData
+from backend.core.kv_events import KvEventSink
 from backend.core.sequence import Sequence, Status
+from backend.core.step import StepOutput
 from backend.engine.flight import Flight
+from backend.kvcache.manager import KVCacheManager
 
 
 class Recorder:
     """Keeps records until the loop takes them, after every step. Beyond the bounds the oldest are dropped."""
 
-    def __init__(self, config: RecordsConfig) -> None:
+    def __init__(self, config: RecordsConfig, kv: KVCacheManager, kv_events: KvEventSink | None = None) -> None:
+        """`kv_events`: gets all events of the cache, which records hold only as far as they are asked for."""
+        self._kv, self._kv_events = kv, kv_events
+        if kv_events is not None:
+            kv_events.start(kv.block_size)
         self._iterations: deque[IterationStats] = deque(maxlen=config.max_iterations)
         self._requests: deque[IterationRequests] = deque(maxlen=config.max_request_iterations)
         self._debug_tensors: deque[DebugTensors] = deque(maxlen=config.max_debug_iterations)
         self._ended: list[RequestStats] = []
+        self._max_kv_events = config.max_kv_events
         self._wants_requests = config.max_request_iterations > 0
         self.wants_steps = config.max_iterations > 0 or self._wants_requests or config.max_debug_iterations > 0
 
@@ -44,11 +49,11 @@ class Recorder:
         flight: Flight,
         latest: IterationStats,
         live: Iterable[Sequence],
-        debug_tensors: Mapping[str, TensorData] = MappingProxyType({}),
+        output: StepOutput | None = None,
     ) -> None:
-        """Record a landed step. `latest`: its statistics; `live`: the requests that go on."""
-        if debug_tensors:
-            self._debug_tensors.append(DebugTensors(latest.iter, dict(debug_tensors)))
+        """Record a landed step. `latest`: its statistics; `live`: the requests that go on; `output`: None if it failed."""
+        if output is not None and output.debug_tensors:
+            self._debug_tensors.append(DebugTensors(latest.iter, output.debug_tensors))
         if self._iterations.maxlen:
             new = [seq for seq in flight.plan.admitted if seq.first_scheduled_ns == flight.started_ns]
             waited_ns = sum(flight.started_ns - seq.arrival_ns for seq in new)
@@ -63,8 +68,12 @@ class Recorder:
             self._requests.append(IterationRequests(latest.iter, [*requests, *self._ended]))
             self._ended = []
 
-    def take(self, kv_events: list[KvEvent]) -> Records | None:
-        """Return the records since the last call, together with `kv_events`; None if there are none."""
+    def take(self) -> Records | None:
+        """Return the records since the last call; None if there are none."""
+        kv_events = self._kv.take_events()
+        if kv_events and self._kv_events is not None:
+            self._kv_events.offer(kv_events, self._kv.cached_prefixes)
+        kv_events = kv_events[-self._max_kv_events :] if self._max_kv_events else []
         if not (self._iterations or self._requests or kv_events or self._debug_tensors):
             return None
         records = Records(list(self._iterations), list(self._requests), kv_events, list(self._debug_tensors))
@@ -72,6 +81,11 @@ class Recorder:
         self._requests.clear()
         self._debug_tensors.clear()
         return records
+
+    def close(self) -> None:
+        """No more events will come."""
+        if self._kv_events is not None:
+            self._kv_events.close()
 
 
 def _stage(seq: Sequence) -> RequestStage:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from backend.api.config import SessionsConfig
 from backend.api.errors import SessionError, SessionStatus
 from backend.api.request import Request
 from backend.core.sequence import Event, Sequence, SessionKey, Status
+from backend.engine.session_log import SessionLog
 from backend.kvcache.manager import KVCacheManager
 
 # Memory that an idle session takes besides the KV pool, as tests/model/test_session_memory.py measures it.
 BYTES_PER_TOKEN = 4  # the token id
 BYTES_PER_BLOCK = 112  # an entry of the block table, also of a block whose KV was evicted
-BYTES_PER_SESSION = 3072  # everything else, with what the allocator adds
+BYTES_PER_SESSION = 3328  # everything else, with what the allocator adds
 
 
 def idle_bytes(num_tokens: int, block_size: int) -> int:
@@ -38,6 +39,7 @@ class SessionTable:
         self._last_used_ns: dict[SessionKey, int] = {}
         self._bytes: dict[SessionKey, int] = {}  # memory of each idle session
         self._num_bytes = 0
+        self.log: SessionLog | None = None  # set by engine/restoring.py, where sessions outlive the engine process
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -81,6 +83,10 @@ class SessionTable:
         self._sessions[key] = seq
         self.touch(key, now_ns)
 
+    def all(self) -> Iterator[Sequence]:
+        """The least recently used first."""
+        return iter(self._sessions.values())
+
     def touch(self, key: SessionKey, now_ns: int) -> None:
         """Mark a session as most recently used, and erase the least recently used idle ones beyond the bounds."""
         self._sessions.move_to_end(key)
@@ -94,6 +100,8 @@ class SessionTable:
         seq = self._sessions.pop(key, None)
         self._last_used_ns.pop(key, None)
         self._num_bytes -= self._bytes.pop(key, 0)
+        if seq is not None and self.log is not None:
+            self.log.forget(key)
         if seq is not None and seq.status is Status.IDLE:
             seq.apply(Event.RETIRE)
             self._erase(seq)
@@ -124,7 +132,24 @@ class SessionTable:
             kv.truncate(seq, keep)
             seq.truncate(keep)
         seq.end_turn()
+        if self.log is not None:
+            self.log.note(seq)
         self.touch(seq.session_key, now_ns)
+
+    def undo(self, seq: Sequence, kv: KVCacheManager) -> None:
+        """Take an idle session back to before its latest turn, which is about to be run again for a client that lost its end."""
+        kv.truncate(seq, seq.num_history_tokens)
+        seq.undo_turn()
+
+    def flush(self) -> None:
+        """Write the turns that have ended into the log. Called ahead of their final responses."""
+        if self.log is not None:
+            self.log.flush(self.all)
+
+    def close(self) -> None:
+        """The engine ends in good order."""
+        if self.log is not None:
+            self.log.close(self.all)
 
     def expire(self, now_ns: int) -> None:
         """Erase sessions that have been idle for `idle_ttl_s`."""

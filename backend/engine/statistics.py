@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats
+from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats, SecondLevelStats
 from backend.core.clock import Clock
 from backend.core.step import MemoryUse
 from backend.engine.flight import Flight, StepRecord
@@ -23,9 +23,12 @@ class Gauges(msgspec.Struct, frozen=True):
     max_num_active_requests: int
     num_sessions: int
     kv_cache: KvCacheStats
+    second_level: SecondLevelStats
 
 
-def gauges(num_live: int, waiting: WaitingQueue, num_sessions: int, kv: KVCacheManager) -> Gauges:
+def gauges(
+    num_live: int, waiting: WaitingQueue, num_sessions: int, kv: KVCacheManager, second_level: SecondLevelStats
+) -> Gauges:
     """`num_live`: requests accepted and not finished."""
     return Gauges(
         num_active_requests=num_live,
@@ -34,6 +37,7 @@ def gauges(num_live: int, waiting: WaitingQueue, num_sessions: int, kv: KVCacheM
         max_num_active_requests=kv.num_slots,
         num_sessions=num_sessions,
         kv_cache=kv.stats(),
+        second_level=second_level,
     )
 
 
@@ -47,6 +51,11 @@ class Statistics:
         self._num_completed = 0  # requests that have ended since the latest recorded step
         self._memory = MemoryUse()
         self._memory_at = -1  # the value of `iteration` at which it was measured
+
+    def count_accepted(self, num_prompt_tokens: int) -> None:
+        """Count a request that is queued."""
+        self.counters.requests_accepted_total += 1
+        self.counters.prompt_tokens_total += num_prompt_tokens
 
     def count_end(self, reason: str) -> None:
         """Count the end of a request."""
@@ -80,6 +89,7 @@ class Statistics:
             sum(num_tokens for _, num_tokens in plan.context),
             plan.num_empty_slots,
             len(plan.generation) if flight.num_decoded_tokens is None else flight.num_decoded_tokens,
+            flight.micro_batch,
         )
         self._num_completed = 0
         self.iteration = flight.step.step_id + 1

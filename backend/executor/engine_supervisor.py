@@ -20,35 +20,54 @@ from pathlib import Path
 
 import msgspec
 
-from backend.api.back_off import BackOff
+from backend.api.back_off import FIRST_DELAY_S, BackOff
 from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError, EngineUnavailable
+from backend.engine.session_files import in_memory
+from backend.executor.spare import Spare
+from backend.wire.address import GIVEN_UP
 
 log = logging.getLogger("everbatch.supervisor")
 ROOT = Path(__file__).resolve().parents[2]
+ENGINE, REPLICAS = "backend.executor.engine_process", "backend.replicas.front_process"
 MAX_RESTARTS = 5
+DEATHS_BEFORE_TRIAL = 2  # that a request must have been in flight at to be run alone (replay.MAX_CRASHES)
 STOP_GRACE_S = 5.0
 
 
 class EngineProcess:
-    def __init__(self, config: EngineConfig, socket_path: str, owns_directory: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, socket_path: str, owns_directory: bool = False, name: str = "the engine process"
+    ) -> None:
         """Write the configuration to a file beside the socket. Nothing is started yet.
 
         `owns_directory`: the socket's directory was made for this engine, which removes it when this process is killed.
+        `name`: how the log calls it.
         """
+        self._name = name
         self._owner_pid = os.getpid()
         self._owns_directory = owns_directory
         self._config_path = Path(socket_path).with_name("engine-config.json")
         self._socket_path = socket_path
+        self._given_up_path = Path(socket_path).with_name(GIVEN_UP)
         self._config_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._config_path.write_bytes(msgspec.json.encode(config))
+        self._given_up_path.unlink(missing_ok=True)
+        self._program = REPLICAS if config.workers.has_replicas else ENGINE
+        is_own = not (config.workers.has_replicas or config.sessions.directory)
+        self._session_files: tuple[int, ...] = in_memory() if is_own else ()  # they outlive the engine process
         self._limits = config.triton
         self._back_off = BackOff(MAX_RESTARTS)
         self._process: subprocess.Popen[str] | None = None
+        has_spare = config.triton.spare_engine and not config.workers.has_replicas
+        self._spare = Spare(lambda: self._started("--spare")) if has_spare else None
         self._ready_at_s: float | None = None  # when the present process became ready; None while it loads
         self._stuck_s = 0.0  # how long the present process had been stuck when it was killed for that
         self._first_result: str | None = None  # how the first start ended: "" when it became ready, else the error
         self._first_known = threading.Event()
+        self._is_on_trial = (
+            False  # the engine runs one request alone, which may have ended it before (engine/trials.py)
+        )
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # held to start or end a process, which one thread does at a time
         self.num_restarts = 0
@@ -84,9 +103,15 @@ class EngineProcess:
     def start(self, timeout_s: float) -> None:
         """Start the process, and block until the engine is ready, for at most `timeout_s` seconds.
 
-        Raises ConfigError with the reason that the process gave, or EngineUnavailable when the time is over.
+        Raises ConfigError with the reason that the process gave, or EngineUnavailable when the time is over or no process can be
+        started.
         """
-        self._spawn()
+        try:
+            self._spawn()
+        except OSError as error:
+            raise EngineUnavailable(
+                f"the engine process cannot be started: {error.strerror}; free processes or memory, and try again"
+            ) from error
         threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True).start()
         if not self._first_known.wait(timeout_s):
             self.stop()
@@ -105,6 +130,11 @@ class EngineProcess:
         with self._lock:
             self._stopping.set()
             process = self._process
+            if self._spare is not None:
+                self._spare.stop()
+            session_files, self._session_files = self._session_files, ()
+        for file in session_files:
+            os.close(file)
         if process is None or process.poll() is not None:
             return
         process.terminate()
@@ -122,33 +152,45 @@ class EngineProcess:
         with self._lock:
             process = self._process
             assert process is not None, "only a process that runs is watched"
-            log.error("the engine process %s %s; it is killed", process.pid, reason)
+            log.error("%s (pid %d) %s; it is killed", self._name, process.pid, reason)
             self._stuck_s = stuck_s
             process.kill()
 
     def _spawn(self) -> None:
-        """Start a process, unless `stop` has been called. Raises OSError when it cannot be started."""
-        python = os.environ.get("EVERBATCH_PYTHON") or sys.executable
-        arguments = ["--config", str(self._config_path), "--socket", self._socket_path]
-        if self._owns_directory:
-            arguments.append("--owns-directory")
-        # The modules of this package come first, and those of the user are found behind them, for logits post-processors.
-        search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": search_path, "PYTHONUNBUFFERED": "1"}
+        """Start a process, or call the spare one, unless `stop` has been called. Raises OSError when it cannot be started."""
         with self._lock:
             if self._stopping.is_set():
                 return
             self._ready_at_s, self._stuck_s = None, 0.0
-            self._process = subprocess.Popen(
-                [python, "-m", "backend.executor.engine_process", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=ROOT,
-                env=environment,
-                text=True,
-                errors="replace",
-            )
+            self._process = (self._spare and self._spare.take()) or self._started()
             self.num_signs += 1
+
+    def _started(self, *more: str) -> subprocess.Popen[str]:
+        """A new process, which gets these further arguments."""
+        python = os.environ.get("EVERBATCH_PYTHON") or sys.executable
+        arguments = ["--config", str(self._config_path), "--socket", self._socket_path, *more]
+        if self._owns_directory:
+            arguments.append("--owns-directory")
+        if self._session_files:
+            arguments += ["--session-files", *map(str, self._session_files)]
+        # The modules of this package come first, and those of the user are found behind them, for logits post-processors.
+        search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": search_path, "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            [python, "-m", self._program, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            pass_fds=self._session_files,
+            env=environment,
+            text=True,
+            errors="replace",
+        )
+
+    def _prepare_spare(self) -> None:
+        with self._lock:
+            if self._spare is not None and not self._stopping.is_set():
+                self._spare.prepare()
 
     def _supervise(self) -> None:
         """Follow the process. When it ends, start it again, unless it was stopped, given up or never became ready."""
@@ -165,8 +207,11 @@ class EngineProcess:
             delay_s = self._count_death(time.monotonic())
             if delay_s is None:
                 log.critical("%s", self.why_given_up)
+                self._given_up_path.touch()
                 return
-            log.error("the engine process ended with code %d; it is started again in %.1f s", code, delay_s)
+            if self._spare is not None and self._spare.is_there and delay_s <= FIRST_DELAY_S:
+                delay_s = 0.0  # a spare costs nothing to call; further ends in a row wait all the same
+            log.error("%s ended with code %d; it is started again in %.1f s", self._name, code, delay_s)
             if self._stopping.wait(delay_s):
                 return
             self.num_restarts += 1
@@ -174,11 +219,16 @@ class EngineProcess:
                 self._spawn()
             except OSError as error:
                 # The next turn of this loop finds the old process again, and counts one more death.
-                log.error("the engine process cannot be started: %s", error.strerror)
+                log.error("%s cannot be started: %s", self._name, error.strerror)
 
     def _count_death(self, now_s: float) -> float | None:
         """Count a death. Returns the seconds to wait before the next start, or None when there will be none."""
         served_s = 0.0 if self._ready_at_s is None else now_s - self._ready_at_s - self._stuck_s
+        if (
+            self._is_on_trial
+        ):  # one request has caused it, which is not run again, and the deaths that made it a suspect
+            self._is_on_trial = False
+            self._back_off.forgive(DEATHS_BEFORE_TRIAL + 1)
         delay_s = self._back_off.delay_after_end(now_s, served_s)
         if delay_s is None:
             self.why_given_up = (
@@ -202,8 +252,12 @@ class EngineProcess:
             if "remark" in status:
                 log.warning("remark: %s", status["remark"])
                 continue
+            if "trial" in status:
+                self._is_on_trial = bool(status["trial"])
+                continue
             if "ready" in status:
                 self._ready_at_s = time.monotonic()
+                self._prepare_spare()
             if "error" in status:
                 log.error("engine: %s", status["error"])
             if not self._first_known.is_set():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Iterable
+from datetime import timedelta
 
 from backend.api.errors import ErrorCode
 from backend.api.request import RequestId
@@ -77,3 +79,35 @@ class Mailboxes:
         if responses and responses[-1].is_final:
             del self._boxes[request_id]
         return responses
+
+
+class ResponseReader:
+    """The part of an Executor that hands out responses of enqueued requests."""
+
+    _mailboxes: Mailboxes
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise EngineUnavailable after `shutdown`."""
+
+    def await_responses(
+        self, ids: RequestId | list[RequestId] | timedelta | None = None, timeout: timedelta | float | None = None
+    ) -> list[Response] | list[list[Response]]:
+        """Fetch responses of enqueued requests: of all (None), of one id, or of several ids, which gives a list of lists.
+
+        Blocks until there is a response, at most for `timeout` (seconds or timedelta; None waits for ever), after which the
+        list is empty. Raises EngineUnavailable after `shutdown`.
+        """
+        self._check_open()
+        if isinstance(ids, timedelta):
+            ids, timeout = None, ids
+        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if ids is None:
+            return self._mailboxes.take_any(timeout_s)
+        if isinstance(ids, list):
+            return self._mailboxes.take_each(ids, timeout_s)
+        return self._mailboxes.take(ids, timeout_s)
+
+    def get_num_responses_ready(self, request_id: RequestId | None = None) -> int:
+        self._check_open()
+        return self._mailboxes.num_ready(request_id)

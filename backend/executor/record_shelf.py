@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections import deque
+from datetime import timedelta
 from typing import TypeVar
 
 from backend.api.config import RecordsConfig
@@ -62,6 +64,39 @@ class RecordShelf:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._kv_events), timeout_s)
             return _drained(self._kv_events)
+
+
+class RecordReader:
+    """The part of an Executor that hands out records."""
+
+    _records: RecordShelf
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise EngineUnavailable after `shutdown`."""
+
+    def take_iteration_stats(self) -> list[IterationStats]:
+        """Statistics of the steps since the last call, oldest first; at most `records.max_iterations` (0 = none are kept)."""
+        self._check_open()
+        return self._records.take_iterations()
+
+    def take_request_stats(self) -> list[IterationRequests]:
+        """The requests in each step since the last call; at most `records.max_request_iterations` steps (0 = none)."""
+        self._check_open()
+        return self._records.take_requests()
+
+    def take_debug_tensors(self) -> list[DebugTensors]:
+        """The `records.debug_tensors` of the steps since the last call; at most `records.max_debug_iterations` (0 = none)."""
+        self._check_open()
+        return self._records.take_debug_tensors()
+
+    def take_kv_events(self, timeout: timedelta | float | None = 0.0) -> list[KvEvent]:
+        """Which blocks can be found in the cache, or no longer, since the last call; at most `records.max_kv_events` (0 = none).
+
+        Waits for the first one, at most for `timeout` (seconds or timedelta; None waits until `shutdown`).
+        """
+        self._check_open()
+        return self._records.take_kv_events(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
 
 
 def _drained(shelf: deque[T]) -> list[T]:

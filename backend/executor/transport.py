@@ -48,6 +48,10 @@ class Transport(Protocol):
         """Statistics of this moment; None where the engine is another process, which sends them once in a period."""
         ...
 
+    def is_abandoned(self) -> bool:
+        """True if it is certain that no engine will be there again."""
+        ...
+
     def close(self, drain: bool) -> None:
         """End the transport. When this returns no more messages will come."""
         ...
@@ -87,7 +91,7 @@ class InProcessTransport:
         if not self._thread.is_alive():
             raise EngineUnavailable(ENDED)
         if isinstance(command, Submit):
-            command = Submit(command.request_id, with_checked_types(command.request))
+            command = Submit(command.request_id, with_checked_types(command.request), command.resume)
         self._loop.post(command)
 
     def ask_stats(self) -> EngineStats | None:
@@ -97,7 +101,10 @@ class InProcessTransport:
                 return self._loop.ask_stats().result(STATS_WAIT_S)
         return self._core.stats()
 
+    def is_abandoned(self) -> bool:
+        return not self._thread.is_alive()
+
     def close(self, drain: bool) -> None:
         self._loop.stop(drain)
         self._thread.join()
-        self._core.workers.shutdown()
+        self._core.close()

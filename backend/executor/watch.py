@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from backend.api.silence import TICK_S, Silence
@@ -43,10 +44,36 @@ class Watched(Protocol):
         ...
 
 
+class OwnedEngine(Watched, Protocol):
+    """The part of EngineProcess that an Executor uses which owns its engine."""
+
+    @property
+    def num_deaths(self) -> int:
+        """How often it has ended without being stopped."""
+        ...
+
+    @property
+    def has_given_up(self) -> bool:
+        """True once it is not started again."""
+        ...
+
+    @property
+    def why_given_up(self) -> str:
+        """One sentence; empty before."""
+        ...
+
+    def stop(self) -> None:
+        """End the engine, which is not started again."""
+        ...
+
+
 class Watch:
-    def __init__(self, process: Watched | None = None) -> None:
-        """`process` is the engine process that this watch may kill; None for an engine that another process owns."""
+    def __init__(self, process: Watched | None = None, on_tick: Callable[[], None] = lambda: None) -> None:
+        """`process` is the engine process that this watch may kill; None for an engine that another process owns. `on_tick` is
+        called behind each tick, on the watch's thread.
+        """
         self._process = process
+        self._on_tick = on_tick
         self._silence = Silence()
         self._turn_age_s = 0.0
         self._num_signs = 0
@@ -113,3 +140,4 @@ class Watch:
     def _run(self) -> None:
         while not self._stopping.wait(TICK_S):
             self.tick()
+            self._on_tick()

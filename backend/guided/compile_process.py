@@ -115,6 +115,7 @@ class CompileServer:
 
     def _begin(self, begin: Begin) -> None:
         reading, writing = os.pipe()
+        parent = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -124,7 +125,7 @@ class CompileServer:
         else:
             if not pid:
                 self._connection.close()
-                _compile_and_exit(self._backend, begin, writing, self._setup)
+                _compile_and_exit(self._backend, begin, writing, self._setup, parent)
             child = self._children[begin.job] = _Child(begin.job, pid, reading)
             self._selector.register(reading, selectors.EVENT_READ, lambda: self._hear(child))
         os.close(writing)
@@ -171,10 +172,11 @@ def _of_death(job: int, status: int) -> Outcome:
     return Outcome(job, Ending.FAILED, text=f"the process of a guide ended with {name}")
 
 
-def _compile_and_exit(backend: GuideBackend, begin: Begin, pipe: int, setup: Setup) -> NoReturn:
+def _compile_and_exit(backend: GuideBackend, begin: Begin, pipe: int, setup: Setup, parent: int) -> NoReturn:
     """In the child: compile, write the outcome, and exit without Python's clean-up."""
     try:
         _silence()
+        _end_with(parent)
         _limit(setup.cpu_s, setup.num_bytes)
         framed = frame(_within(setup.num_bytes, outcome_of(backend, begin)))
         while framed:
@@ -203,9 +205,15 @@ def _silence() -> None:
     os.dup2(nowhere, 2)
 
 
-def _limit(cpu_s: float, num_bytes: int) -> None:
-    """Set limits that the kernel enforces: CPU time, memory, and the end of this process with its parent."""
+def _end_with(parent: int) -> None:
+    """Let the kernel end this process when its parent ends. A parent that ended before it was asked sends no signal."""
     _libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _limit(cpu_s: float, num_bytes: int) -> None:
+    """Set limits of CPU time and memory that the kernel enforces."""
     os.nice(NICENESS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + num_bytes

@@ -66,6 +66,10 @@ class AttentionHost:
         for module in model.modules():
             setattr(module, _HOST, self)
 
+    def index_of(self, module: nn.Module) -> int | None:
+        """The layer that an attention module is of; None for other modules."""
+        return self._index.get(id(module))
+
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """q [1, heads, tokens, dim], k, v [1, kv_heads, tokens, dim] -> [1, tokens, heads, value_dim]."""
         assert self.step is not None  # only after the first pass

@@ -7,6 +7,8 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from backend.api.model_files import shown, token_ids
 from backend.api.quantised import FILE
 from backend.architectures.description import LayerConfig, ModelConfig, RopeConfig
 from backend.architectures.hosted import ENCODERS, PART_PREFIX, PARTS
+from backend.architectures.settings import HARMLESS, is_harmless
 from backend.hosted import attention, experts
 from backend.hosted.attention import AttentionHost
 from backend.hosted.encoder import Encoder
@@ -27,11 +30,13 @@ from backend.hosted.experts import hold_experts
 from backend.hosted.layers import replace_linears
 from backend.hosted.model import HostedModel, sentence_of
 from backend.hosted.products import Products
+from backend.hosted.sizes import check_elements
 from backend.models.linears import LinearOptions
 from backend.models.loader import checked_length, dtype_named
 
 log = logging.getLogger("everbatch.worker")
 
+MAX_TOLD = 8  # unknown keys in a remark
 MAX_MODULES = 4096  # layers, or experts of a layer: bounds what a number in config.json can make the library build
 # Tensors of encoders that embeddings do not need: heads for classes and for masked words, and constants that older versions of
 # transformers saved.
@@ -50,6 +55,7 @@ class HostedCheckpoint:
         _check_quantization(content)
         self._library_config = library_config(content)
         self.config = engine_config(content, self._library_config)
+        self.remarks = _remarks(content, self._library_config, self.config.architecture)
         self.is_encoder = self.config.architecture in ENCODERS
         self.has_head = not self.is_encoder
         self.tensors = _TextPart(tensors) if self.config.architecture in PARTS else tensors
@@ -92,6 +98,8 @@ class HostedCheckpoint:
             mapping = transformers.MODEL_MAPPING if self.is_encoder else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
             family = mapping[type(config)]
             has_pooler = self.is_encoder and "add_pooling_layer" in inspect.signature(family).parameters
+            options = {"add_pooling_layer": False} if has_pooler else {}
+            check_elements(partial(family, deepcopy(config), **options), self.tensors)
             module, found = family.from_pretrained(
                 None,
                 config=config,
@@ -100,7 +108,7 @@ class HostedCheckpoint:
                 attn_implementation=attention.NAME,
                 experts_implementation=experts.NAME,
                 output_loading_info=True,
-                **({"add_pooling_layer": False} if has_pooler else {}),
+                **options,
             )
         except ConfigError:
             raise
@@ -130,6 +138,28 @@ def library_config(content: dict[str, Any]) -> PretrainedConfig:
             return config.get_text_config(decoder=True)
     except Exception as error:  # configuration classes raise what they please
         raise ConfigError(f"{FILE}: transformers does not accept it: {sentence_of(error)}; correct it") from None
+
+
+def _remarks(content: Mapping[str, Any], config: PretrainedConfig, architecture: str) -> tuple[str, ...]:
+    """Sentences for the operator: that transformers runs the model, and which keys of config.json it does not know."""
+    remarks = [
+        f"{architecture} is run by the transformers library with this engine's layers, which is slower for one request at a time "
+        f"(docs/models.md)"
+    ]
+    known = {*type(config)().to_dict(), *config.attribute_map, *HARMLESS}
+    text = content.get("text_config")
+    unknown = [
+        key
+        for key, value in (text if isinstance(text, dict) else content).items()
+        if key not in known and not is_harmless(key, value)
+    ]
+    if unknown:
+        keys = ", ".join(shown(key) for key in unknown[:MAX_TOLD])
+        remarks.append(
+            f"config.json has keys that transformers {transformers.__version__} does not know of {type(config).__name__}, which "
+            f"have no effect: {keys}{', ...' if len(unknown) > MAX_TOLD else ''}; check that the model does not need them"
+        )
+    return tuple(remarks)
 
 
 def engine_config(content: dict[str, Any], config: Any) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class EngineLinear(nn.Module):
     """An nn.Linear on a layer of the engine: x [..., k] -> [..., n] in x's dtype."""
 
     weight: Tensor  # empty; module code asks it for its dtype and device
+    adapt: Callable[[Tensor, Tensor], None] | None = None  # (y [rows, n], x [rows, k]): y += the LoRA adapters' part
 
     def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,21 +35,29 @@ class EngineLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         if not len(rows):
             return x.new_empty(*x.shape[:-1], self.out_features)
-        return self.linear(rows).view(*x.shape[:-1], self.out_features)
+        y = self.linear(rows)
+        if self.adapt is not None:
+            self.adapt(y, rows)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def product(self) -> tuple[EngineLinear, int]:
+        """The layer that computes this one's outputs, and the first of its columns that is this one's."""
+        return self, 0
 
 
 class Fused:
     """Linear layers that read one input, as one product, whose parts are kept until every layer has taken its own."""
 
     def __init__(self, layer: EngineLinear, sizes: Sequence[int]) -> None:
-        self._layer, self._sizes = layer, list(sizes)
+        self.layer, self._sizes = layer, list(sizes)
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
 
     def take(self, index: int, x: Tensor) -> Tensor:
         if x is not self._input or index not in self._parts:
             self._input = x
-            self._parts = dict(enumerate(self._layer(x).split(self._sizes, dim=-1)))
+            self._parts = dict(enumerate(self.layer(x).split(self._sizes, dim=-1)))
         part = self._parts.pop(index)
         if not self._parts:
             self._input = None
@@ -63,8 +72,20 @@ class FusedLinear(EngineLinear):
         self._fused, self._index = fused, index
         self.out_features = fused._sizes[index]
 
+    @staticmethod
+    def are_all_of_one(layers: Sequence[Any]) -> bool:
+        """True for all the layers of one `Fused`, in its order."""
+        return all(
+            isinstance(layer, FusedLinear) and layer._fused is layers[0]._fused and layer._index == index
+            for index, layer in enumerate(layers)
+        ) and len(layers) == len(layers[0]._fused._sizes)
+
     def forward(self, x: Tensor) -> Tensor:
         return self._fused.take(self._index, x)
+
+    @property
+    def product(self) -> tuple[EngineLinear, int]:
+        return self._fused.layer, sum(self._fused._sizes[: self._index])
 
 
 def replace_linears(model: nn.Module, head: nn.Module | None, options: LinearOptions) -> None:

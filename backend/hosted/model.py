@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from backend.api.errors import ConfigError
 from backend.architectures.description import LayerConfig, ModelConfig
+from backend.hosted.adapters import AdapterHost
 from backend.hosted.attention import NAME, Attention, AttentionHost, LayerAttention
+from backend.hosted.embeddings import EmbeddingHost, GivenRows
 from backend.hosted.layers import EngineLinear
 from backend.hosted.masks import masks_are_windows
+from backend.hosted.native_modules import NativeModules
 from backend.hosted.products import Products
+from backend.layers.lora import AdaptedTokens
 from backend.models.decoder import MarkedOutput
 
 
@@ -32,11 +36,13 @@ class HostedModel:
         dtype: torch.dtype,
     ) -> None:
         self.config, self.max_seq_len, self.dtype = config, max_seq_len, dtype
-        self._module, self._host, self._products = module, host, products
+        self._module, self.host, self._products = module, host, products
+        self.natives: NativeModules | None = None
         self._hidden: Tensor | None = None  # hidden states of all tokens, as the base model returns them
         self._rows: Tensor | None = None  # input of the head, for families that call a part of the base model directly
         self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.takes_adapters = False
+        self.adapters, self.embeddings = AdapterHost(module, config.architecture), EmbeddingHost(module)
         self.outputs = {
             "hidden_states": MarkedOutput(config.hidden_size, lambda hidden, logits: hidden),
             "logits": MarkedOutput(config.vocab_size, lambda hidden, logits: logits),
@@ -65,8 +71,9 @@ class HostedModel:
         try:
             with masks_are_windows(NAME, both_sides=self.is_encoder):
                 self._run_two_tokens()
-            self._host.step = _values
-            self._run_multiplying()
+            self.host.step = _values
+            with self.adapters.learning(num_tokens=2):
+                self._run_multiplying()
         except ConfigError:
             raise
         except Exception as error:  # module code of any family
@@ -74,6 +81,18 @@ class HostedModel:
                 f"{self.config.architecture} cannot be run on a flat batch: {sentence_of(error)}"
             ) from None
         self.config = self._described()
+
+    def use_native_modules(self, natives: NativeModules, attention: Attention, tokens: int) -> None:
+        """Replace what can be replaced, as a trial with `tokens` shows, in place of what was replaced for another tier."""
+        if self.natives is not None:
+            self.natives.remove()
+        self.natives = natives
+        device = self._module.device
+        ids = torch.arange(tokens, device=device) * 7919 % self.config.vocab_size
+        # Positions up to the last one: some families compute with them in other ways from some position on.
+        positions = torch.linspace(0, self.max_seq_len - 1, tokens, device=device).long()
+        last = torch.tensor([tokens - 1], device=device)
+        natives.install(self._module, lambda: self.run(ids, positions, last, attention))
 
     def _run_two_tokens(self) -> None:
         device = self._module.device
@@ -109,20 +128,29 @@ class HostedModel:
         for module in multiplying.values():
             module.forward = _inside(self._products, module.forward)
 
-    def run(self, token_ids: Tensor, positions: Tensor, rows: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-        """token_ids, positions int64 [tokens]; rows int64: the tokens whose logits are wanted.
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        attention: Attention,
+        given: GivenRows | None = None,
+        adapted: AdaptedTokens | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """token_ids, positions int64 [tokens]; rows int64: the tokens whose logits are wanted. given: tokens whose embeddings are
+        given, and whose ids are not looked at. adapted: the tokens' LoRA adapters, if any has one.
 
         Returns (logits [rows, vocab], hidden states after the last norm [rows, hidden]).
         """
-        self._host.step = attention
+        self.host.step, self.embeddings.step, self.adapters.step = attention, given, adapted
         try:
-            logits = self._run(token_ids, positions, rows)
+            logits = self._run(self.embeddings.known_ids(token_ids), positions, rows)
             if self._hidden is not None:
                 return logits, self._hidden[0, rows]
             assert self._rows is not None  # the head has run
             return logits, self._rows[0] if self._picks_rows else self._rows[0, rows]
         finally:
-            self._hidden = self._rows = None
+            self._hidden = self._rows = self.embeddings.step = self.adapters.step = None
 
     def _run(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         picked = {"logits_to_keep": rows} if self._picks_rows else {}
@@ -138,12 +166,12 @@ class HostedModel:
 
     def _described(self) -> ModelConfig:
         """The configuration with what the first pass has shown. Raises ConfigError for heads that do not fit into one pool."""
-        layers = self._host.layers
+        layers = self.host.layers
         if not layers:
             raise ConfigError(
                 f"{self.config.architecture} does not attend through transformers' interface; use another model"
             )
-        kv_heads, heads = self._host.kv_heads, max(layer.heads for layer in layers)
+        kv_heads, heads = self.host.kv_heads, max(layer.heads for layer in layers)
         if any(kv_heads % layer.kv_heads or layer.heads % kv_heads for layer in layers):
             raise ConfigError(
                 f"{self.config.architecture} has layers whose numbers of heads do not divide each other's"
@@ -153,7 +181,7 @@ class HostedModel:
             num_layers=len(layers),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=self._host.dim,
+            head_dim=self.host.dim,
             layers=tuple(LayerConfig(layer.window) for layer in layers),
         )
 

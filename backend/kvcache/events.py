@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 
-from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, BlockUpdated, KvEvent, StoredBlock
+from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, BlockUpdated, KvEvent
 
 
 class KvEventLog:
@@ -22,9 +22,9 @@ class KvEventLog:
         self._next_id = 0
         self._add(BlocksCreated(num_blocks))
 
-    def stored(self, parent_hash: int | None, blocks: list[StoredBlock]) -> None:
-        """Blocks were inserted into the trie, each as a child of the one before it."""
-        self._add(BlocksStored(parent_hash, blocks))
+    def stored(self, data: BlocksStored) -> None:
+        """Blocks were inserted into the trie."""
+        self._add(data)
 
     def removed(self, block_hashes: list[int]) -> None:
         self._add(BlocksRemoved(block_hashes))

@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backend.api.config import KvCacheConfig
-from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig
-from backend.api.stats import KvCacheStats, KvEvent
-from backend.core.sequence import Sequence
+from backend.api.stats import BlocksStored, KvCacheStats, KvEvent
+from backend.core.sequence import Sequence, Status
 from backend.core.step import BlockId, SequenceId, SlotId
 from backend.kvcache.block import DROPPED, BlockHandle
-from backend.kvcache.eviction import Retained
 from backend.kvcache.geometry import Geometry
+from backend.kvcache.integrity import check_integrity
 from backend.kvcache.plan import Grant, KVPlan
+from backend.kvcache.retention import Retention
+from backend.kvcache.second_level import SecondLevel
 from backend.kvcache.state import CacheState
+from backend.kvcache.swap import SwapMap
 from backend.kvcache.tables import BlockTable, count_dropped
 
 
@@ -45,6 +47,9 @@ class TableChange:
 class KVCommit:
     changes: dict[SequenceId, TableChange]
     copies: list[tuple[BlockId, BlockId]]
+    swap_out: SwapMap = field(default_factory=list)
+    swap_in: SwapMap = field(default_factory=list)
+    no_room: list[Sequence] = field(default_factory=list)  # paused sequences whose KV has no room in host memory
 
 
 class KVCacheManager:
@@ -56,17 +61,23 @@ class KVCacheManager:
         sliding_window: int | None = None,
         max_chunk_tokens: int = 1 << 30,
         max_events: int = 0,
+        level: SecondLevel | None = None,
+        swap_blocks: int = 0,
     ) -> None:
         """`sliding_window`: tokens that a token attends to in the layer with the widest window; None: a layer has none.
 
-        `max_events`: how many events are kept until `take_events`; 0 = none are made.
+        `max_events`: how many events are kept until `take_events`; 0 = none are made. `level`: keeps blocks outside of the pool.
+        `swap_blocks`: room for blocks of paused sequences in host memory.
         """
         self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens, config.sink_tokens)
-        self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events)
+        self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events, swap_blocks)
         self._blocks, self._trie, self._tables = self.state.blocks, self.state.trie, self.state.tables
         self._reused_blocks_total = 0
         self._missed_blocks_total = 0
-        self._now_ns = 0
+        self._retention = Retention(self._blocks, self._trie, config.block_size)
+        self.level = level
+        if level is not None:
+            level.bind(self._blocks, self._trie, self.geometry)
 
     @property
     def block_size(self) -> int:
@@ -124,8 +135,11 @@ class KVCacheManager:
         """
         if not (plan.grants or plan.pauses):
             return KVCommit({}, [])
+        commit = KVCommit({}, [])
+        if plan.pauses and self.state.swap.num_places and self.geometry.window is None:
+            commit.swap_out, commit.no_room = self.state.swap.swap_out(plan.pauses, self._tables)
         for seq in plan.pauses:
-            self._retain(seq)
+            self._retention.retain(seq, self._tables[seq.seq_id].handles)
             self._unlock(self._tables[seq.seq_id], keep=True)
             self._release_slot(seq)
         grants = list(plan.grants.values())
@@ -135,15 +149,17 @@ class KVCacheManager:
         for grant in grants:
             if grant.admitted:
                 self._take_found_blocks(grant)
-        copies: list[tuple[BlockId, BlockId]] = []
-        changes = {grant.seq.seq_id: self._allocate(grant, copies) for grant in grants}
+        restored: dict[int, BlockHandle] = {}
+        commit.changes = {grant.seq.seq_id: self._allocate(grant, commit, restored) for grant in grants}
         for grant in grants:
             if grant.copy_from is not None:
                 block_id = grant.copy_from.block_id
                 self._blocks.release(block_id, keep=grant.admitted or self._trie.holds(block_id))
         for grant in grants:
-            grant.seq.num_writable_cells = self._num_writable_cells(grant.seq)
-        return KVCommit(changes, copies)
+            grant.seq.num_writable_cells = self.num_writable_cells(grant.seq)
+            if grant.admitted and self.level is not None:
+                self.level.note_admission(grant, has_run=grant.seq.status is Status.PAUSED)
+        return commit
 
     def advance(self, seq: Sequence, max_shared_tokens: int = sys.maxsize) -> None:
         """Update the cache after `seq.num_computed_tokens` has grown. Call it when that has reached `seq.kv_due_at`.
@@ -153,10 +169,10 @@ class KVCacheManager:
         table = self._tables[seq.seq_id]
         full = seq.num_computed_tokens // self.block_size
         known = min(full, max_shared_tokens // self.block_size)
-        if self.state.enable_block_reuse and known > table.depth:
+        if self.state.enable_block_reuse and known > table.depth and not seq.kv_is_foreign:
             self._blocks.mark_shareable(table.handles[table.depth : known])
             table.node, table.depth = self._trie.insert(
-                seq.namespace, table.node, table.depth, seq.token_ids, table.handles, known, seq.request.lora_id
+                seq.namespace, table.node, table.depth, seq.token_ids, table.handles, known, seq.kv_origin
             )
         if self.geometry.window is not None:
             self._drop_outside_window(seq, table)
@@ -175,6 +191,20 @@ class KVCacheManager:
             self._tables[sibling.seq_id] = BlockTable(list(handles), num_dropped=count_dropped(handles))
             sibling.num_computed_tokens = num_tokens
 
+    def adopt(self, seq: Sequence, num_tokens: int) -> list[BlockId]:
+        """Allocate blocks for KV of a waiting sequence that the caller writes at once. They are cached, and may be evicted.
+
+        Returns [] if the pool has too few that are not in use, or if layers have a sliding window, whose blocks come and go.
+        """
+        num_blocks = self.geometry.blocks_for(num_tokens)
+        if self.geometry.window is not None or num_blocks + self.watermark_blocks > self._blocks.num_available:
+            return []
+        handles = [self._blocks.allocate().handle for _ in range(num_blocks)]
+        self._tables[seq.seq_id] = BlockTable(handles, is_locked=True)
+        self._unlock(self._tables[seq.seq_id], keep=True)
+        seq.num_computed_tokens, seq.kv_is_foreign = num_tokens, True
+        return [handle.block_id for handle in handles]
+
     def release(self, seq: Sequence, keep: bool, has_waiting_siblings: bool = False) -> None:
         """The sequence leaves the batch. `keep`: keep its block table, for it may return; otherwise forget the sequence.
 
@@ -187,21 +217,22 @@ class KVCacheManager:
                     self._blocks.mark_shareable([tail])
                     self._trie.insert_tail(
                         *(seq.namespace, table.node, table.depth, seq.token_ids, table.handles),
-                        *(seq.num_computed_tokens, seq.request.lora_id),
+                        *(seq.num_computed_tokens, seq.kv_origin),
                     )
-                self._retain(seq)
+                self._retention.retain(seq, table.handles)
                 self._unlock(table, keep or has_waiting_siblings)
             elif not (keep or has_waiting_siblings):
                 self._discard(table.handles)
             if not keep:
                 del self._tables[seq.seq_id]
+        if self.level is not None:
+            self.level.note_release(seq, rests=keep)
+        self.state.swap.forget(seq)
         self._release_slot(seq)
 
     def tick(self, now_ns: int) -> None:
         """Reset the priorities that lapse until `now_ns`. Durations of retention count from the latest tick."""
-        self._now_ns = now_ns
-        for block_id in self._blocks.lapse(now_ns):
-            self._trie.tell_updated(block_id, self._blocks.blocks[block_id].priority)
+        self._retention.tick(now_ns)
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
         """Release the blocks of an idle sequence beyond `num_tokens`. The caller truncates the token ids."""
@@ -244,10 +275,17 @@ class KVCacheManager:
         """Evict every cached block, after a failure that may have damaged the KV. No sequence may be running."""
         while self._blocks.num_cached:
             self._blocks.evict_first()
+        self.state.swap.lose_everything()
+        if self.level is not None:
+            self.level.lose_pool()
 
     def take_events(self) -> list[KvEvent]:
         """The events since the last call."""
         return [] if self.state.events is None else self.state.events.take()
+
+    def cached_prefixes(self) -> list[BlocksStored]:
+        """All blocks that can be found, parents before their children."""
+        return self._trie.cached_prefixes()
 
     def stats(self) -> KvCacheStats:
         blocks = self._blocks
@@ -265,23 +303,8 @@ class KVCacheManager:
         )
 
     def check_integrity(self, running: Iterable[Sequence] = ()) -> None:
-        """Raise AssertionError if blocks, references, trie and slots are inconsistent."""
-        self._blocks.check_integrity()
-        self._trie.check_integrity()
-        self.state.slots.check_integrity()
-        references: dict[BlockId, int] = {}
-        for table in self._tables.values():
-            for handle in table.held() if table.is_locked else ():
-                references[handle.block_id] = references.get(handle.block_id, 0) + 1
-        for block in self._blocks.blocks:
-            owners = references.get(block.block_id, 0)
-            assert block.ref_count == owners, f"block {block.block_id}: ref_count {block.ref_count} != {owners} tables"
-        for seq in running:
-            covered = len(self._tables[seq.seq_id].handles) * self.block_size
-            cells = seq.num_computed_tokens + seq.num_inflight_tokens
-            assert cells <= covered, f"{seq!r} has {cells} KV cells in {covered}"
-            writable = seq.num_writable_cells
-            assert writable <= max(cells, self._num_writable_cells(seq)), f"{seq!r} must not write up to {writable}"
+        """Raise AssertionError if the state is inconsistent."""
+        check_integrity(self, running)
 
     def _lock_found(self, grant: Grant) -> None:
         for handle in (*grant.kept, *([grant.copy_from] if grant.copy_from else [])):
@@ -302,12 +325,12 @@ class KVCacheManager:
         grant.seq.num_computed_tokens = grant.computed
         grant.seq.kv_due_at = 0
 
-    def _allocate(self, grant: Grant, copies: list[tuple[BlockId, BlockId]]) -> TableChange:
+    def _allocate(self, grant: Grant, commit: KVCommit, restored: dict[int, BlockHandle]) -> TableChange:
         seq = grant.seq
         table = self._tables[seq.seq_id]
-        new = [self._blocks.allocate().handle for _ in range(grant.num_new)]
+        new = self.state.swap.allocate(grant, commit.swap_in, restored)
         if grant.copy_from is not None:
-            copies.append((grant.copy_from.block_id, new[0].block_id))
+            commit.copies.append((grant.copy_from.block_id, new[0].block_id))
         if grant.replaces is not None:
             table.handles[grant.replaces] = new[0]
             table.handles.extend(new[1:])
@@ -325,34 +348,6 @@ class KVCacheManager:
         seq.num_new_blocks += len(new)
         assert seq.slot is not None  # it runs or has just been admitted
         return TableChange(seq.slot, [handle.block_id for handle in new], grant.admitted or grant.replaces is not None)
-
-    def _retain(self, seq: Sequence) -> None:
-        """Set the priorities of a running sequence's blocks as its request asks, tail first like `_unlock`.
-
-        A block is kept at least as long as the blocks behind it, which are useless without it. A request without `retention`
-        leaves priorities unchanged, except that this rule may raise them to the default.
-        """
-        retention = seq.request.retention
-        if retention is None and not self._blocks.has_priorities:
-            return
-        handles = self._tables[seq.seq_id].handles
-        keep = Retained(0, None)
-        for index in reversed(range(len(handles))):
-            if handles[index] is DROPPED:
-                continue
-            block = self._blocks.blocks[handles[index].block_id]
-            before = Retained(block.priority, block.lapse[0] if block.lapse else None)
-            keep = keep.before(self._asked_for(retention, index, seq.num_prompt_tokens) if retention else before)
-            if keep != before or keep.until_ns is not None:  # set again: lapses come in the order of the latest use
-                self._blocks.retain(block.block_id, keep.priority, keep.until_ns)
-            if keep.priority != before.priority:
-                self._trie.tell_updated(block.block_id, keep.priority)
-
-    def _asked_for(self, retention: RetentionConfig, index: int, num_prompt_tokens: int) -> Retained:
-        priority, duration_s = retention.of_token(index * self.block_size, num_prompt_tokens)
-        if duration_s is None or priority <= DEFAULT_RETENTION_PRIORITY:
-            return Retained(priority, None)
-        return Retained(priority, self._now_ns + int(duration_s * 1e9))
 
     def _unlock(self, table: BlockTable, keep: bool) -> None:
         """Release the tail first, so that it is the least recently used: eviction then shortens a prefix from its end."""
@@ -375,7 +370,7 @@ class KVCacheManager:
             if self._blocks.is_current(handle):
                 self._blocks.discard(handle.block_id)
 
-    def _num_writable_cells(self, seq: Sequence) -> int:
+    def num_writable_cells(self, seq: Sequence) -> int:
         """KV positions that can be written without a plan: up to the first block that is shared or not allocated yet."""
         handles = self._tables[seq.seq_id].handles
         index = (seq.num_computed_tokens + seq.num_inflight_tokens) // self.block_size

@@ -42,6 +42,7 @@ class Grant:
         0  # written by commit if admitted: tokens behind `computed` whose KV was cached once and has been evicted
     )
     own_lost: int = 0  # the part of `lost` that may be reported to the client
+    swapped: list[int] = field(default_factory=list)  # admitted: places from which the first new blocks are swapped in
     replaces: int | None = None  # extended: index of the table entry that the copy replaces
 
     @property
@@ -58,6 +59,7 @@ class _Found:
     partial: BlockHandle | None
     computed: int
     own: int  # the part of `computed` that may be reported to the client
+    swapped: list[int] = field(default_factory=list)  # places of the blocks behind `kept`, in host memory
 
 
 class Mark(NamedTuple):
@@ -145,7 +147,8 @@ class KVPlan:
         for handle in (*found.kept, *([found.partial] if found.partial else [])):
             self._lock(handle)
         self.free_slots -= 1
-        self.grants[seq.seq_id] = Grant(seq, True, num_new, found.computed, found.own, found.kept, found.partial)
+        grant = Grant(seq, True, num_new, found.computed, found.own, found.kept, found.partial, swapped=found.swapped)
+        self.grants[seq.seq_id] = grant
         return Admission.NOW
 
     def reserve_slot(self, seq: Sequence) -> Admission:
@@ -184,10 +187,16 @@ class KVPlan:
         self.pauses.append(seq)
 
     def _find(self, seq: Sequence) -> _Found:
-        """KV to reuse: what survived of the sequence's own, or what the trie has of its prefix, whichever is longer."""
+        """KV to reuse: what survived of the sequence's own, or was swapped, or what the trie has of its prefix: the longest."""
         state, geometry = self._state, self._geometry
         limit = seq.max_found_tokens
         kept, computed = state.survivors(seq, limit)
+        own = min(seq.num_computed_tokens, limit)
+        if state.swap.holds(seq) and computed < own:
+            kept = kept[: computed // geometry.block_size]
+            swapped = state.swap.missing(seq, len(kept), own)
+            if swapped is not None:
+                return _Found(kept, None, own, own, swapped)
         matched, matched_partial, partial_tokens = state.match(seq, limit)
         matched_tokens = len(matched) * geometry.block_size + partial_tokens
         if matched_tokens > computed:

@@ -15,24 +15,33 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 
-from backend.api.stats import StoredBlock
+from backend.api.request import KvOrigin
+from backend.api.stats import BlocksStored, StoredBlock
 from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.events import KvEventLog, block_hash, root_hash
 from backend.kvcache.evicted import EvictedPrefixes
 
 Key = tuple[int, ...]
+NO_ORIGIN = KvOrigin()
 ROOT = BlockHandle(BlockId(-1), -1)  # the handle of a namespace's root, which stands for no block
 
 
 class TrieNode:
-    __slots__ = ("children", "handle", "hash", "key", "namespace", "ordered_keys", "parent")
+    __slots__ = ("children", "handle", "hash", "key", "namespace", "ordered_keys", "origin", "parent")
 
-    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle, namespace: str = "") -> None:
+    def __init__(
+        self,
+        parent: TrieNode | None,
+        key: Key,
+        handle: BlockHandle,
+        namespace: str = "",
+        origin: KvOrigin = NO_ORIGIN,
+    ) -> None:
         self.parent = parent  # None for roots and for removed nodes
         self.key = key
         self.handle = handle  # ROOT for roots
-        self.namespace = namespace  # set for roots only
+        self.namespace, self.origin = namespace, origin  # set for roots only
         self.children: dict[Key, TrieNode] = {}
         self.ordered_keys: list[Key] = []  # the keys of `children`, ascending
         self.hash: int = root_hash(namespace) if parent is None else block_hash(parent.hash, key)
@@ -62,10 +71,10 @@ class PrefixTrie:
         """True if the trie has a node for the block."""
         return block_id in self._nodes
 
-    def root(self, namespace: str) -> TrieNode:
+    def root(self, namespace: str, origin: KvOrigin = NO_ORIGIN) -> TrieNode:
         node = self._roots.get(namespace)
         if node is None:
-            node = self._roots[namespace] = TrieNode(None, (), ROOT, namespace)
+            node = self._roots[namespace] = TrieNode(None, (), ROOT, namespace, origin)
         return node
 
     def is_attached(self, node: TrieNode) -> bool:
@@ -111,15 +120,16 @@ class PrefixTrie:
         token_ids: Seq[int],
         handles: Seq[BlockHandle],
         num_blocks: int,
-        lora_id: int | None = None,
+        origin: KvOrigin = NO_ORIGIN,
     ) -> tuple[TrieNode | None, int]:
         """Insert blocks `depth` .. `num_blocks` of a sequence below `node` (its block depth-1; None = start at the root).
 
         A block is not inserted if there is a node for its tokens already. Returns the node and depth at which the next insert
-        continues; (None, depth) if the sliding window has released a block in between. `lora_id` is part of the events.
+        continues; (None, depth) if the sliding window has released a block in between. `origin` is part of
+        the events, and has the namespace.
         """
         if node is None or not self.is_attached(node):
-            node, depth = self.root(namespace), 0
+            node, depth = self.root(namespace, origin), 0
         size = self._block_size
         entered: list[TrieNode] = []
         for index in range(depth, num_blocks):
@@ -128,7 +138,7 @@ class PrefixTrie:
             if child is None:
                 if handles[index] is DROPPED or handles[index].block_id in self._nodes:
                     self._drop_empty_root(node)
-                    self._tell_stored(entered, lora_id)
+                    self._tell_stored(entered, origin)
                     return None, index
                 child = TrieNode(node, key, handles[index])
                 node.add(child)
@@ -136,7 +146,7 @@ class PrefixTrie:
                 self._evicted.discard(child.hash)
                 entered.append(child)
             node = child
-        self._tell_stored(entered, lora_id)
+        self._tell_stored(entered, origin)
         return node, max(depth, num_blocks)
 
     def insert_tail(
@@ -147,21 +157,21 @@ class PrefixTrie:
         token_ids: Seq[int],
         handles: Seq[BlockHandle],
         num_tokens: int,
-        lora_id: int | None = None,
+        origin: KvOrigin = NO_ORIGIN,
     ) -> None:
         """Insert the full blocks of `num_tokens` tokens, and the last block, which is filled in part, as a leaf.
 
         The leaf is not inserted if another block begins with its tokens.
         """
         num_full = num_tokens // self._block_size
-        node, _ = self.insert(namespace, node, depth, token_ids, handles, num_full, lora_id)
+        node, _ = self.insert(namespace, node, depth, token_ids, handles, num_full, origin)
         tail = tuple(token_ids[num_full * self._block_size : num_tokens])
         if node is None or _longest_head(node, tail)[1] == len(tail):
             return
         leaf = TrieNode(node, tail, handles[num_full])
         node.add(leaf)
         self._nodes[leaf.handle.block_id] = leaf
-        self._tell_stored([leaf], lora_id)
+        self._tell_stored([leaf], origin)
 
     def forget(self, block_id: BlockId) -> None:
         """Remove the block's node and all nodes below it. Unknown blocks are ignored."""
@@ -206,19 +216,36 @@ class PrefixTrie:
             )
             assert root.children, f"trie: the root of namespace {namespace!r} is empty"
 
-    def _tell_stored(self, entered: list[TrieNode], lora_id: int | None) -> None:
+    def cached_prefixes(self) -> list[BlocksStored]:
+        """All blocks that can be found, as the events that store them, parents before their children."""
+        found: list[BlocksStored] = []
+        for root in self._roots.values():
+            starts = list(root.children.values())
+            while starts:
+                chain = [starts.pop()]
+                while len(chain[-1].children) == 1:
+                    chain.extend(chain[-1].children.values())
+                starts.extend(chain[-1].children.values())
+                found.append(_stored(chain, root.origin))
+        return found
+
+    def _tell_stored(self, entered: list[TrieNode], origin: KvOrigin) -> None:
         """Record an event. Each node of `entered` is the child of the one before it."""
-        if self._events is None or not entered:
-            return
-        parent = entered[0].parent
-        assert parent is not None  # it was inserted just now
-        parent_hash = None if parent.handle is ROOT else parent.hash
-        self._events.stored(parent_hash, [StoredBlock(node.hash, list(node.key), lora_id) for node in entered])
+        if self._events is not None and entered:
+            self._events.stored(_stored(entered, origin))
 
     def _drop_empty_root(self, node: TrieNode) -> None:
         """Forget a namespace without blocks: clients choose the names, so there may be any number of them."""
         if node.handle is ROOT and not node.children:
             self._roots.pop(node.namespace, None)
+
+
+def _stored(chain: list[TrieNode], origin: KvOrigin) -> BlocksStored:
+    """The event that stores the blocks of `chain`, each the child of the one before it."""
+    parent = chain[0].parent
+    assert parent is not None  # it is in the trie
+    parent_hash = None if parent.handle is ROOT else parent.hash
+    return BlocksStored(parent_hash, [StoredBlock(node.hash, list(node.key)) for node in chain], origin)
 
 
 def _longest_head(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig, KvCacheConfig
+from backend.api.config import CPU_MEMORY_FRACTION, EngineConfig, KvCacheConfig
 from backend.api.errors import ConfigError
 from backend.core.step import ModelInfo
 
 DEFAULT_FRACTION_CUDA = 0.9
-DEFAULT_FRACTION_CPU = 0.25  # other programs need the rest of the machine's memory
 
 
 def with_usable_blocks(config: EngineConfig, model: ModelInfo) -> EngineConfig:
@@ -43,13 +42,26 @@ def num_pool_blocks(config: EngineConfig, model: ModelInfo, free_memory_bytes: i
     return num_blocks
 
 
+def num_swap_blocks(config: EngineConfig, model: ModelInfo) -> int:
+    """Blocks of paused sequences that host memory has room for. Raises ConfigError where it is asked for, and holds none."""
+    if config.scheduler.preemption != "swap":
+        return 0
+    num_blocks = config.kv_cache.swap_bytes // _block_bytes(config, model)
+    if not num_blocks:
+        raise ConfigError(
+            f"scheduler.preemption is swap, and kv_cache.swap_bytes is {config.kv_cache.swap_bytes}, while one block takes "
+            f"{_block_bytes(config, model)}; raise it, or use recompute"
+        )
+    return num_blocks
+
+
 def _remedy(block_size: int) -> str:
     usual = KvCacheConfig().block_size  # the native kernels support no smaller blocks
     return f"raise it, or use --set kv_cache.block_size={usual}" if block_size > usual else "raise it"
 
 
 def _blocks_in_memory(config: EngineConfig, model: ModelInfo, free_memory_bytes: int) -> int:
-    default = DEFAULT_FRACTION_CUDA if model.device.startswith("cuda") else DEFAULT_FRACTION_CPU
+    default = DEFAULT_FRACTION_CUDA if model.device.startswith("cuda") else CPU_MEMORY_FRACTION
     fraction = config.kv_cache.free_memory_fraction or default
     return int(free_memory_bytes * fraction) // _block_bytes(config, model)
 

@@ -17,18 +17,26 @@ from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.slots import SlotManager
+from backend.kvcache.swap import SwapSpace
 from backend.kvcache.tables import BlockTable
 
 
 class CacheState:
     def __init__(
-        self, config: KvCacheConfig, num_blocks: int, num_slots: int, geometry: Geometry, max_events: int = 0
+        self,
+        config: KvCacheConfig,
+        num_blocks: int,
+        num_slots: int,
+        geometry: Geometry,
+        max_events: int = 0,
+        swap_blocks: int = 0,
     ) -> None:
         self.geometry = geometry
         self.events = KvEventLog(max_events, num_blocks) if max_events else None
         self.trie = PrefixTrie(config.block_size, EvictedPrefixes(num_blocks), self.events)
         self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self.trie.forget)
         self.slots = SlotManager(num_slots)
+        self.swap = SwapSpace(swap_blocks, self.blocks, config.block_size)
         self.tables: dict[SequenceId, BlockTable] = {}
         self.watermark_blocks = int(config.watermark * num_blocks)
         self.enable_block_reuse = config.enable_block_reuse and config.sharing != "none"
@@ -64,11 +72,11 @@ class CacheState:
     def tail(self, seq: Sequence, table: BlockTable) -> BlockHandle | None:
         """The last block of a sequence that leaves the batch, if it is not full and others may reuse it; else None.
 
-        Others may not reuse it if the trie lacks a block in front of it, if another sequence still writes to it, or if it is
-        output of a beam search (whose full blocks are not shared either).
+        Others may not reuse it if its KV is foreign, if the trie lacks a block in front of it, if another sequence still
+        writes to it, or if it is output of a beam search (whose full blocks are not shared either).
         """
         num_full, num_tail_tokens = divmod(seq.num_computed_tokens, self.geometry.block_size)
-        is_known = self.enable_block_reuse and table.depth == num_full
+        is_known = self.enable_block_reuse and table.depth == num_full and not seq.kv_is_foreign
         if not (is_known and num_tail_tokens and self._finds_heads(seq) and seq.beam_width == 1):
             return None
         handle = table.handles[num_full]

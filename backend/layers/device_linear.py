@@ -57,7 +57,12 @@ def make_triton_linear(dtype: torch.dtype) -> MakeLinear:
             if rounding := _rounding(weight.scales, dtype):
                 say(_ROUNDED, weight.scales.dtype, dtype, rounding)
             return W4A16Linear(weight.to(dtype), bias)
-        if isinstance(weight, QuantizedWeight) and weight.format == "w8a8" and weight.scale.shape[1] == 1:
+        if (
+            isinstance(weight, QuantizedWeight)
+            and weight.format == "w8a8"
+            and weight.scale.shape[1] == 1
+            and not weight.is_rotated
+        ):
             return W8A8Linear(weight, bias, dtype)
         say(_SLOW_FLOAT32 if isinstance(weight, Weight4) else _SLOW_GROUPS)
         return QuantizedLinear(in_eight_bits(weight) if isinstance(weight, Weight4) else weight, bias)

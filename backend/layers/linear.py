@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels import w4a8, w4a16
 from kernels.common.quantize import dequantize, quantize_activations, row_slices
+from kernels.common.rotation import rotate
 from kernels.common.super_blocks import SuperBlocks
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
@@ -28,12 +29,17 @@ QuantizedFormat = Literal["int8", "w8a8", "w4a8"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in the format of kernels/common/quantize.py or, for w4a8, four_bits.py; one of a checkpoint may also hold -128."""
+    """A weight in the format of kernels/common/quantize.py or, for w4a8, of four_bits.py or two_levels.py.
+
+    One of a checkpoint may also hold -128.
+    """
 
     q: Tensor  # int8 [n, k]
     scale: Tensor  # float32 [n, ceil(k / group)]
     group: int  # columns; k = one scale a row
-    format: QuantizedFormat  # w8a8, w4a8: activations are quantised as well, per token and group; w4a8: q is of VALUES
+    # w8a8, w4a8: activations are quantised as well, per token and group; w4a8: q is of VALUES or, if rotated, of LEVELS
+    format: QuantizedFormat
+    is_rotated: bool = False  # w8a8, w4a8: of kernels/common/rotation.py, which rotates inputs
 
 
 Weight = (
@@ -151,8 +157,9 @@ class QuantizedLinear:
         return num_bytes_of(self._weight.q, self._weight.scale, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        q, scale, group, format = self._weight
-        values = dequantize(*quantize_activations(x, group), group) if format != "int8" else x.float()
+        q, scale, group, format, is_rotated = self._weight
+        inputs = rotate(x) if is_rotated else x.float()
+        values = dequantize(*quantize_activations(inputs, group), group) if format != "int8" else inputs
         out = x.new_empty(x.shape[0], q.shape[0])
         for rows in row_slices(*q.shape):
             bias = None if self._bias is None else self._bias[rows].float()

@@ -12,7 +12,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from backend.architectures.description import ModelConfig
+from backend.architectures.description import WHOLE, ModelConfig, Shard
+from backend.architectures.shards import of_rank, stacked_rows, vocabulary
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.lora import Adapt, AdaptedTokens
@@ -56,10 +57,12 @@ class MarkedOutput(NamedTuple):
 @dataclass(slots=True)
 class Decoder:
     config: ModelConfig
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor  # [vocab, hidden]; no rows in a stage that embeds no tokens
     layers: list[LayerWeights]
     norm: NormWeights
-    lm_head: Linear  # [vocab, hidden]
+    lm_head: (
+        Linear | None
+    )  # [vocab, hidden]; of several ranks each has its part of the vocabulary; None: another stage's
     rotary: list[RotaryTables | None]  # tables of each layer, shared by layers with the same rope; None = no rotation
     max_seq_len: int  # positions of the tables
     query_scales: Tensor | None = None  # float32 [max_seq_len]: Block.query_scaling
@@ -92,7 +95,7 @@ class Decoder:
 
     @property
     def _linears(self) -> list[Linear]:
-        linears = [self.lm_head]
+        linears = [] if self.lm_head is None else [self.lm_head]
         for layer in self.layers:
             linears += layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
         return linears
@@ -165,6 +168,7 @@ class Decoder:
         return linear.takes_int8 and not self.takes_adapters
 
     def _logits(self, normed: Tensor) -> Tensor:
+        assert self.lm_head is not None, "a stage that has no output head is not asked for logits"
         logits, block = self.lm_head(normed), self.config.block
         if block.logit_scale == 1 and not block.logit_softcap:
             return logits
@@ -199,16 +203,17 @@ def build_decoder(
     device: torch.device,
     options: LinearOptions,
     follow: Follow = Follow(),  # noqa: B008 (immutable)
+    shard: Shard = WHOLE,
 ) -> Decoder:
     """Make a model from a checkpoint's tensors, one layer at a time, so that the original of a packed weight is freed at once.
 
-    Raises ConfigError for missing, misshapen or unused tensors.
+    shard: the part of it that this rank runs. Raises ConfigError for missing, misshapen or unused tensors.
     """
     if config.names.layer.qkv_by_head:
         tensors = QkvByHead(tensors, config)
     source = TensorSource(tensors, dtype, device, config.names.unused)
-    parts = CheckpointParts(config, source, LinearBuilder(source, config.quantization, options))
-    return assemble(config, follow.parts(parts), max_seq_len, dtype, device, follow.layers)
+    parts = CheckpointParts(config, source, LinearBuilder(source, config.quantization, options), shard)
+    return assemble(of_rank(config, shard), follow.parts(parts), max_seq_len, dtype, device, follow.layers)
 
 
 def assemble(
@@ -219,18 +224,21 @@ def assemble(
     device: torch.device,
     on_layer: Callable[[int, int], None] = lambda done, of: None,
 ) -> Decoder:
-    """Make a model of its parts. on_layer: gets how many layers are done, of how many, after each."""
-    config, names = _rounded(config, dtype), config.names
-    embedding = parts.take(names.embedding + ".weight", (config.vocab_size, config.hidden_size))
-    lm_head = parts.head(embedding)
+    """Make a model of its parts. config: of this rank. on_layer: gets how many layers are done, of how many, after each."""
+    config, names, shard = _rounded(config, dtype), config.names, config.shard
+    embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+    if shard.is_first:
+        embedding = parts.take(names.embedding + ".weight", (config.vocab_size, config.hidden_size))
+    first_token, last_token = vocabulary(config, shard)
+    lm_head = parts.head(embedding, last_token - first_token) if shard.is_last else None
     layers = []
-    for index in range(config.num_layers):
+    for index in config.held:
         layers.append(_layer(config, parts, f"{names.layers}{index}."))
-        on_layer(index + 1, config.num_layers)
+        on_layer(len(layers), len(config.held))
     last_norm = _norm(config, parts, names.norm, config.hidden_size)
     parts.finish()
     tables = [rotary_tables(rope, config.head_dim, max_seq_len, device) for rope in config.ropes]
-    rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.layers]
+    rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.held_settings]
     scaling = config.block.query_scaling
     scales = None if scaling is None else query_scales(scaling, max_seq_len, device)
     return Decoder(config, embedding, layers, last_norm, lm_head, rotary, max_seq_len, scales)
@@ -248,6 +256,7 @@ def _layer(config: ModelConfig, parts: Parts, prefix: str) -> LayerWeights:
     block, names = config.block, config.names.layer
     hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
+    is_first = config.shard.rank == 0  # the rank that adds the biases of what all ranks add up
 
     def norm_of(name: str | None) -> NormWeights | None:
         return None if name is None else _norm(config, parts, prefix + name, hidden)
@@ -255,8 +264,8 @@ def _layer(config: ModelConfig, parts: Parts, prefix: str) -> LayerWeights:
     attention_norm, attention_out_norm = norm_of(names.attention_norm), norm_of(names.attention_out_norm)
     qk = {"none": None, "head": (head, head), "row": (q, kv)}[block.qk_norm]
     attention = AttentionWeights(
-        qkv=parts.linear(_rows(prefix, names.qkv, (q, kv, kv)), hidden, block.qkv_bias),
-        out=parts.linear({prefix + names.out: hidden}, q, block.out_bias),
+        qkv=parts.linear(stacked_rows(prefix, names.qkv, (q, kv, kv)), hidden, block.qkv_bias),
+        out=parts.linear({prefix + names.out: hidden}, q, block.out_bias and is_first),
         q_norm=None if qk is None else _norm_weight(config, parts, prefix + names.q_norm, qk[0]),
         k_norm=None if qk is None else _norm_weight(config, parts, prefix + names.k_norm, qk[1]),
         sinks=parts.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
@@ -264,15 +273,10 @@ def _layer(config: ModelConfig, parts: Parts, prefix: str) -> LayerWeights:
     mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
     inputs = (inter, inter) if block.gated else (inter,)
     mlp = MlpWeights(
-        gate_up=parts.linear(_rows(prefix, names.gate_up, inputs), hidden, block.mlp_bias),
-        down=parts.linear({prefix + names.down: hidden}, inter, block.mlp_bias),
+        gate_up=parts.linear(stacked_rows(prefix, names.gate_up, inputs), hidden, block.mlp_bias),
+        down=parts.linear({prefix + names.down: hidden}, inter, block.mlp_bias and is_first),
     )
     return LayerWeights(attention, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
-
-
-def _rows(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
-    """The rows of each tensor of a projection; one name means that the checkpoint stores its parts in one tensor."""
-    return {prefix + names[0]: sum(rows)} if len(names) == 1 else dict(zip((prefix + n for n in names), rows))
 
 
 def _norm(config: ModelConfig, parts: Parts, name: str, size: int) -> NormWeights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,33 +10,50 @@ from torch import Tensor
 
 from backend.api.config import Quantization
 from backend.api.errors import ConfigError
+from backend.architectures.shards import Cut
 from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear
+from backend.models.cut import cut_bias, cut_weight
 from backend.models.quantized import QuantizedLayers, stack
 from backend.models.tensors import TensorSource
-from kernels.common import four_bits
+from kernels.common import four_bits, rotation, two_levels
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
+from kernels.common.rotation import Round
 
 WHOLE_ROW = -1  # a value of LinearOptions.group: one scale a row
 
 
-Round = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (weight, group) -> (int8, scales)
+class Rounding(NamedTuple):
+    """How float weights of some number of columns are rounded."""
+
+    format: QuantizedFormat
+    group: int  # columns that share a scale
+    round: Round
+    is_rotated: bool = False
 
 
 class LinearOptions(NamedTuple):
     """How linear layers hold their weights."""
 
     quantization: Quantization = "none"  # format to which float weights are quantised while loading; none: they are not
-    group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = DEFAULT_GROUPS
+    group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = what is best
     make: MakeLinear = make_torch_linear
     round_to_four_bits: Round = four_bits.round_weight
     holds_super_blocks: bool = False  # True if `make` takes SuperBlocks; they are floats where it does not
+    rotate: rotation.Rotate = rotation.rotate
+    round_to_levels: Round = two_levels.round_weight
 
-    def columns_per_scale(self, columns: int) -> int:
-        """Columns that share a scale in a weight of `columns` columns."""
-        return columns if self.group == WHOLE_ROW else self.group or DEFAULT_GROUPS[self.quantization]
-
-    def rounding_to(self, format: QuantizedFormat) -> Round:
-        return self.round_to_four_bits if format == "w4a8" else quantize_weight
+    def rounding(self, columns: int, is_head: bool) -> Rounding:
+        """How a weight of `columns` columns is rounded. `is_head`: as in LinearBuilder.build."""
+        assert self.quantization != "none"
+        format = _of_head(self.quantization) if is_head else self.quantization
+        together = rotation.group_of(columns) if format != "int8" and self.group is None else None
+        if together is not None:
+            rounded = self.round_to_levels if format == "w4a8" else quantize_weight
+            return Rounding(
+                format, together, lambda w, group: rotation.round_weight(w, group, self.rotate, rounded), True
+            )
+        group = columns if self.group == WHOLE_ROW else self.group or DEFAULT_GROUPS[format]
+        return Rounding(format, group, self.round_to_four_bits if format == "w4a8" else quantize_weight)
 
 
 class LinearBuilder:
@@ -51,23 +68,32 @@ class LinearBuilder:
         self._checkpoint = checkpoint
         self._options = options
 
-    def build(self, rows: Mapping[str, int], columns: int, has_bias: bool = False, is_head: bool = False) -> Linear:
+    def build(
+        self,
+        rows: Mapping[str, int],
+        columns: int,
+        has_bias: bool = False,
+        is_head: bool = False,
+        cut: Cut | None = None,
+    ) -> Linear:
         """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does.
 
-        `is_head`: it yields the logits, and is held in 8 bits where other layers are quantised to 4.
+        `is_head`: it yields the logits, and is held in 8 bits where other layers are quantised to 4. cut: the part of it that
+        is made; weights that are rounded here are rounded after they have been cut.
         """
         if self._checkpoint is not None and self._are_quantized(rows, self._checkpoint.marker):
             weight: Weight = stack([self._checkpoint.take(self._source, *each, columns) for each in rows.items()])
+            weight = weight if cut is None else cut_weight(weight, cut, next(iter(rows)))
             if not has_bias:  # GPTQ's writers store a bias of zeros for such a layer
                 self._source.drop_zeros(name + ".bias" for name in rows)
         elif self._checkpoint is None and self._options.quantization != "none":
-            weight = self._quantize(
-                rows, columns, _of_head(self._options.quantization) if is_head else self._options.quantization
-            )
+            weight = self._quantize(rows, columns, cut or _all_of(rows), is_head)
         else:
             weight = self._source.take_stacked({name + ".weight": count for name, count in rows.items()}, (columns,))
-        bias = {name + ".bias": count for name, count in rows.items()}
-        return self._options.make(weight, self._source.take_stacked(bias, ()) if has_bias else None)
+            weight = weight if cut is None else cut_weight(weight, cut, next(iter(rows)))
+        names = {name + ".bias": count for name, count in rows.items()}
+        bias = self._source.take_stacked(names, ()) if has_bias else None
+        return self._options.make(weight, bias if cut is None or bias is None else cut_bias(bias, cut))
 
     def holds(self, name: str) -> bool:
         """True if the checkpoint holds this projection quantised."""
@@ -89,29 +115,37 @@ class LinearBuilder:
             )
         return bool(scaled)
 
-    def _quantize(self, rows: Mapping[str, int], columns: int, format: QuantizedFormat) -> QuantizedWeight:
+    def _quantize(self, rows: Mapping[str, int], columns: int, cut: Cut, is_head: bool) -> QuantizedWeight:
         """Quantise the stored values, before any rounding to the model's dtype."""
-        group, num_rows, device = self._options.columns_per_scale(columns), sum(rows.values()), self._source.device
+        first, end = cut.columns or (0, columns)
+        rounding = self._options.rounding(end - first, is_head)
+        group, num_rows = rounding.group, sum(stop - start for start, stop in cut.rows)
         for name, count in rows.items():
             self._source.check_shape(name + ".weight", (count, columns))
-        q = torch.empty(num_rows, columns, dtype=torch.int8, device=device)
-        scale = torch.empty(num_rows, -(-columns // group), dtype=torch.float32, device=device)
-        start, rounded = 0, self._options.rounding_to(format)
+        device = self._source.device
+        q = torch.empty(num_rows, end - first, dtype=torch.int8, device=device)
+        scale = torch.empty(num_rows, -(-(end - first) // group), dtype=torch.float32, device=device)
+        stacked = made = 0
         for name, count in rows.items():
             stored = self._source.take_raw(name + ".weight", (count, columns))
-            q[start : start + count], scale[start : start + count] = rounded(stored, group)
-            start += count
-        return QuantizedWeight(q, scale, group, format)
+            for start, stop in cut.within(stacked, count):
+                part = slice(made, made + stop - start)
+                q[part], scale[part] = rounding.round(stored[start:stop, first:end], group)
+                made = part.stop
+            stacked += count
+        return QuantizedWeight(q, scale, group, rounding.format, rounding.is_rotated)
+
+
+def _all_of(rows: Mapping[str, int]) -> Cut:
+    return Cut(((0, sum(rows.values())),))
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, options: LinearOptions, is_head: bool = False) -> Linear:
     """A layer of weight [n, k] and bias [n] or None, quantised if `options` say so. `is_head`: as in LinearBuilder.build."""
     if options.quantization == "none":
         return options.make(weight, bias)
-    format = _of_head(options.quantization) if is_head else options.quantization
-    group = options.columns_per_scale(weight.shape[1])
-    q, scale = options.rounding_to(format)(weight, group)
-    return options.make(QuantizedWeight(q, scale, group, format), bias)
+    format, group, rounded, is_rotated = options.rounding(weight.shape[1], is_head)
+    return options.make(QuantizedWeight(*rounded(weight, group), group, format, is_rotated), bias)
 
 
 def _of_head(format: QuantizedFormat) -> QuantizedFormat:

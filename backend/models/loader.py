@@ -19,8 +19,9 @@ from backend.api.errors import ConfigError
 from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import read_object, shown, token_ids
 from backend.api.weight_files import tensor_names, weight_files
-from backend.architectures.description import ModelConfig
+from backend.architectures.description import WHOLE, ModelConfig, Shard
 from backend.architectures.registry import HEADLESS
+from backend.architectures.shards import check_ranks, of_rank
 from backend.models import gguf
 from backend.models.config import check_eos_ids, parse_model_config, read_model_config
 from backend.models.decoder import Decoder, Follow, assemble, build_decoder
@@ -79,10 +80,16 @@ class Checkpoint:
         self.has_head = has_head and config.architecture not in HEADLESS
         self.config = config if self.has_head else replace(config, tied_embeddings=True)
         self.tensors = tensors
+        self.shard = WHOLE
 
     def limit_attention(self, windows: Windows | None, sink_tokens: int) -> None:
         """Windows and sink tokens of a model that is built from now on; see `ModelConfig.with_windows`."""
         self.config = self.config.with_windows(windows, sink_tokens)
+
+    def cut(self, shard: Shard) -> None:
+        """The part of the model that is built from now on. Raises ConfigError for a model that cannot be cut so."""
+        check_ranks(self.config, shard.size, shard.stages)
+        self.shard = shard
 
     def compute_dtype(self, dtype: str) -> torch.dtype:
         """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
@@ -106,12 +113,12 @@ class Checkpoint:
         if isinstance(tensors, GgufTensors):
             config, tensors = tensors.held_for(config, dtype, device, linears)
         with torch.inference_mode():
-            return build_decoder(config, tensors, limit, dtype, device, linears, follow)
+            return build_decoder(config, tensors, limit, dtype, device, linears, follow, self.shard)
 
     def assemble(self, parts: Parts, max_seq_len: int | None, dtype: torch.dtype, device: torch.device) -> Decoder:
         """Make the model of parts that an earlier `build` has made. Raises ConfigError."""
         with torch.inference_mode():
-            return assemble(self.config, parts, self._num_positions(max_seq_len), dtype, device)
+            return assemble(of_rank(self.config, self.shard), parts, self._num_positions(max_seq_len), dtype, device)
 
     def _num_positions(self, max_seq_len: int | None) -> int:
         """The number of positions that the model is built for. Raises ConfigError."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,22 +25,57 @@ from backend.api.tensor import TensorData
 from backend.architectures.description import ModelConfig
 from backend.models.loader import open_tensors
 from backend.models.npy import Array, read_array
-from kernels.common.adapter import LINEARS, Part
+from kernels.common.adapter import Part
 
 CONFIG = ADAPTER_CONFIG
 WEIGHT_ROWS = "model.lora_weights.npy"  # beside CONFIG_ROWS
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 1e9
+MAX_NAMES = 12  # projections that an error lists
 Layers = list[dict[str, list[Part]]]
 
 
 class Place(NamedTuple):
     """Where a projection is in the model."""
 
-    linear: str  # one of LINEARS
+    linear: str  # the linear layer; in a decoder of this engine one of kernels.common.adapter.LINEARS
     first: int  # its first column in that layer's output
     n: int
     k: int
+
+    def meets(self, other: Place) -> bool:
+        """True if they have columns of a linear layer in common."""
+        return self.linear == other.linear and self.first < other.first + other.n and other.first < self.first + self.n
+
+
+class Projections(NamedTuple):
+    """The projections of a model that LoRA adapters may change."""
+
+    architecture: str
+    layers: Sequence[Mapping[str, Place]]  # one for each layer; projection_of (api/adapter_files.py) names its keys
+
+    def place(self, layer: int, name: str) -> Place:
+        """Raises InvalidRequest, and Unsupported for a projection that the model does not have."""
+        if layer >= len(self.layers):
+            count = len(self.layers)
+            raise InvalidRequest(f"it has a layer {layer}, the model has {count}: 0 to {count - 1}")
+        if (place := self.layers[layer].get(name)) is None:
+            names = ", ".join([*self.layers[layer]][:MAX_NAMES]) or "none"
+            raise Unsupported(
+                f"it has {shown(name)}, which {self.architecture} does not have, or takes no adapters for; in layer {layer} it "
+                f"takes them for {names}"
+            )
+        return place
+
+    def smallest(self, layer: int) -> list[Place]:
+        """The projections of a layer, without those that hold smaller ones: all of them can be adapted together."""
+        places = self.layers[layer].values()
+        return [place for place in places if not any(place.meets(other) and other.n < place.n for other in places)]
+
+
+def projections_of(config: ModelConfig) -> Projections:
+    """The projections of a decoder that this engine runs itself."""
+    return Projections(config.architecture, [places(config)] * config.num_layers)
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
@@ -67,14 +102,6 @@ def places(config: ModelConfig) -> dict[str, Place]:
     return {name: place for name, place in found.items() if place.n and (name in held or name not in FUSED)}
 
 
-def _place(config: ModelConfig, module: str) -> Place:
-    """Raises Unsupported for a projection that the model does not have."""
-    place = places(config).get(module)
-    if place is None:
-        raise Unsupported(f"it has {module}, which {config.architecture} does not have; use an adapter of this model")
-    return place
-
-
 def stack_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     """For each linear layer: where its projections begin in the output, with the number of outputs at the end; and its inputs."""
     found: dict[str, tuple[tuple[int, ...], int]] = {}
@@ -85,10 +112,10 @@ def stack_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     return found
 
 
-def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+def read_adapter(lora: LoraConfig, model: Projections, dtype: torch.dtype, max_rank: int) -> Layers:
     """The adapter that a request brings, in `dtype`. Raises InvalidRequest (or Unsupported)."""
     try:
-        layers = (_read_directory if lora.path else read_rows)(lora, config, dtype, max_rank)
+        layers = (_read_directory if lora.path else read_rows)(lora, model, dtype, max_rank)
     except (ConfigError, InvalidRequest) as error:
         kind = Unsupported if isinstance(error, Unsupported) else InvalidRequest
         raise kind(f"LoRA adapter {lora.shown}: {error}") from None
@@ -105,10 +132,10 @@ def files_of(directory: Path) -> tuple[Path, Path]:
     return directory / names[0], directory / names[1]
 
 
-def _read_directory(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+def _read_directory(lora: LoraConfig, model: Projections, dtype: torch.dtype, max_rank: int) -> Layers:
     directory = Path(lora.path)
     if files_of(directory)[0].name == CONFIG:
-        return read_peft(directory, config, dtype, max_rank)
+        return read_peft(directory, model, dtype, max_rank)
     rows = _unbatched(read_array(directory, CONFIG_ROWS, MAX_CONFIG_BYTES))
     weights = _unbatched(read_array(directory, WEIGHT_ROWS, MAX_WEIGHTS_BYTES))
     if rows.ndim != 2 or rows.dtype.kind not in "iu":
@@ -116,7 +143,7 @@ def _read_directory(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, m
     data = TensorData(str(weights.dtype), weights.shape, weights.tobytes())
     tensors = LoraConfig(lora.task_id, data, tuple(map(tuple, rows.tolist())))
     check_lora(tensors, is_enabled=True)
-    return read_rows(tensors, config, dtype, max_rank)
+    return read_rows(tensors, model, dtype, max_rank)
 
 
 def _unbatched(array: Array) -> Array:
@@ -124,7 +151,7 @@ def _unbatched(array: Array) -> Array:
     return array[0] if array.ndim == 3 and len(array) == 1 else array
 
 
-def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+def read_rows(lora: LoraConfig, model: Projections, dtype: torch.dtype, max_rank: int) -> Layers:
     """TensorRT-LLM's tensors (backend/api/lora.py)."""
     assert lora.weights is not None  # only adapters that bring their weights are read
     weights = torch.frombuffer(bytearray(lora.weights.data), dtype=getattr(torch, lora.weights.dtype))
@@ -141,27 +168,29 @@ def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_ran
             raise Unsupported(
                 f"{where}: module id {module} is not served; 0 to {len(MODULES) - 1} are: {', '.join(MODULES)}"
             )
-        place = _place(config, MODULES[module])
+        place = model.place(layer, MODULES[module])
         size = rank * (place.k + place.n)
         if size > rows.shape[1]:
             raise InvalidRequest(f"{where}: needs {size} weights, lora_weights has rows of {rows.shape[1]}")
         a, b = rows[index, : rank * place.k], rows[index, rank * place.k : size]
         part = Part(place.first, a.view(rank, place.k), b.view(place.n, rank), 1.0)
-        _add(found, layer, MODULES[module], part, config, max_rank)
-    return _layers(found, config, dtype)
+        _add(found, layer, MODULES[module], part, model, max_rank)
+    return _layers(found, model, dtype)
 
 
-def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+def read_peft(directory: Path, model: Projections, dtype: torch.dtype, max_rank: int) -> Layers:
     """A directory that PEFT's save_pretrained has written. Raises ConfigError, InvalidRequest and Unsupported."""
     raw = read_peft_config(directory)
     path = peft_weights(directory)
     tensors = open_tensors([path])
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
+    names: dict[tuple[int, str], str] = {}  # in the whole model
     for each in half_tensors(path):
         halves.setdefault((each.layer, each.module), {})[each.half] = tensors[each.name]
+        names[each.layer, each.module] = each.place
     found: dict[tuple[int, str], Part] = {}
     for (layer, module), pair in halves.items():
-        where, place = f"{WEIGHTS}: layer {layer}, {module}", _place(config, module)
+        where, place = f"{WEIGHTS}: layer {layer}, {module}", model.place(layer, module)
         if set(pair) != {"A", "B"}:
             raise ConfigError(f"{where} has lora_{min(pair)} only; both lora_A and lora_B are needed")
         a, b = pair["A"], pair["B"]
@@ -171,16 +200,17 @@ def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank
                 f"[{place.n}, rank] are needed; it was trained for another model"
             )
         if len(a):
-            _add(found, layer, module, Part(place.first, a, b, _scale(raw, layer, module, len(a))), config, max_rank)
-    return _layers(found, config, dtype)
+            part = Part(place.first, a, b, _scale(raw, names[layer, module], len(a)))
+            _add(found, layer, module, part, model, max_rank)
+    return _layers(found, model, dtype)
 
 
 def content_of(layers: Layers) -> str:
     """The hash of all that an adapter computes with."""
     digest = hashlib.blake2b(digest_size=32)
     for index, layer in enumerate(layers):
-        for linear in LINEARS:
-            for part in layer.get(linear, ()):
+        for linear in sorted(layer):
+            for part in layer[linear]:
                 digest.update(
                     repr((index, linear, part.first, part.a.dtype, *part.a.shape, *part.b.shape, part.scale)).encode()
                 )
@@ -193,11 +223,11 @@ def parts_of(layers: Layers) -> Iterable[Part]:
     return (part for layer in layers for parts in layer.values() for part in parts)
 
 
-def _scale(raw: Mapping[str, Any], layer: int, module: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA; alpha_pattern gives a module an alpha of its own."""
+def _scale(raw: Mapping[str, Any], name: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA; alpha_pattern gives a module an alpha of its own. `name`: the
+    module's, in the whole model.
+    """
     alpha = raw.get("lora_alpha", 8)
-    block = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj") else "mlp"
-    name = f"model.layers.{layer}.{block}.{module}"
     patterns = raw.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise ConfigError(f"{CONFIG}: alpha_pattern is {shown(patterns)}, an object is needed")
@@ -213,26 +243,19 @@ def _scale(raw: Mapping[str, Any], layer: int, module: str, rank: int) -> float:
 
 
 def _add(
-    found: dict[tuple[int, str], Part], layer: int, module: str, part: Part, config: ModelConfig, max_rank: int
+    found: dict[tuple[int, str], Part], layer: int, module: str, part: Part, model: Projections, max_rank: int
 ) -> None:
-    if layer >= config.num_layers:
-        raise InvalidRequest(f"it has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}")
     check_rank(part.rank, layer, module, max_rank)
-    if any((layer, each) in found for each, place in places(config).items() if _meet(place, places(config)[module])):
+    own = model.place(layer, module)
+    if any((layer, each) in found for each, place in model.layers[layer].items() if place.meets(own)):
         raise InvalidRequest(f"it has layer {layer}, {module} twice; leave one out")
     found[layer, module] = part
 
 
-def _meet(one: Place, other: Place) -> bool:
-    """True if they have columns of a linear layer in common."""
-    return one.linear == other.linear and one.first < other.first + other.n and other.first < one.first + one.n
-
-
-def _layers(found: Mapping[tuple[int, str], Part], config: ModelConfig, dtype: torch.dtype) -> Layers:
-    known = places(config)
-    layers: Layers = [{} for _ in range(config.num_layers)]
+def _layers(found: Mapping[tuple[int, str], Part], model: Projections, dtype: torch.dtype) -> Layers:
+    layers: Layers = [{} for _ in model.layers]
     for (layer, module), part in sorted(found.items()):
         held = part._replace(a=part.a.to(dtype).contiguous(), b=part.b.to(dtype).contiguous())
         if part.rank:
-            layers[layer].setdefault(known[module].linear, []).append(held)
+            layers[layer].setdefault(model.layers[layer][module].linear, []).append(held)
     return layers

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from backend.architectures.description import ModelConfig
+from backend.architectures.description import WHOLE, ModelConfig, Shard
+from backend.architectures.shards import Cut, layers_of, linears, sinks, vocabulary
 from backend.layers.linear import Linear
 from backend.models.linears import LinearBuilder
 from backend.models.tensors import TensorSource
@@ -20,31 +21,53 @@ class Parts(Protocol):
     def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool) -> Linear:
         """A linear layer of several projections: name -> rows, stacked in order."""
 
-    def head(self, embedding: Tensor) -> Linear:
-        """The layer that yields the logits. `embedding` was taken before."""
+    def head(self, embedding: Tensor, rows: int) -> Linear:
+        """The layer that yields the logits of `rows` tokens. embedding: was taken before; without rows where it was not."""
 
     def finish(self) -> None:
         """Called when everything has been taken."""
 
 
 class CheckpointParts:
-    """The parts of a checkpoint. Methods raise ConfigError for missing, misshapen or unused tensors."""
+    """The parts of a checkpoint, as a rank has them. Methods raise ConfigError for missing, misshapen or unused tensors."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, linears: LinearBuilder) -> None:
-        self._config, self._source, self._linears = config, source, linears
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, linears_of: LinearBuilder, shard: Shard = WHOLE
+    ) -> None:
+        """config: the whole model's."""
+        self._config, self._source, self._linears, self._shard = config, source, linears_of, shard
+        self._is_cut = shard.size > 1  # else this rank has whole layers
+        self._whole = linears(config, shard) if self._is_cut else {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._source.take(name, shape)
+        if not self._is_cut or not name.endswith("." + self._config.names.layer.sinks):
+            return self._source.take(name, shape)
+        first, end = sinks(self._config, self._shard)
+        return self._source.take(name, (self._config.num_heads,))[first:end]
 
     def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool) -> Linear:
-        return self._linears.build(rows, columns, has_bias)
+        if not self._is_cut:
+            return self._linears.build(rows, columns, has_bias)
+        whole = self._whole[next(iter(rows))]
+        return self._linears.build(whole.rows, whole.columns, whole.has_bias, cut=whole.cut)
 
-    def head(self, embedding: Tensor) -> Linear:
+    def head(self, embedding: Tensor, rows: int) -> Linear:
         config, name = self._config, self._config.names.head
+        part = vocabulary(config, self._shard)
         if config.tied_embeddings and not self._linears.holds(name):
+            if not self._shard.is_first:
+                embedding = self._source.take(
+                    config.names.embedding + ".weight", (config.vocab_size, config.hidden_size)
+                )
             self._source.take_copy(name + ".weight", embedding)
-            return self._linears.from_tensor(embedding)
-        return self._linears.build({name: config.vocab_size}, config.hidden_size, is_head=True)
+            return self._linears.from_tensor(embedding[slice(*part)])
+        cut = Cut((part,)) if self._is_cut else None
+        return self._linears.build({name: config.vocab_size}, config.hidden_size, is_head=True, cut=cut)
 
     def finish(self) -> None:
+        if self._shard.stages > 1:
+            names, (first, end) = self._config.names, layers_of(self._config, self._shard)
+            others = [index for index in range(self._config.num_layers) if not first <= index < end]
+            layers = [f"{names.layers}{index}." for index in others]
+            self._source.leave_out((names.embedding + ".", names.head + ".", *layers))
         self._source.check_all_used()

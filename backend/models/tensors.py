@@ -84,6 +84,10 @@ class TensorSource:
             if self._tensors[name].any():
                 raise ConfigError(f"tensor {name} is not zero, but by its config.json the model has none there")
 
+    def leave_out(self, prefixes: tuple[str, ...]) -> None:
+        """Ignore the tensors whose names begin so, because another rank has them."""
+        self._left = {name for name in self._left if not name.startswith(prefixes)}
+
     def check_all_used(self) -> None:
         """Raise ConfigError when tensors are left over: the model would not be the one that was trained."""
         if self._left:

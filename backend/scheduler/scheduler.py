@@ -1,4 +1,5 @@
-"""Scheduler: plans the next step, then commits the plan once. A plan that is not committed changes nothing.
+"""Scheduler: plans the next step, then commits the plan once. A plan that is not committed changes nothing, but it may have begun
+to load KV of a second level.
 
 One step, in order:
     1. running sequences: one token for each in the generation phase, chunks for those in the context phase
@@ -13,14 +14,18 @@ they compute and sample count as known (Sequence), and a sequence that reaches i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from backend.api.config import SchedulerConfig
+from backend.api.request import RequestId
 from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import SequenceId, StepInput
 from backend.kvcache.adapters import AdapterCache
 from backend.kvcache.manager import KVCacheManager, TableChange
 from backend.kvcache.plan import Admission, KVPlan
+from backend.scheduler.admission import note_admission
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,
@@ -30,24 +35,29 @@ from backend.scheduler.capacity import (
     extend_or_pause,
 )
 from backend.scheduler.drafting import Draft, Drafter
+from backend.scheduler.loads import Loads
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
+from backend.scheduler.shares import Shares
 from backend.scheduler.step_rows import new_row, take_rows
 from backend.scheduler.tuning import BatchTuner
 
-KEPT_SLOTS = 8  # 1 / KEPT_SLOTS of the slots stay free for other requests while one with many sequences runs
+# 1 / KEPT_SLOTS of the slots stay free for others, beside a request of many sequences or a namespace that crowds the batch.
+KEPT_SLOTS = 8
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan of a step. It swaps no blocks: evicted KV is recomputed, never moved off the device."""
-
     kv: KVPlan
     generation: list[Sequence] = field(default_factory=list)  # run one token each; the first rows of the flat batch
     context: list[tuple[Sequence, int]] = field(default_factory=list)  # the rows behind them, with their tokens to run
     admitted: list[Sequence] = field(default_factory=list)
     drafts: dict[SequenceId, Draft] = field(default_factory=dict)  # drafts of generation rows
     rejected: list[Sequence] = field(default_factory=list)  # sequences that can never fit
+    no_room: list[Sequence] = field(
+        default_factory=list
+    )  # written by commit: paused, without room for their KV on the host
+    has_held: bool = False  # True if a sequence was passed over, because its KV comes from the second level
     num_cached_tokens: int = 0  # written by commit: tokens whose KV was found at the first admission of a turn
     num_evicted: int = 0  # written by commit: admitted sequences whose KV had been evicted
     num_lost_tokens: int = 0  # written by commit: tokens of new requests whose KV was cached once and has been evicted
@@ -86,13 +96,20 @@ class Scheduler:
         has_matrix_units: bool = False,
         adapters: AdapterCache | None = None,
         drafter: Drafter | None = None,
+        loads: Loads | None = None,
     ) -> None:
-        """`drafter`: None for workers that take no drafts."""
+        """`drafter`: None for workers that take no drafts. `loads`: None without a second level of KV."""
         self.config = config
         self.adapters = adapters or AdapterCache()
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(config.weights, config.max_overtakes)
         self.running: list[Sequence] = []  # oldest first
+        self._shares = Shares(config.max_batch_size)
         self._kv = kv
+        self._loads = loads
+        if loads is not None:
+            loads.queued_tokens = lambda: sum(
+                seq.num_uncomputed_tokens for seq in self.running if not seq.is_generating
+            )
         self._drafter = drafter
         self.guesses = drafter is not None and drafter.guesses  # True if the engine itself proposes drafts
         self._tuner = BatchTuner(config)
@@ -100,9 +117,10 @@ class Scheduler:
         self.is_static = config.batching == "static"  # True: a batch runs in lockstep and is answered together
         self._separate = config.batching != "fused"
         self._capacity = _capacity_scheduler(config, kv)
-        self._kept_slots = config.max_batch_size // KEPT_SLOTS  # slots that further sequences of a request leave free
+        self._kept_slots = config.max_batch_size // KEPT_SLOTS
         self._num_batch = 0  # size of the present static batch at its start
         self._beam_width = 1  # that of the latest step
+        self.only: RequestId | None = None  # the one request that may run (engine/trials.py); None: all may
         self._stale: dict[SequenceId, Sequence] = {}  # running sequences whose state at the worker is out of date
 
     @property
@@ -130,12 +148,15 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from the queue or the batch. The caller releases its blocks and slot."""
         self._stale.pop(seq.seq_id, None)
+        if self._loads is not None:
+            self._loads.forget(seq)
         self.adapters.let_go(seq.adapter)
         if self._drafter is not None:
             self._drafter.end(seq)
         if seq.status is Status.RUNNING:
             self.adapters.stop(seq.adapter)
             self.running.remove(seq)
+            self._shares.leave(seq.request.cache_salt)
             self._tuner.note_end(seq.num_prompt_tokens, seq.num_output_tokens)
         else:
             self.waiting.remove(seq)
@@ -143,7 +164,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan one step. The plan depends only on the state of queue, sequences and cache."""
         plan = StepPlan(self._kv.plan())
-        if self._waits_for_tokens():
+        if self._waits_for_tokens() or self._sets_others_aside(plan):
             return plan
         if self.running:
             plan.beam_width = self.running[0].beam_width
@@ -175,7 +196,7 @@ class Scheduler:
             return plan
         if not admit_first:
             self._admit(plan, context, budget)
-        rows = [*context, *(seq for seq in plan.admitted if not seq.is_dormant)]
+        rows = self._in_turn([*context, *(seq for seq in plan.admitted if not seq.is_dormant)])
         plan.context = [(seq, share) for seq, share in zip(rows, self._cut(plan, rows, budget), strict=True) if share]
         self._add_drafts(plan)
         return plan
@@ -184,6 +205,7 @@ class Scheduler:
         """Carry out a plan: blocks, slots, queue and states. Rejected sequences stay in the queue; the caller fails them."""
         known = {seq.seq_id: seq.num_computed_tokens for seq in plan.admitted}
         changes = self._kv.commit(plan.kv)
+        plan.no_room = changes.no_room
         self._beam_width = plan.beam_width
         for seq in plan.paused:
             self._stale.pop(seq.seq_id, None)
@@ -191,6 +213,7 @@ class Scheduler:
             seq.num_pauses += 1
             self.adapters.stop(seq.adapter)
             self.running.remove(seq)
+            self._shares.leave(seq.request.cache_salt)
             self.waiting.put_back(seq)
         if self.is_static:
             if plan.admitted:
@@ -200,8 +223,11 @@ class Scheduler:
             self.waiting.take(seq)
             self.running.append(seq)
             seq.apply(Event.ADMIT)
+            if self._loads is not None:
+                self._loads.forget(seq)
+            self._shares.admit(seq.request.cache_salt)
             self.adapters.start(seq.adapter)
-            _note_admission(plan, seq, known[seq.seq_id], now_ns)
+            note_admission(plan, seq, known[seq.seq_id], now_ns)
         for seq in self._stale.values():
             assert seq.slot is not None  # it runs
             changes.changes[seq.seq_id] = TableChange(seq.slot, [], is_new=True)
@@ -212,7 +238,22 @@ class Scheduler:
         new_rows = [new_row(seq, self._kv) for seq in new if not seq.is_dormant]
         self._stale.clear()
         adapters = self.adapters.take_changes()
-        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks, *adapters)
+        assert not (changes.swap_out and changes.swap_in), "KV is swapped out and in by one step"
+        swaps = changes.swap_out, changes.swap_in
+        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks, *swaps, *adapters)
+
+    def _sets_others_aside(self, plan: StepPlan) -> bool:
+        """Plan to pause what runs beside the `only` request. Returns False if there is nothing."""
+        if self.only is None:
+            return False
+        others = [seq for seq in self.running if seq.request_id != self.only]
+        for seq in reversed(others):
+            plan.kv.pause(seq)
+        return bool(others)
+
+    def _line(self) -> Iterator[Sequence]:
+        """The sequences that may be admitted, in the order of the queue."""
+        return (seq for seq in self.waiting if self.only in (None, seq.request_id))
 
     def _split_by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         context: list[Sequence] = []
@@ -241,7 +282,9 @@ class Scheduler:
                     del plan.drafts[seq.seq_id]
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note the seconds that a step has taken, for the cost model of drafts."""
+        """Note the seconds that a step has taken, for the cost models of drafts and loads."""
+        if self._loads is not None and plan.context:
+            self._loads.note_step(sum(num_tokens for _, num_tokens in plan.context), seconds)
         if self._drafter is not None and plan.generation and not plan.context:
             self._drafter.note(len(plan.generation), plan.drafts.values(), seconds)
 
@@ -250,14 +293,17 @@ class Scheduler:
         return self._micro_batch.context_budget(len(generation), num_waiting, self._tuner.max_num_tokens)
 
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
-        wants = [seq.num_uncomputed_tokens for seq in context]
+        wants = [(seq, seq.num_uncomputed_tokens) for seq in context]
         most = self._tuner.max_sequences(self._kv.usable_blocks, self._kv.blocks_needed)
-        for seq in self.waiting:
+        for seq in self._line():
             if self._leaves_others_ahead(seq, plan):
                 continue
             beams = seq.rows
             if seq is not beams[0]:
                 continue  # it is a further beam: the first one stood for all
+            if self._loads is not None and self._loads.is_loading(seq):
+                plan.has_held = True
+                continue
             others = len(self.running) + len(plan.admitted)
             if others and others + len(beams) > most:
                 break
@@ -265,32 +311,67 @@ class Scheduler:
                 if self.running or plan.admitted:
                     break
                 plan.beam_width = seq.beam_width
-            room = self._micro_batch.has_room(wants, budget, seq.num_tokens - seq.num_computed_tokens)
+            ahead = self._ahead_of(seq, wants)
+            room = self._micro_batch.has_room(ahead, budget, seq.num_tokens - seq.num_computed_tokens)
             if not (room or self.is_static):  # a static batch is limited by the slots and the pool only
                 break
             if not self.adapters.has_room({seq.adapter, *(other.adapter for other in plan.admitted)}):
                 break
+            mark = plan.kv.mark() if self._loads is not None else None
             answer = self._ask(plan, beams)
             if answer is Admission.NEVER:
                 plan.rejected.append(seq)
             elif answer is Admission.LATER:
                 break
+            elif mark is not None and self._is_held_back(plan, seq):
+                plan.kv.rollback(mark)
+                plan.has_held = True
             else:
                 plan.admitted += beams
-                wants += [self._uncomputed(plan, beam) for beam in beams if not beam.is_dormant]
+                wants += [(beam, self._uncomputed(plan, beam)) for beam in beams if not beam.is_dormant]
         plan.changes_width = plan.beam_width != self._beam_width
-        if not (plan.admitted or plan.rejected or self.running) and self.waiting.head is not None:
-            plan.rejected.append(self.waiting.head)  # nothing runs and it still does not fit: it would wait for ever
+        if not (plan.admitted or plan.rejected or plan.has_held or self.running):
+            plan.rejected += islice(self._line(), 1)  # nothing runs and it still does not fit: it would wait for ever
+
+    def _is_held_back(self, plan: StepPlan, seq: Sequence) -> bool:
+        """True if the second level has more KV of a sequence than the pool, and is about to bring it."""
+        assert self._loads is not None  # the caller has seen it
+        return self._loads.holds_back(seq, plan.kv.grants[seq.seq_id].computed)
+
+    @property
+    def waits_for_loads(self) -> bool:
+        """True if nothing can run until KV comes from the second level."""
+        loads = self._loads
+        if loads is None or self.running or not len(self.waiting):
+            return False
+        return all(seq.group is not None or loads.is_loading(seq) for seq in self._line())
 
     def _leaves_others_ahead(self, seq: Sequence, plan: StepPlan) -> bool:
-        """True if a further sequence of a request is passed over, although there may be room.
+        """True if a sequence is passed over, although there may be room.
 
-        Either another one still computes their prompt, or the last free slots are kept for other requests.
+        The last free slots are kept for others, beside a further sequence of a request and beside a namespace that crowds the
+        batch; and a further sequence waits for another one that still computes their prompt.
         """
-        if seq.group is None or not seq.sequence_index or seq.beam_width > 1:
-            return False
         keeps_slots = seq.status is Status.WAITING and not self.is_static and plan.kv.free_slots <= self._kept_slots
+        if seq.group is None or not seq.sequence_index or seq.beam_width > 1:
+            namespace = seq.request.cache_salt
+            return keeps_slots and self._shares.crowds(namespace, _num_of(plan.admitted, namespace))
         return keeps_slots or seq.group.holds_back(seq)
+
+    def _crowds(self, seq: Sequence) -> bool:
+        return self._shares.crowds(seq.request.cache_salt)
+
+    def _ahead_of(self, seq: Sequence, wants: list[tuple[Sequence, int]]) -> list[int]:
+        """The tokens of the context rows that are served before a sequence."""
+        if not self._shares.is_contended or self._crowds(seq):
+            return [want for _, want in wants]
+        return [want for other, want in wants if not self._crowds(other)]
+
+    def _in_turn(self, rows: list[Sequence]) -> list[Sequence]:
+        """The context rows that get tokens in this step: those of namespaces that do not crowd the batch, else all."""
+        if not self._shares.is_contended:
+            return rows
+        return [seq for seq in rows if not self._crowds(seq)] or rows
 
     def _ask(self, plan: StepPlan, beams: list[Sequence]) -> Admission:
         """Ask the capacity scheduler about a sequence, or about all beams of a request."""
@@ -314,24 +395,5 @@ def _capacity_scheduler(config: SchedulerConfig, kv: KVCacheManager) -> Capacity
     return MaxUtilization(kv) if config.policy == "max_utilization" else GuaranteedNoEvict(kv)
 
 
-def _note_admission(plan: StepPlan, seq: Sequence, known: int, now_ns: int) -> None:
-    """Count what an admission found: KV that is reused, and KV evicted since the sequence last ran (`known` tokens then).
-
-    Reuse of KV that other clients computed is not reported: to the client these tokens count as run.
-    """
-    grant = plan.kv.grants[seq.seq_id]
-    own = grant.own
-    seq.num_context_tokens += seq.num_computed_tokens - own
-    seq.num_recomputed_tokens += max(0, min(seq.num_computed_tokens, seq.max_computed_tokens) - own) + grant.own_lost
-    if not seq.first_scheduled_ns:
-        seq.first_scheduled_ns = now_ns
-        seq.num_cached_tokens = own
-        plan.num_cached_tokens += seq.num_computed_tokens
-    else:  # it was paused within its prompt, and others have computed more of it since
-        more = max(0, own - max(seq.max_computed_tokens, seq.num_cached_tokens))
-        seq.num_cached_tokens += more
-        plan.num_cached_tokens += more
-    has_lost = seq.num_computed_tokens < min(known, seq.max_found_tokens)
-    seq.num_evictions += has_lost or grant.own_lost > 0
-    plan.num_evicted += has_lost or grant.lost > 0
-    plan.num_lost_tokens += grant.lost
+def _num_of(sequences: list[Sequence], namespace: str) -> int:
+    return sum(seq.request.cache_salt == namespace for seq in sequences)

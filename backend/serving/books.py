@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from backend.api import EngineStats
+from backend.api.stats import PauseCounts
 from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.ended import EndedRow, EndedRows
@@ -49,6 +50,9 @@ class Books:
         self._metrics.publish_engine(stats, ready)
         if stats is not None:
             pb.log_verbose(statistics_line(stats, self._is_static))
+
+    def publish_pauses(self, counts: PauseCounts) -> None:
+        self._metrics.publish_pauses(counts)
 
     def close(self) -> None:
         """Log the remaining rows without publishing them, because Triton is about to unload the model."""

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import msgspec
 
 from backend.api import EngineStats
+from backend.api.stats import MISSES
 
 FINISH_REASONS = ("END_ID", "STOP_WORDS", "LENGTH", "TIMED_OUT", "CANCELLED", "ERROR")
 
 FINISHED = "everbatch_requests_finished_total"
+ENGINE_DIED = "engine_died"  # how requests end that were in flight in an engine that died, in the eyes of that engine
 TIMESTAMP = "Timestamp"
 
 Read = Callable[[EngineStats], float]
@@ -36,6 +38,10 @@ class Family(NamedTuple):
 def _scheduled(stats: EngineStats) -> int:
     """The requests of the last step that still run. An idle engine keeps the record of its last step, hence the minimum."""
     return min(stats.latest.num_scheduled_requests, stats.latest.num_active_requests)
+
+
+def _missed_for(reason: str) -> Read:
+    return lambda stats: stats.latest.second_level.misses_total.get(reason, 0)
 
 
 def _finished_with(reason: str) -> Read:
@@ -105,7 +111,10 @@ _TRT_LLM = (
         "TRT LLM disaggregated serving metrics",
         "COUNTER",
         "disaggregated_serving_type",
-        {"kv_cache_transfer_ms": lambda s: 0, "request_count": lambda s: 0},  # no KV travels between servers here
+        {
+            "kv_cache_transfer_ms": lambda s: s.counters.kv_transfer_ns_total / 1e6,
+            "request_count": lambda s: s.counters.kv_transfers_total,
+        },
         ("KV cache transfer time", "Request count"),
     ),
 )
@@ -134,6 +143,46 @@ _OURS = (
             "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
             "missed": lambda s: s.latest.kv_cache.missed_blocks_total,
             "evicted": lambda s: s.latest.kv_cache.evicted_blocks_total,
+        },
+    ),
+    Family(
+        "everbatch_second_level_blocks",
+        "KV blocks of the second level",
+        "GAUGE",
+        "state",
+        {
+            "max": lambda s: s.latest.second_level.secondary_max_num_blocks,
+            "used": lambda s: s.latest.second_level.secondary_used_num_blocks,
+        },
+    ),
+    Family(
+        "everbatch_second_level_blocks_total",
+        "KV blocks by what the second level has done with them: onboarded = read back into the pool, offloaded = written, "
+        "skipped = evicted before they could be written, recomputed = computed because that was expected to be quicker",
+        "COUNTER",
+        "event",
+        {
+            "onboarded": lambda s: s.latest.second_level.onboarded_blocks_total,
+            "offloaded": lambda s: s.latest.second_level.offloaded_blocks_total,
+            "skipped": lambda s: s.latest.second_level.skipped_blocks_total,
+            "recomputed": lambda s: s.latest.second_level.recomputed_blocks_total,
+        },
+    ),
+    Family(
+        "everbatch_second_level_misses_total",
+        "KV blocks of the second level that could not be used, by reason",
+        "COUNTER",
+        "reason",
+        {reason: _missed_for(reason) for reason in MISSES},
+    ),
+    Family(
+        "everbatch_second_level_pace",
+        "Latest pace of both ways to get KV back: bytes a second of loads, waits included, and prompt tokens a second of steps",
+        "GAUGE",
+        "way",
+        {
+            "load_bytes": lambda s: s.latest.second_level.load_bytes_per_s,
+            "prefill_tokens": lambda s: s.latest.second_level.prefill_tokens_per_s,
         },
     ),
     Family(
@@ -183,7 +232,7 @@ _OURS = (
         "Requests that ended, by reason",
         "COUNTER",
         "reason",
-        {reason.lower(): _finished_with(reason) for reason in FINISH_REASONS},
+        {reason.lower(): _finished_with(reason) for reason in FINISH_REASONS} | {ENGINE_DIED: lambda s: 0},
     ),
     Family(
         "everbatch_requests_rejected_total",

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from backend.api import EngineStats
+from backend.api.stats import PauseCounts
 from backend.serving.ended import EndedRow
-from backend.serving.families import FINISHED, Family, engine_families
+from backend.serving.families import ENGINE_DIED, FINISHED, Family, engine_families
 from backend.serving.protocols import FamilyHandle, MetricHandle
 
 TOKEN_BUCKETS = [10.0, 50.0, 100.0, 500.0, 1000.0]
@@ -22,6 +23,11 @@ TOTAL_BUCKETS = [1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0]
 N_BUCKETS = [1.0, 2.0, 5.0, 10.0, 20.0]
 INTER_TOKEN_BUCKETS = [0.001, 0.0025, 0.005, *PER_TOKEN_BUCKETS]
 REQUEST_BUCKETS = [0.01, 0.05, 0.1, 0.5, *TOTAL_BUCKETS, 120.0, 300.0, 600.0]
+PAUSE_FAMILIES = {
+    "resumed_requests": "Requests of this model that went on with another engine process",
+    "engine_pauses": "How often requests of this model waited for another engine process",
+    "engine_pause_seconds": "Seconds for which they did",
+}
 FAILED = ("error", "refused")  # the reasons of rows that answered with an error
 
 
@@ -166,6 +172,11 @@ class MetricsPublisher:
             Totals(*(tokens.Metric(labels={**labels, "kind": kind}) for kind in ("prompt", "output"))),
         ]
         self._has_vllm = False
+        self._pauses = PauseCounts()
+        self._pause_counters = {
+            name: self._register(f"everbatch_{name}_total", meaning, "COUNTER").Metric(labels=labels)
+            for name, meaning in PAUSE_FAMILIES.items()
+        }
 
     def add_vllm(self, max_seq_len: int) -> None:
         """From now on publish vLLM's families too. Called again it changes nothing."""
@@ -187,8 +198,8 @@ class MetricsPublisher:
     def publish_engine(self, stats: EngineStats | None, ready: bool) -> None:
         """Send the values of the engine that have changed since the last call.
 
-        Statistics of a new engine process begin at 0. What was in flight in that one has
-        ended with an error, so that accepted requests are always those that ended and those in flight.
+        Statistics of a new engine process begin at 0. Requests in flight at the death of the one before count as ended, and those
+        that are resumed count as accepted once more. So accepted requests are always those that ended and those in flight.
         """
         if self._ready is not None and self._sent.get(("ready", "")) != ready:
             self._ready.set(float(ready))
@@ -201,6 +212,18 @@ class MetricsPublisher:
         for family in self._engine_families:
             for label, read in family.values.items():
                 self._send(family, label, float(read(stats)))
+
+    def publish_pauses(self, counts: PauseCounts) -> None:
+        """Send what has been added to the totals of this model's Executor since the last call."""
+        before, self._pauses = self._pauses, counts
+        new = (
+            counts.resumed_requests - before.resumed_requests,
+            counts.pauses - before.pauses,
+            counts.paused_s - before.paused_s,
+        )
+        for counter, more in zip(self._pause_counters.values(), new, strict=True):
+            if more > 0:
+                counter.increment(float(more))
 
     def publish_rows(self, rows: Iterable[EndedRow]) -> None:
         """Send what rows that have ended add to the families of this model."""
@@ -227,7 +250,7 @@ class MetricsPublisher:
             if family.kind == "COUNTER":
                 self._sent.update({(family.name, label): 0.0 for label in family.values})
         if num_lost:
-            self._metrics[FINISHED, "error"].increment(float(num_lost))
+            self._metrics[FINISHED, ENGINE_DIED].increment(float(num_lost))
 
     def _send(self, family: Family, label: str, value: float) -> None:
         key = (family.name, label)

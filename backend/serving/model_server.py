@@ -331,6 +331,7 @@ class ModelServer:
             # This comes before the metrics, whose update may fail, because the streams must be ended in any case.
             for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
+        self._books.publish_pauses(self._executor.pauses)
         if self._model.owner:
             self._books.publish_engine(self._executor.latest_stats(), self.is_ready())
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from backend.api import EngineStats, Request, RequestId, Response, SessionId
+from backend.api.stats import PauseCounts
 from backend.core.messages import Hello
 from backend.serving.reading import NamedTensor
 from backend.serving.requests import RequestHeader
@@ -47,6 +48,8 @@ class EngineClient(Protocol):
 
     @property
     def adapters(self) -> Mapping[str, str]: ...
+    @property
+    def pauses(self) -> PauseCounts: ...
 
     def name_adapter(self, name: str, directory: str | None, on_response: OnResponse) -> RequestId: ...
 

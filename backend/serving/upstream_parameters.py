@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import check_config
+from backend.api.config_checks import check_config
 from backend.api.foreign import (
+    RANKS_KEY,
     Checked,
     ForeignParameter,
     ForeignTable,
@@ -24,6 +25,7 @@ from backend.api.foreign import (
     honoured,
     no_effect,
     put,
+    ranks_of_stage,
     refused,
 )
 
@@ -87,6 +89,14 @@ def _device(text: str) -> str:
     return f"cuda:{text}"
 
 
+def _num_ranks(text: str) -> int:
+    """The number of the ids of MPI processes in a list."""
+    ids = text.replace(";", ",").split(",")
+    if not all(each.strip().isdigit() for each in ids) or len(set(ids)) < len(ids):
+        raise ValueError("different ids are expected, with commas between them")
+    return len(ids)
+
+
 _TYPES = {"inflight_fused_batching": "fused", "inflight_batching": "separate", "v1": "static"}
 _DECODING = {**dict.fromkeys(("auto", "top_k", "top_p", "top_k_top_p", "beam_search")), "lookahead": "lookup"}
 _GUIDED = {"xgrammar": "xgrammar", "llguidance": "llguidance"}
@@ -104,10 +114,17 @@ _ENGINE = (
         "kv_cache_free_gpu_mem_fraction", "kv_cache.free_memory_fraction", "on a CPU: of its memory", convert=_number
     ),
     *no_effect("there is no encoder", "cross_kv_cache_fraction"),
-    *no_effect(
-        "evicted KV is computed again and never moved to the host",
+    honoured(
         "kv_cache_host_memory_bytes",
+        "kv_cache.host_cache_bytes",
+        "KV beside the pool (docs/second-level.md)",
+        convert=_whole,
+    ),
+    honoured(
         "kv_cache_onboard_blocks",
+        "kv_cache.onboard_blocks",
+        "false: such KV is written and not read back",
+        convert=is_true,
     ),
     honoured("enable_kv_cache_reuse", "kv_cache.enable_block_reuse", convert=is_true),
     honoured(
@@ -143,8 +160,10 @@ _ENGINE = (
         "request_stats_max_iterations",
     ),
     honoured("gpu_device_ids", "model.device", "one GPU", convert=_device),
-    *refused("one process runs the model", "participant_ids"),
-    *refused("the model runs on one node", "num_nodes", neutral=("1",)),
+    honoured(
+        "participant_ids", "workers.tensor_parallel_size", "as many ranks as ids, of all stages", convert=_num_ranks
+    ),
+    *refused("ranks of other nodes join by `workers.join_address`", "num_nodes", neutral=("1",)),
     *refused("all weights lie on the device", "gpu_weights_percent", neutral=("1", "1.0")),
     *no_effect("the engine process is this project's own", "executor_worker_path"),
     honoured("lora_cache_max_adapter_size", "lora.max_rank", convert=_whole),
@@ -156,7 +175,7 @@ _ENGINE = (
     *no_effect("attention always accumulates in float32", "enable_context_fmha_fp32_acc"),
     honoured("cuda_graph_mode", "model.cuda_graphs", convert=is_true),
     *no_effect("CUDA graphs are kept for the batch sizes that occur", "cuda_graph_cache_size"),
-    *no_effect("upstream has removed it", "enable_trt_overlap"),
+    *refused("upstream refuses it too; `scheduler.look_ahead` is like it", "enable_trt_overlap", neutral=FALSE),
     honoured("lookahead_ngram_size", "speculation.max_draft_tokens", "one less; 0: unset", convert=_drafts_of_ngram),
     *no_effect(
         "drafts come from lookup, not from a window", "lookahead_window_size", "lookahead_verification_set_size"
@@ -212,6 +231,8 @@ def apply_parameters(role: str, model_config: Mapping[str, Any], config: EngineC
     given = {key: text for key, text in set_parameters(model_config).items() if key not in TRITONS_OWN}
     checked = _checked(table, {key: text for key, text in given.items() if key in table})
     unknown = [f"{table.unknown(key)} It has no effect." for key in given if key not in table]
+    if (ranks := checked.settings.get(RANKS_KEY)) is not None:
+        checked.settings[RANKS_KEY] = ranks._replace(value=ranks_of_stage(ranks, config.workers.pipeline_parallel_size))
     if role == "tensorrt_llm" and (size := _max_queue_size(model_config)):
         checked.settings["limits.max_queue_size"] = Setting(QUEUE_SIZE, size)
     changed = _changed(config, checked.settings)

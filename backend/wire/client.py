@@ -11,6 +11,7 @@ from collections.abc import Callable
 from backend.api.errors import EngineUnavailable, InvalidRequest
 from backend.api.stats import EngineStats
 from backend.core.messages import Command, Message
+from backend.wire.address import Address, FileAddress
 from backend.wire.framing import Undecodable, decode_message, encode_frame, receive_frame
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
 from backend.wire.peer import peer
@@ -24,8 +25,9 @@ class SocketTransport:
 
     is_remote = True
 
-    def __init__(self, socket_path: str) -> None:
-        self._path = socket_path
+    def __init__(self, address: str | Address) -> None:
+        """`address`: a text is the path of a socket."""
+        self._address = FileAddress(address) if isinstance(address, str) else address
         self.engine_pid: int | None = None  # process id at the other end of the latest connection
         self._sock: socket.socket | None = None
         self._outgoing: Outgoing | None = None
@@ -52,6 +54,10 @@ class SocketTransport:
     def ask_stats(self) -> EngineStats | None:
         return None
 
+    def is_abandoned(self) -> bool:
+        """True if its supervisor has given the engine up, or has removed the socket with its directory."""
+        return not self._address.may_be_served()
+
     def close(self, drain: bool) -> None:
         with self._lock:
             self._closed.set()
@@ -72,18 +78,17 @@ class SocketTransport:
             self._closed.wait(RECONNECT_S)
 
     def _connect(self) -> socket.socket | None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.connect(self._path)
+            sock = self._address.connect()
         except OSError:
-            sock.close()
             return None
         with self._lock:
             if self._closed.is_set():
                 sock.close()
                 return None
             self._sock = sock
-        self.engine_pid = peer(sock).pid or None  # 0 where it is in a container of its own
+        # None where it is in a container of its own, or on another machine
+        self.engine_pid = (peer(sock).pid or None) if sock.family == socket.AF_UNIX else None
         outgoing = Outgoing(sock, "engine-client-writer")
         outgoing.start()
         self._outgoing = outgoing

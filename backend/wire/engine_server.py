@@ -1,4 +1,4 @@
-"""EngineServer: lets several clients talk to one EngineLoop over a private AF_UNIX socket.
+"""EngineServer: lets several clients talk to one EngineLoop over a private socket.
 
 Each connection has a reader thread, which decodes commands into the loop's inbox, and a bounded backlog with its own writer
 thread, so that the engine's thread never waits for a socket. A client that does not read its responses is disconnected; the
@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -35,7 +33,9 @@ from backend.core.messages import (
     Recorded,
     Responses,
     Stats,
+    Trial,
 )
+from backend.wire.address import FileAddress, ListeningAddress
 from backend.wire.framing import (
     MAX_FRAME_BYTES,
     FrameTooLarge,
@@ -47,9 +47,9 @@ from backend.wire.framing import (
 )
 from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
-from backend.wire.peer import peer
 
 log = logging.getLogger("everbatch.engine")
+MAX_GREETINGS = 64  # connections that may be about to prove who they are
 UNREADABLE = (
     "a value of the request is of the wrong type or out of its range; token ids and counts are integers of 64 bits"
 )
@@ -161,27 +161,30 @@ class Connection:
 class EngineServer:
     def __init__(
         self,
-        socket_path: str,
+        address: str | ListeningAddress,
         post: Callable[[Command | ClientGone], None],
         hello: Callable[[int], Hello],
         present_iteration: Callable[[], int | None] = lambda: None,
+        is_alive: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Listen at `socket_path` (its directory is made 0700; a stale socket is replaced). `present_iteration`: see Heart."""
+        """Listen at `address`; a text is the path of a socket. `present_iteration`, `is_alive`: see Heart. Raises OSError."""
         self._post = post
         self._hello = hello
         self._connections: dict[int, Connection] = {}
         self._next_index = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closed = False
-        Path(socket_path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        Path(socket_path).unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(socket_path)
-        os.chmod(socket_path, 0o600)
-        self._listener.listen()
-        self._heart = Heart(present_iteration, self._broadcast)
+        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._address = FileAddress(address) if isinstance(address, str) else address
+        self._listener = self._address.listen()
+        self._heart = Heart(present_iteration, self._broadcast, is_alive)
         threading.Thread(target=self._accept, name="engine-accept", daemon=True).start()
         self._heart.start()
+
+    @property
+    def port(self) -> int:
+        """TCP port on which this server listens; only for a NetworkAddress."""
+        return int(self._listener.getsockname()[1])
 
     def deliver(self, responses: list[Response]) -> None:
         """Send the responses of one step: one message for each client."""
@@ -198,6 +201,9 @@ class EngineServer:
 
     def publish_adapters(self, adapters: Mapping[str, str]) -> None:
         self._broadcast(Adapters(adapters))
+
+    def publish_trial(self, request_id: RequestId | None) -> None:
+        self._broadcast(Trial(request_id))
 
     def publish_records(self, records: Records) -> None:
         """Send records to all clients. Records that are too large for a frame are dropped, for responses wait behind them.
@@ -236,11 +242,23 @@ class EngineServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            if peer(sock).uid not in (os.getuid(), 0):
-                log.warning("a connection of user %d was refused", peer(sock).uid)
+            if not self._greetings.acquire(blocking=False):
+                log.warning("a connection was refused, because %d others have not yet said who they are", MAX_GREETINGS)
                 sock.close()
                 continue
+            # In a thread, because a stranger from the network may take its time.
+            threading.Thread(target=self._admit, args=(sock,), name="engine-greeting", daemon=True).start()
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Greet a connection that may be a client, and close another one."""
+        try:
+            is_client = self._address.admits(sock)
+        finally:
+            self._greetings.release()
+        if is_client:
             self._greet(sock)
+        else:
+            sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
         """Register a connection and send its Hello. From then on it is notified of the server's end."""

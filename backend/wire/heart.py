@@ -14,8 +14,16 @@ from backend.core.messages import Heartbeat
 
 
 class Heart:
-    def __init__(self, present_iteration: Callable[[], int | None], send: Callable[[Heartbeat], None]) -> None:
-        """`present_iteration`: the number of the loop's iteration, None while it sleeps. `send` must not block."""
+    def __init__(
+        self,
+        present_iteration: Callable[[], int | None],
+        send: Callable[[Heartbeat], None],
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`present_iteration`: the number of the loop's iteration, None while it sleeps. `send` must not block. No heartbeat is
+        sent while `is_alive` returns False.
+        """
+        self._is_alive = is_alive
         self._present_iteration = present_iteration
         self._send = send
         self._turn: int | None = None  # iteration at the last beat
@@ -37,4 +45,5 @@ class Heart:
 
     def _run(self) -> None:
         while not self._stopping.wait(TICK_S):
-            self.beat()
+            if self._is_alive():
+                self.beat()

@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backend.api.adapter_files import FUSED
-from backend.architectures.description import ModelConfig
-from backend.models.lora import Layers, Place, places
+from backend.models.lora import Layers, Place, Projections
 from kernels.common.adapter import Part
 
 ALIGNMENT = 64  # bytes; where a tensor may begin in a page
@@ -28,20 +26,17 @@ def part_bytes(place: Place, rank: int, itemsize: int) -> int:
     return _aligned(rank * place.k * itemsize) + _aligned(rank * place.n * itemsize)
 
 
-def module_bytes(config: ModelConfig, size: PartBytes) -> int:
+def module_bytes(model: Projections, size: PartBytes) -> int:
     """Bytes of the largest projection of one layer at rank 1: the unit of TensorRT-LLM's numHostModuleLayer."""
-    return max(size(place, 1) for place in places(config).values())
+    return max((size(place, 1) for places in model.layers for place in places.values()), default=1)
 
 
-def page_bytes(config: ModelConfig, size: PartBytes, page_rank: int, max_rank: int) -> int:
+def page_bytes(model: Projections, size: PartBytes, page_rank: int, max_rank: int) -> int:
     """An adapter of all projections at `page_rank`, and besides the largest projection at `max_rank`. As a projection is not
     divided, the end of a page may stay empty; with that room an adapter of n times `page_rank` takes n pages all the same.
     """
-    known = places(config)
-    whole = config.num_layers * sum(
-        size(place, page_rank) for name, place in known.items() if name not in ("qkv", *FUSED)
-    )
-    return whole + max(size(place, max_rank) for place in known.values())
+    whole = sum(size(place, page_rank) for layer in range(len(model.layers)) for place in model.smallest(layer))
+    return whole + max((size(place, max_rank) for places in model.layers for place in places.values()), default=1)
 
 
 class PagePool:

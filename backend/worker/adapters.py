@@ -12,10 +12,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from backend.api.lora import LoraConfig
-from backend.architectures.description import ModelConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row, StepInput
-from backend.models.lora import Layers, content_of, files_of, parts_of, read_adapter
+from backend.models.lora import Layers, Projections, content_of, files_of, parts_of, read_adapter
 from backend.worker.copy_streams import CopyStreams
 from backend.worker.input_batch import InputBatch
 
@@ -29,8 +28,8 @@ Files = tuple[str, tuple[tuple[int, int, int], ...]]  # a directory; inode, size
 class AdapterReader:
     """Reads, checks and packs adapters. One that is still held somewhere is not packed again. For any thread."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_rank: int, pack: Pack) -> None:
-        self._config, self._dtype, self._max_rank, self._pack = config, dtype, max_rank, pack
+    def __init__(self, model: Projections, dtype: torch.dtype, max_rank: int, pack: Pack) -> None:
+        self._model, self._dtype, self._max_rank, self._pack = model, dtype, max_rank, pack
         self._lock = threading.Lock()
         self._by_content: WeakValueDictionary[str, PreparedAdapter] = WeakValueDictionary()
         self._by_files: WeakValueDictionary[Files, PreparedAdapter] = WeakValueDictionary()
@@ -42,7 +41,7 @@ class AdapterReader:
             known = None if files is None else self._by_files.get(files)
         if known is not None:
             return known
-        layers = read_adapter(lora, self._config, self._dtype, self._max_rank)
+        layers = read_adapter(lora, self._model, self._dtype, self._max_rank)
         content = content_of(layers)
         with self._lock:
             adapter = self._by_content.get(content)
@@ -111,10 +110,16 @@ class DeviceAdapters(Generic[T]):
 
     def of_rows(self, batch: InputBatch, rows: Sequence[Row]) -> list[T | None] | None:
         """Each row's adapter; None when no row has one."""
-        if not self._held:
-            return None
-        contents = [batch.adapters[row.slot] for row in rows]
-        return [self._held[content] if content else None for content in contents] if any(contents) else None
+        return self.named(self.names(batch, rows)) or None
+
+    def names(self, batch: InputBatch, rows: Sequence[Row]) -> list[str]:
+        """The content of each row's adapter, empty where it has none; no entries when no row has one."""
+        contents = [batch.adapters[row.slot] for row in rows] if self._held else []
+        return contents if any(contents) else []
+
+    def named(self, contents: Sequence[str]) -> list[T | None]:
+        """The adapters of these contents, None for an empty one."""
+        return [self._held[content] if content else None for content in contents]
 
 
 def _files(path: str) -> Files | None:

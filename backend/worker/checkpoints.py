@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.api.config import Implementation
+from backend.api.config import Implementation, ModelConfigSection
+from backend.api.errors import ConfigError
 from backend.api.gguf import gguf_file
 from backend.api.model_files import read_object
 from backend.api.quantised import FILE
 from backend.api.weight_files import weight_files
 from backend.architectures.hosted import implementation_of
 from backend.models import loader
+from backend.worker.fingerprint import content_hash
+from backend.worker.weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from backend.hosted.checkpoint import HostedCheckpoint
@@ -32,3 +36,12 @@ def read_eos_ids(path: Path, checkpoint: loader.Checkpoint | HostedCheckpoint) -
     if isinstance(checkpoint, loader.Checkpoint):
         return loader.read_eos_ids(path)
     return loader.eos_ids_of(path, checkpoint.config)
+
+
+def content_of(checkpoint: loader.Checkpoint, section: ModelConfigSection) -> str:
+    """A hash of the weights and of what config.json says. Raises ConfigError."""
+    try:
+        weights = content_hash(checkpoint.files, WeightCache.of(section).directories)
+    except OSError as error:
+        raise ConfigError(f"the checkpoint cannot be read ({error.strerror})") from None
+    return hashlib.sha256(f"{weights} {checkpoint.config!r}".encode()).hexdigest()

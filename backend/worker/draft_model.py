@@ -15,7 +15,7 @@ output: KV that were wrong here would make them worse, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -59,6 +59,10 @@ class DraftModel:
                 self._batch.put_drafts(row)
         return msgspec.structs.replace(step, rows=guessed)
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """These blocks hold KV of tokens that the draft model has not seen."""
+        self._filled[[block_id for block_id in block_ids if block_id < len(self._filled)]] = 0
+
     def _follow(self, step: StepInput) -> None:
         """Grow, copy, and forget what the step writes anew."""
         self._storage.grow(step.num_blocks)
@@ -66,6 +70,7 @@ class DraftModel:
         if self._storage.num_blocks > len(self._filled):
             num_more = self._storage.num_blocks - len(self._filled)
             self._filled = np.concatenate((self._filled, np.zeros(num_more, dtype=np.int64)))
+        self.forget([block for block, _ in step.swap_in])
         for source, destination in step.copies:
             self._filled[destination] = self._filled[source]
         for new in step.new_rows:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from backend.api.config import (
     GuidedConfig,
     KvCacheConfig,
+    KvTransferConfig,
     LoraSection,
     ModelConfigSection,
     SchedulerConfig,
@@ -27,9 +28,10 @@ from backend.api.gguf import SUFFIX
 from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
-from backend.core.step import MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
+from backend.core.step import BlockId, MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
 from backend.models import loader
 from backend.models.decoder import Decoder
+from backend.models.lora import Layers
 from backend.sampling.sampler import Sampler
 from backend.sampling.slots import SlotParameters
 from backend.worker.adapters import AdapterReader
@@ -40,7 +42,8 @@ from backend.worker.draft_model import DraftModel
 from backend.worker.extras import Extras, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.guided_rows import GuidedRows
-from backend.worker.input_batch import InputBatch
+from backend.worker.input_batch import InputBatch, SlotMemory
+from backend.worker.kv_fingerprint import kv_fingerprint
 from backend.worker.loaded_model import LoadedModel, load_draft_model
 from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner, full_step
@@ -71,6 +74,7 @@ class InProcessWorkerGroup:
         guided: GuidedConfig | None = None,
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
         speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (immutable)
+        kv_transfer: KvTransferConfig = KvTransferConfig(),  # noqa: B008 (immutable)
     ) -> None:
         """`progress` gets a line before slow work. `processors` come besides those that the configuration names.
         `debug`: what is kept of every step. `guided`: None for no guided decoding.
@@ -86,6 +90,7 @@ class InProcessWorkerGroup:
         self.guides: GuideCompiler | None = None
         self._lora = lora
         self._speculation = speculation
+        self._kv_transfer = kv_transfer
         self._adapter_reader: AdapterReader | None = None
         self._num_slots = scheduler.max_batch_size
         self._max_num_tokens = scheduler.max_num_tokens
@@ -113,6 +118,7 @@ class InProcessWorkerGroup:
         guided: GuidedConfig | None = None,
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
         speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (immutable)
+        kv_transfer: KvTransferConfig = KvTransferConfig(),  # noqa: B008 (immutable)
     ) -> InProcessWorkerGroup:
         """A group over tensors in memory, by their checkpoint names, and the text of config.json."""
         group = cls(
@@ -124,19 +130,15 @@ class InProcessWorkerGroup:
             guided=guided,
             lora=lora,
             speculation=speculation,
+            kv_transfer=kv_transfer,
         )
         group._buffers = (tensors, json_config)
         return group
 
     def load(self) -> ModelInfo:
         section = self._section
-        torch.set_num_threads(section.num_threads or _physical_cores())
-        if self._buffers is not None:
-            checkpoint: loader.Checkpoint | HostedCheckpoint = loader.of_buffers(*self._buffers)
-            eos_ids = checkpoint.config.eos_ids
-        else:
-            checkpoint = open_checkpoint(self.model_path, section.implementation)
-            eos_ids = read_eos_ids(self.model_path, checkpoint)
+        torch.set_num_threads(section.num_threads or physical_cores())
+        checkpoint, eos_ids = self._open()
         loaded = self._loaded = LoadedModel(
             checkpoint, section, self._kv_cache, self.device, self._progress, self._lora
         )
@@ -156,7 +158,7 @@ class InProcessWorkerGroup:
             log.warning("%s", remark)
         if self._lora.enabled:
             loaded.model.takes_adapters = True
-            self._adapter_reader = AdapterReader(config, dtype, self._lora.max_rank, loaded.pack)
+            self._adapter_reader = AdapterReader(loaded.whole_projections, dtype, self._lora.max_rank, self._pack)
         refusal = NOT_SET_UP
         if self._guided is not None:
             from backend.guided.setup import make_guides  # only here: GPU benchmarks run without what it needs
@@ -181,15 +183,29 @@ class InProcessWorkerGroup:
             additional_outputs=section.additional_outputs,
             output_widths={name: output.width for name, output in loaded.model.outputs.items()},
             post_processors=self._processors.names,
-            prompt_embedding_width=0 if loaded.is_hosted else config.hidden_size,
+            prompt_embedding_width=loaded.prompt_embedding_width,
             guide_refusal=refusal,
             lora_module_bytes=loaded.lora_module_bytes if self._lora.enabled else 0,
             lora_page_bytes=loaded.pages.page_bytes,
             takes_drafts=True,
             reads_whole_texts=loaded.is_encoder,
             has_head=checkpoint.has_head,
+            kv_fingerprint=kv_fingerprint(checkpoint, loaded, section, block_size) if self._moves_kv else "",
+            kv_block_bytes=loaded.config.num_layers * loaded.kv_block(block_size).num_bytes,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
         )
+
+    def _open(self) -> tuple[loader.Checkpoint | HostedCheckpoint, tuple[int, ...]]:
+        """The checkpoint, and the ids that end a text."""
+        if self._buffers is not None:
+            of_buffers = loader.of_buffers(*self._buffers)
+            return of_buffers, of_buffers.config.eos_ids
+        checkpoint = open_checkpoint(self.model_path, self._section.implementation)
+        return checkpoint, read_eos_ids(self.model_path, checkpoint)
+
+    def _pack(self, layers: Layers) -> tuple[object, int, int]:
+        """An adapter as `LoadedModel.pack` makes it."""
+        return self._ready.pack(layers)
 
     def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
         if self._adapter_reader is None:
@@ -210,6 +226,9 @@ class InProcessWorkerGroup:
     def memory_use(self) -> MemoryUse:
         return memory_use(self.device)
 
+    def check(self) -> None:
+        """Nothing can have ended: the worker is this process."""
+
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         self.runner = self._make_runner(block_size, num_blocks)
 
@@ -226,6 +245,17 @@ class InProcessWorkerGroup:
         """Submit and collect."""
         self.submit(step)
         return self.collect()
+
+    def read_blocks(self, block_ids: list[BlockId]) -> bytes:
+        assert self.runner is not None  # initialize_kv_cache comes first
+        return self.runner.storage.read(block_ids)
+
+    def write_blocks(self, block_ids: list[BlockId], data: bytes, num_blocks: int) -> None:
+        assert self.runner is not None  # initialize_kv_cache comes first
+        self.runner.grow(num_blocks)
+        self.runner.storage.write(block_ids, data)
+        if self.runner.draft_model is not None:
+            self.runner.draft_model.forget(block_ids)
 
     def shutdown(self) -> None:
         self._in_flight.clear()
@@ -252,6 +282,11 @@ class InProcessWorkerGroup:
     def model(self) -> Decoder | None:
         """None before `load` and after `shutdown`. Only of a model that is not run by transformers."""
         return None if self._loaded is None else self._loaded.decoder
+
+    @property
+    def _moves_kv(self) -> bool:
+        """True if blocks are read and written from outside."""
+        return self._kv_transfer.enabled or self._kv_cache.has_second_level
 
     @property
     def _ready(self) -> LoadedModel:
@@ -285,11 +320,19 @@ class InProcessWorkerGroup:
             return DeviceRunner(
                 loaded.decoder, layout, storage, batch, parameters, graphs, extras, guided, self._lora, page, draft
             )
-        batch = InputBatch(slots, max_len, block_size, device, prompts)
         sampler = Sampler(slots, vocab_size, device, loaded.choice.library)
         guided = GuidedRows(self.guides, slots, vocab_size)
+        batch = InputBatch(slots, max_len, block_size, device, prompts, self._slot_memory())
         draft = self._make_draft_model(batch, block_size, num_blocks)
-        return ModelRunner(loaded.tier(block_size), storage, batch, sampler, extras, guided, draft)
+        return self._model_runner(block_size, storage, batch, sampler, extras, guided, draft)
+
+    def _slot_memory(self) -> SlotMemory | None:
+        """Where token ids and block tables of the slots lie; None: in memory of their own."""
+        return None
+
+    def _model_runner(self, block_size: int, *arguments: Any) -> ModelRunner:
+        """arguments: those of ModelRunner behind the tier."""
+        return ModelRunner(self._ready.tier(block_size), *arguments)
 
     def _make_draft_model(self, batch: InputBatch, block_size: int, num_blocks: int) -> DraftModel | None:
         """`batch`: of the model, whose rows it guesses for."""
@@ -316,7 +359,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _physical_cores() -> int:
+def physical_cores() -> int:
     """Cores this process may use, hyper-threads counted once where the kernel tells."""
     allowed = os.sched_getaffinity(0)
     cores = set()

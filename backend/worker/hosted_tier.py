@@ -6,25 +6,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
 from itertools import pairwise
-from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row
 from backend.hosted.attention import LayerAttention
 from backend.hosted.model import HostedModel
-from backend.worker.adapters import DeviceAdapters
+from backend.hosted.native_modules import NativeModules
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.tier import KVBlock
+from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from kernels.common.kv_format import PoolLayout
 from kernels.common.scoring import Scoring
-from kernels.cpu.attention import NativeAttention, Scratch
+from kernels.cpu.attention import NativeAttention, Scratch, StepRows
 from kernels.cpu.decoder import UnknownCell
 from kernels.kv_append import kv_append
 from kernels.paged_attention import paged_attention, plan_attention
+
+_TRIAL = 8  # tokens of the trial that finds which modules can be native
 
 
 class HostedTier:
@@ -32,10 +34,14 @@ class HostedTier:
     on the batch's size, and the last bits of some depend on that.
     """
 
-    def __init__(self, model: HostedModel, attention: NativeLayers | PagedLayers | WholeTexts) -> None:
-        self._model, self._attention = model, attention
+    def __init__(
+        self,
+        model: HostedModel,
+        attention: NativeLayers | PagedLayers | WholeTexts,
+        adapters: NativeAdapters | TorchAdapters,
+    ) -> None:
+        self.model, self._attention, self.adapters = model, attention, adapters
         self.name = attention.name
-        self.adapters: DeviceAdapters[Any] = DeviceAdapters(_no_adapter)
 
     def kv_block(self) -> KVBlock:
         return self._attention.kv_block()
@@ -52,16 +58,19 @@ class HostedTier:
         """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
         flat = batch.flatten(rows, num_logits)
         self._attention.begin(batch, rows, num_logits, flat, pools)
+        adapted = self.adapters.of_tokens(batch, rows)
         with torch.inference_mode(), _same_for_all_sizes():
             try:
-                logits, hidden = self._model.run(flat.token_ids, flat.positions, flat.logits_index, self._attention)
+                logits, hidden = self.model.run(
+                    flat.token_ids, flat.positions, flat.logits_index, self._attention, flat.embedded, adapted
+                )
             except UnknownCell as error:
                 raise IndexError(
                     f"slot {rows[error.row].slot} is to run a token in a block that was let go; engine and worker disagree"
                 ) from None
         logits = logits.float()
         if outputs:
-            marked = self._model.outputs
+            marked = self.model.outputs
             outputs.update({name: marked[name].compute(hidden, logits) for name in outputs})
         return None, logits
 
@@ -73,37 +82,48 @@ class NativeLayers:
 
     def __init__(self, model: HostedModel, library: CDLL, block_size: int, kv_bits: int) -> None:
         """`kv_bits` as in NativeTier."""
-        self._model, self._library = model, library
+        self._model, self.library = model, library
         self._block_size, self._kv_bits = block_size, kv_bits
-        self._scratch, self._threads = Scratch(library), torch.get_num_threads()
+        self.scratch, self.threads = Scratch(library), torch.get_num_threads()
         self._layers: dict[int, NativeAttention] = {}
+        self._modules = NativeModules(model.host, self)
+        block = self.kv_block()
+        pools = [torch.zeros(1, *block.shape, dtype=block.dtype)] * model.config.num_layers
+        self.rows = StepRows(np.array([(0, 0, _TRIAL, 0)], np.int32), np.zeros((1, 1), np.int32), pools, self.threads)
+        with torch.inference_mode(), _same_for_all_sizes():
+            model.use_native_modules(self._modules, self, _TRIAL)
 
     def kv_block(self) -> KVBlock:
         dtype = torch.uint8 if self._kv_bits else self._model.dtype
-        num_bytes = self._layer(-1, self._model.config.num_heads, 1.0, 0.0, None, None).kv_block_bytes
+        num_bytes = self._layer(self._model.config.num_heads, 1.0, 0.0, None, None).kv_block_bytes
         return KVBlock((num_bytes // dtype.itemsize,), dtype)
 
     def begin(
         self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], flat: FlatBatch, pools: list[Tensor]
     ) -> None:
-        self._rows, self._tables, self._pools = batch.row_numbers(rows, num_logits), batch.block_tables, pools
+        self.rows = StepRows(batch.row_numbers(rows, num_logits), batch.block_tables, pools, self.threads)
+        self._modules.begin()
 
     def __call__(
         self, index: int, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> Tensor:
         attention = self._layers.get(index)
         if attention is None:
-            attention = self._layer(index, layer.heads, layer.scale, layer.softcap, layer.window, sinks)
+            attention = self._layer(layer.heads, layer.scale, layer.softcap, layer.window, sinks)
             self._layers[index] = attention
-        return attention(q, k, v, self._rows, self._tables, self._pools[index])
+        return attention(q, k, v, self.rows, index)
+
+    def of_layer(self, index: int) -> NativeAttention:
+        """The attention of a layer that has run."""
+        return self._layers[index]
 
     def _layer(
-        self, index: int, heads: int, scale: float, softcap: float, window: int | None, sinks: Tensor | None
+        self, heads: int, scale: float, softcap: float, window: int | None, sinks: Tensor | None
     ) -> NativeAttention:
         config = self._model.config
         return NativeAttention(
-            self._library,
-            self._scratch,
+            self.library,
+            self.scratch,
             heads,
             config.num_kv_heads,
             config.head_dim,
@@ -114,7 +134,6 @@ class NativeLayers:
             scale=scale,
             softcap=softcap,
             sinks=sinks,
-            threads=self._threads,
         )
 
 
@@ -211,7 +230,3 @@ def _same_for_all_sizes() -> Iterator[None]:
     finally:
         torch.set_num_threads(count)
         torch._C._set_mkldnn_enabled(one_dnn)
-
-
-def _no_adapter(adapter: PreparedAdapter) -> Any:
-    raise AssertionError("adapters are refused while a hosted model is loaded")

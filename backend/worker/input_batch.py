@@ -22,6 +22,8 @@ from backend.worker.prompt_inputs import Embedded, PromptInputs
 from kernels.common.transfer import even, place
 from kernels.paged_attention import AttentionRows
 
+SlotMemory = tuple[Tensor, NDArray[np.int32]]  # token ids int64 [slots, max_seq_len], block tables [slots, max_blocks]
+
 
 @dataclass(slots=True)
 class FlatBatch:
@@ -51,16 +53,20 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         prompt_inputs: PromptInputs | None = None,
+        memory: SlotMemory | None = None,
     ) -> None:
-        """`prompt_inputs`: of the tier that takes them."""
+        """`prompt_inputs`: of the tier that takes them. memory: where token ids and block tables lie; None: memory of its own."""
         self._prompt_inputs = prompt_inputs
         self._block_size = block_size
         self._device = device
         self._max_blocks = -(-max_seq_len // block_size)
         self.max_seq_len = max_seq_len
-        self.token_ids = torch.zeros(num_slots, max_seq_len, dtype=torch.int64, device=device)
+        if memory is None:
+            tables = np.empty((num_slots, self._max_blocks), dtype=np.int32)
+            memory = torch.zeros(num_slots, max_seq_len, dtype=torch.int64, device=device), tables
+        self.token_ids, self.block_tables = memory
+        self.block_tables.fill(-1)
         self._host_ids = self.token_ids.numpy() if device.type == "cpu" else None  # the same memory, for single tokens
-        self.block_tables = np.full((num_slots, self._max_blocks), -1, dtype=np.int32)
         self.num_blocks = [0] * num_slots
         self.adapters = [""] * num_slots  # content of each slot's LoRA adapter; empty = none
         self.num_tokens = [0] * num_slots

@@ -32,8 +32,8 @@ class RecordedParts:
     def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool) -> Linear:
         return self._remember(_name_of(rows), self._parts.linear(rows, columns, has_bias))
 
-    def head(self, embedding: Tensor) -> Linear:
-        return self._remember(_HEAD, self._parts.head(embedding))
+    def head(self, embedding: Tensor, rows: int) -> Linear:
+        return self._remember(_HEAD, self._parts.head(embedding, rows))
 
     def finish(self) -> None:
         self._parts.finish()
@@ -69,8 +69,8 @@ class KeptParts:
             raise Damaged(f"its layer {_name_of(rows)} differs in having a bias")
         return linear
 
-    def head(self, embedding: Tensor) -> Linear:
-        return self._linear(_HEAD, *embedding.shape)
+    def head(self, embedding: Tensor, rows: int) -> Linear:
+        return self._linear(_HEAD, rows, embedding.shape[1])
 
     def finish(self) -> None:
         pass  # only the screen is left

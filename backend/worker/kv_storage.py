@@ -20,6 +20,7 @@ class KVStorage:
         self._dtype, self._device = dtype, device
         self.pools: list[Tensor] = [torch.empty(0, *block_shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.num_blocks = 0
+        self._host: dict[int, list[Tensor]] = {}  # place -> swapped KV of each layer
 
     @property
     def bytes_per_block(self) -> int:
@@ -55,6 +56,36 @@ class KVStorage:
             sources, destinations = place(np.array(copies).T.copy(), self._device)
             for pool in self.pools:
                 pool.index_copy_(0, destinations, pool.index_select(0, sources))
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (block, number of a place) to host memory, behind all that the device has been given."""
+        for block, number in pairs:
+            if number not in self._host:
+                self._host[number] = [self._host_block() for _ in self.pools]
+            for pool, host in zip(self.pools, self._host[number], strict=True):
+                host.copy_(pool[block], non_blocking=True)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy back what `swap_out` has put into places (block, number of a place)."""
+        for block, number in pairs:
+            for pool, host in zip(self.pools, self._host[number], strict=True):
+                pool[block].copy_(host, non_blocking=True)
+
+    def _host_block(self) -> Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+
+    def read(self, block_ids: Sequence[int]) -> bytes:
+        """The content of these blocks: block after block, of each all layers in order."""
+        layers = torch.stack([pool[list(block_ids)].flatten(1).view(torch.uint8) for pool in self.pools], dim=1)
+        return layers.cpu().numpy().tobytes()
+
+    def write(self, block_ids: Sequence[int], data: bytes) -> None:
+        """Write what `read` has returned. Raises ValueError for another number of bytes."""
+        shape = len(block_ids), len(self.pools), self.bytes_per_block // len(self.pools)
+        blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape)
+        for layer, pool in enumerate(self.pools):
+            rows = blocks[:, layer].contiguous().view(self._dtype).view(len(block_ids), *self._shape)
+            pool[list(block_ids)] = rows.to(self._device)
 
     def _allocate(self, num_blocks: int) -> Tensor:
         shape = (num_blocks, *self._shape)

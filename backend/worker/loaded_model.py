@@ -12,11 +12,12 @@ import torch
 from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, Quantization
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
+from backend.architectures.shards import most_layers
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
-from backend.models.lora import Layers, Place
+from backend.models.lora import Layers, Place, Projections, projections_of
 from backend.worker.adapter_pages import (
     AdapterPages,
     PagedLayers,
@@ -31,10 +32,13 @@ from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.packed_model import PackedModels
 from backend.worker.stacked_adapters import make_stacks
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
+from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
-from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.build import NativeLibrary
+from kernels.cpu.linear import RotateInBlocks, RoundToFourBits, RoundToLevels
 from kernels.cpu.lora import PackedAdapter, packed_bytes
+from kernels.cpu.ranks import RanksMemory
 from kernels.cpu.screen import Screen
 
 if TYPE_CHECKING:
@@ -56,19 +60,16 @@ class LoadedModel:
     ) -> None:
         """Raises ConfigError when the checkpoint, or the tier that `section` names, cannot be used."""
         self.is_hosted = not isinstance(checkpoint, loader.Checkpoint)
-        if self.is_hosted and lora.enabled:
-            raise ConfigError(
-                f"lora.enabled is true, and {checkpoint.config.architecture} is run by transformers, where no adapters are "
-                f"served; use --set lora.enabled=false, or a model that docs/models.md lists as native"
-            )
         checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
         self.config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
+        self.whole = checkpoint.config  # where several ranks run the model, `config` becomes that of this one's part
         self.is_encoder = checkpoint.is_encoder
         self.device = device
         self._kv_dtype = kv_dtype(kv_cache, self.config)
         self.choice = choose_tier(section, kv_cache, device, self.config, progress, self.is_hosted)
         self.dtype = self.choice.computes_in(dtype)
-        self.remarks = _remarks(self.choice, kv_cache.block_size, dtype, device, self.config)
+        own = () if isinstance(checkpoint, loader.Checkpoint) else checkpoint.remarks
+        self.remarks = (*own, *_remarks(self.choice, kv_cache.block_size, dtype, device, self.config))
         linears = linear_options(self.choice, section.quantization, self.dtype)
         self._screen: Screen | None = None
         self.mapped_bytes = 0  # weights that are pages of a file, which other engines may share
@@ -80,8 +81,17 @@ class LoadedModel:
             self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
         self.config = self.model.config  # a hosted model's heads and windows are known only now
         self._native: NativeTier | None = None
+        self._hosted: tuple[int, Tier] | None = None  # and the size of its blocks
         self._lora = lora
-        page = page_bytes(self.config, self._part_bytes, lora.page_rank, lora.max_rank)
+        self.projections = self._projections()
+        if lora.enabled and not any(self.projections.layers):
+            raise ConfigError(
+                f"lora.enabled is true, and {self.config.architecture} has no linear layers that adapters can change; use --set "
+                f"lora.enabled=false"
+            )
+        if lora.enabled and not isinstance(self.model, Decoder):
+            self.model.adapters.enable()
+        page = page_bytes(self.projections, self._part_bytes, lora.page_rank, lora.max_rank)
         self.pages = PagePool(page, lora.host_pages_per_block)
 
     @property
@@ -99,6 +109,13 @@ class LoadedModel:
         """Positions that the model was built for."""
         return self.model.max_seq_len
 
+    @property
+    def prompt_embedding_width(self) -> int:
+        """The width of the embeddings that prompts may bring; 0: none."""
+        if self.is_encoder:
+            return 0
+        return self.model.embedding.shape[1] if isinstance(self.model, Decoder) else self.model.embeddings.width
+
     def kv_block(self, block_size: int) -> KVBlock:
         if self.is_hosted or self.tier_name == "native":
             return self.tier(block_size).kv_block()
@@ -106,8 +123,14 @@ class LoadedModel:
         return KVBlock(layout.block_shape, layout.dtype)
 
     def kv_bytes_per_token(self, block_size: int) -> int:
-        """Bytes of KV of one token in all layers."""
-        return -(-self.config.num_layers * self.kv_block(block_size).num_bytes // block_size)
+        """Bytes of KV of one token in all layers of a rank; of several stages, of the one that has most layers."""
+        return -(-self._most_layers * self.kv_block(block_size).num_bytes // block_size)
+
+    @property
+    def _most_layers(self) -> int:
+        """The layers of the stage that has most of them, for all have pools of as many blocks."""
+        shard = self.config.shard
+        return self.config.num_layers if shard.stages == 1 else most_layers(self.whole, shard)
 
     def layout(self, block_size: int) -> PoolLayout:
         """The KV pool's layout in the torch and triton tiers; the native tier has a layout of its own."""
@@ -115,7 +138,7 @@ class LoadedModel:
 
     def storage(self, block_size: int, num_blocks: int) -> KVStorage:
         """Raises ConfigError when memory for `num_blocks` cannot be had."""
-        storage = KVStorage(self.config.num_layers, *self.kv_block(block_size), self.device)
+        storage = KVStorage(len(self.config.held), *self.kv_block(block_size), self.device)
         try:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
@@ -128,14 +151,16 @@ class LoadedModel:
     def tier(self, block_size: int) -> Tier:
         """The object that runs steps: on the native and torch tiers, and for a draft model on every tier."""
         if self.is_hosted:
-            return self._hosted_tier(block_size)
+            if self._hosted is None or self._hosted[0] != block_size:
+                self._hosted = block_size, self._hosted_tier(block_size)
+            return self._hosted[1]
         if self.tier_name == "native":
             return self._native_tier(block_size)
         return TorchTier(self.decoder, self.layout(block_size))
 
     @property
     def lora_module_bytes(self) -> int:
-        return module_bytes(self.config, self._part_bytes)
+        return module_bytes(self.projections, self._part_bytes)
 
     def pack(self, layers: Layers) -> tuple[object, int, int]:
         """An adapter in the form of the tier, in pages; their bytes, and those that it takes on the device."""
@@ -152,6 +177,17 @@ class LoadedModel:
             return weights, pages.num_bytes, num_pages * page
         return weights, pages.num_bytes, pages.num_bytes
 
+    @property
+    def whole_projections(self) -> Projections:
+        """The same of the whole model, where this rank has a part of it."""
+        return self.projections if self.is_hosted else projections_of(self.whole)
+
+    def _projections(self) -> Projections:
+        """The projections that LoRA adapters may change."""
+        if isinstance(self.model, Decoder):
+            return projections_of(self.config)
+        return self.model.adapters.projections
+
     def _part_bytes(self, place: Place, rank: int) -> int:
         itemsize = self.model.dtype.itemsize
         if self.tier_name == "native":
@@ -166,13 +202,14 @@ class LoadedModel:
             WholeTexts,
         )  # only where transformers is needed
 
-        model = self.model
+        model, library = self.model, self.choice.library
         assert not isinstance(model, Decoder)
+        adapters = TorchAdapters(self.device) if library is None else NativeAdapters(library)
         if self.is_encoder:
-            return HostedTier(model, WholeTexts(self.tier_name))
-        if self.choice.library is None:
-            return HostedTier(model, PagedLayers(model, self.layout(block_size)))
-        return HostedTier(model, NativeLayers(model, self.choice.library, block_size, self._kv_bits))
+            return HostedTier(model, WholeTexts(self.tier_name), adapters)
+        if library is None:
+            return HostedTier(model, PagedLayers(model, self.layout(block_size)), adapters)
+        return HostedTier(model, NativeLayers(model, library, block_size, self._kv_bits), adapters)
 
     @property
     def _kv_bits(self) -> int:
@@ -181,9 +218,22 @@ class LoadedModel:
 
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
-            assert self.choice.library is not None  # choose_tier chooses this tier only with it
-            self._native = NativeTier(self.decoder, self.choice.library, block_size, self._kv_bits, self._screen)
+            self._native = self.native_tier(block_size)
         return self._native
+
+    def native_tier(
+        self, block_size: int, ranks: RanksMemory | None = None, make: Callable[..., NativeTier] = NativeTier
+    ) -> NativeTier:
+        """A tier of its own. ranks: what it shares with the tiers of other ranks. make: gets the arguments of NativeTier."""
+        tier = make(self.decoder, self.library, block_size, self._kv_bits, self._screen, ranks)
+        self._screen = tier.screen
+        return tier
+
+    @property
+    def library(self) -> NativeLibrary:
+        """The native kernels."""
+        assert self.choice.library is not None  # choose_tier chooses the native tier only with it
+        return self.choice.library
 
 
 def _remarks(
@@ -251,6 +301,8 @@ def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtyp
                 quantization,
                 make=PackLinears(choice.library),
                 round_to_four_bits=RoundToFourBits(choice.library),
+                rotate=RotateInBlocks(choice.library),
+                round_to_levels=RoundToLevels(choice.library),
                 holds_super_blocks=True,
             )
         case "triton":

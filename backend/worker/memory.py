@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -23,9 +24,13 @@ def free_bytes(device: torch.device) -> int:
     return host_free_bytes(PROC, CGROUP)
 
 
-def memory_use(device: torch.device, proc: Path = PROC) -> MemoryUse:
-    """Memory of this process: resident, and on a CUDA device that of torch's allocator."""
-    num_pages = int((proc / "self" / "statm").read_text().split()[1])
+def memory_use(device: torch.device, proc: Path = PROC, children: Iterable[int] = ()) -> MemoryUse:
+    """Memory of this process and these children: resident, and on a CUDA device that of torch's allocator.
+
+    Raises OSError when a child has ended.
+    """
+    processes = ("self", *map(str, children))
+    num_pages = sum(int((proc / process / "statm").read_text().split()[1]) for process in processes)
     gpu_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return MemoryUse(num_pages * resource.getpagesize(), gpu_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from ctypes import CDLL
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.architectures.description import Block
-from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row
 from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.layers.norm import NormWeights
@@ -21,8 +21,10 @@ from backend.layers.rotary import RotaryTables
 from backend.models.decoder import Decoder, LayerWeights
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
+from backend.worker.micro_batches import MicroBatch, micro_batches
 from backend.worker.prompt_inputs import Embedded
 from backend.worker.tier import KVBlock
+from backend.worker.token_adapters import packed_adapter
 from kernels import w4a16
 from kernels.common import four_bits
 from kernels.common.super_blocks import SuperBlocks
@@ -33,17 +35,20 @@ from kernels.cpu.decoder import (
     NativeLayer,
     NativeNorm,
     NativeShape,
+    Passing,
     UnknownCell,
 )
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena
+from kernels.cpu.ranks import RanksMemory
 from kernels.cpu.screen import Screen
 from kernels.int8_rows import GROUP
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
 log = logging.getLogger("everbatch.worker")
+T = TypeVar("T", np.uintp, np.int64)
 
 
 class PackLinears:
@@ -67,19 +72,17 @@ class PackLinears:
                     f"weights of {weight.dtype} cannot be packed for the native kernels; use --set model.dtype=bfloat16"
                 )
             return PackedLinear.of_floats(self._library, self._arena, weight, bias)
-        values = torch.tensor(four_bits.VALUES, dtype=torch.int8)
-        if weight.format == "w4a8" and four_bits.in_super_blocks(weight.q.shape[1], weight.group):
-            q, (multiples, shared) = four_bits.indices(weight.q), four_bits.multiples(weight.scale)
-            held = SuperBlocks("values", q, multiples, None, shared, None, values)
-            return PackedLinear.of_super_blocks(self._library, self._arena, held, bias)
+        if weight.format == "w4a8" and weight.is_rotated:
+            return PackedLinear.of_two_levels(self._library, self._arena, weight.q, weight.scale, weight.group, bias)
         self._check_scales(weight.scale)
         if weight.format == "w4a8":
             q, scales, group = _regrouped(weight)
+            values = torch.tensor(four_bits.VALUES, dtype=torch.int8)
             return PackedLinear.of_four_bits(
                 self._library, self._arena, four_bits.indices(q), scales, values, group, bias
             )
         is_w8a8 = weight.format == "w8a8"
-        return PackedLinear.of_int8(self._library, self._arena, *_regrouped(weight), bias, is_w8a8)
+        return PackedLinear.of_int8(self._library, self._arena, *_regrouped(weight), bias, is_w8a8, weight.is_rotated)
 
     def _check_scales(self, scales: Tensor) -> None:
         """Say once that scales are rounded."""
@@ -100,6 +103,8 @@ MIN_SHARE = 1 / 32
 
 def make_screen(model: Decoder, library: CDLL) -> Screen | None:
     """The int8 screen of lm_head, where it is worth its memory."""
+    if model.lm_head is None:
+        return None
     lm_head = _packed(model.lm_head)
     if not Screen.fits(lm_head) or lm_head.num_bytes < MIN_SHARE * model.num_linear_bytes:
         return None
@@ -108,14 +113,41 @@ def make_screen(model: Decoder, library: CDLL) -> Screen | None:
     return screen
 
 
+class NativeRows(NamedTuple):
+    """The rows of a call of the native step, and what they bring besides the content of their slots."""
+
+    numbers: NDArray[np.int32]  # as InputBatch.row_numbers makes them
+    adapters: Sequence[str] = ()  # the content of each row's LoRA adapter, empty for none; no entries: no row has one
+    positions: Tensor | None = None  # int64, one for each token of all rows
+    embedded: Embedded | None = None
+
+
+class NativeCall(NamedTuple):
+    """A call of the native step."""
+
+    rows: NativeRows
+    adapters: Sequence[PackedAdapter | None]  # one for each row; no entries: no row has one
+    token_ids: Tensor  # int64 [slots, max_seq_len]
+    block_tables: NDArray[np.int32]  # [slots, max_blocks]
+    pools: Sequence[Tensor]  # one for each layer
+    wants_logits: bool
+    hidden: Tensor | None = None  # where what the last norm makes of the tokens with logits is wanted
+
+
 class NativeTier:
     name = "native"
 
     def __init__(
-        self, model: Decoder, library: CDLL, block_size: int, kv_bits: int = 0, screen: Screen | None = None
+        self,
+        model: Decoder,
+        library: CDLL,
+        block_size: int,
+        kv_bits: int = 0,
+        screen: Screen | None = None,
+        ranks: RanksMemory | None = None,
     ) -> None:
         """`kv_bits`: those of a number in the KV pool, 8 or 4; 0: the model's dtype. The linear layers of `model` must have been
-        made by PackLinears. `screen`: of lm_head, where there is one already.
+        made by PackLinears. `screen`: of lm_head, where there is one already. ranks: what they share, where there are several.
         """
         config = model.config
         self.block_size = block_size
@@ -128,16 +160,20 @@ class NativeTier:
             kv_bits,
             model.max_seq_len,
             config.sink_tokens,
+            config.sliding_window or 0,
         )
-        of_layers = zip(model.layers, config.windows, model.rotary, strict=True)
-        layers = [_native_layer(config.block, *of_layer) for of_layer in of_layers]
-        lm_head, screen = _packed(model.lm_head), screen or make_screen(model, library)
-        norm = _native_norm(model.norm)
-        form = _native_form(config.block, model.query_scales)
-        self._decoder = NativeDecoder(library, shape, form, model.embedding, layers, norm, lm_head, screen)
+        of_layers = zip(model.layers, config.held_settings, model.rotary, strict=True)
+        layers = [_native_layer(config.block, layer, settings.window, rotary) for layer, settings, rotary in of_layers]
+        lm_head = None if model.lm_head is None else _packed(model.lm_head)
+        self.screen = screen or make_screen(model, library)
+        self._decoder = NativeDecoder(
+            *(library, shape, _native_form(config.block, model.query_scales), model.embedding, layers),
+            *(_native_norm(model.norm), lm_head, self.screen, ranks, config.vocab_size),
+        )
+        self._ranks = ranks
         self._dtype = torch.uint8 if kv_bits else model.embedding.dtype
         self._hidden_size, self._outputs = config.hidden_size, model.outputs
-        self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(_packed_adapter)
+        self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(packed_adapter)
 
     def kv_block(self) -> KVBlock:
         """One layer's block; its layout is described in kernels/cpu/native/kv_pool.h."""
@@ -155,12 +191,12 @@ class NativeTier:
         numbers = batch.row_numbers(rows, num_logits)
         hidden = torch.empty(sum(num_logits), self._hidden_size) if outputs else None
         wants_logits = wants_logits or bool(outputs)
+        own = batch.own_inputs(rows) if batch.brings_inputs(rows) else (None, None)
+        called = NativeRows(numbers, self.adapters.names(batch, rows), *own)
         try:
-            adapters = self.adapters.of_rows(batch, rows) or ()
-            given = self._given(*batch.own_inputs(rows)) if batch.brings_inputs(rows) else None
-            greedy, logits = self._decoder.step(
-                numbers, batch.token_ids, batch.block_tables, pools, wants_logits, adapters, hidden, given
-            )
+            adapters = self.adapters.named(called.adapters)
+            of_slots = batch.token_ids, batch.block_tables
+            greedy, logits = self.step(NativeCall(called, adapters, *of_slots, pools, wants_logits, hidden))
         except UnknownCell as error:
             raise IndexError(
                 f"slot {rows[error.row].slot} is to run a token that it does not know, or that lies in a block that was let go; "
@@ -170,7 +206,44 @@ class NativeTier:
             outputs.update({name: self._outputs[name].compute(hidden, logits) for name in outputs})
         return greedy, logits
 
-    def _given(self, positions: Tensor, embedded: Embedded | None) -> Given:
+    def step(self, call: NativeCall) -> tuple[NDArray[np.int64], Tensor | None]:
+        """Run a call. Of several stages each runs one micro-batch after the other, and waits for those of the stage before.
+
+        Results and errors are those of NativeDecoder.step.
+        """
+        given = self._given(call.rows)
+        if self._ranks is None or self._ranks.shape.stages == 1:
+            return self._decoder.step(
+                *(call.rows.numbers, call.token_ids, call.block_tables, call.pools, call.wants_logits),
+                *(call.adapters, call.hidden, given),
+            )
+        parts = micro_batches(call.rows.numbers, self._ranks.shape.micro_batches)
+        done = [self._step_of_part(call, part, given, self._ranks) for part in parts]
+        logits = [each for _, each in done if each is not None]
+        return np.concatenate([greedy for greedy, _ in done]), torch.cat(logits) if logits else None
+
+    def _step_of_part(
+        self, call: NativeCall, part: MicroBatch, given: Given | None, ranks: RanksMemory
+    ) -> tuple[NDArray[np.int64], Tensor | None]:
+        rows, tokens = part.rows, part.tokens
+        if given is not None:
+            given = Given(_part(given.embedded, tokens), _part(given.positions, tokens), given.vectors)
+        hidden = None if call.hidden is None else call.hidden[part.logits]
+        entering, leaving = (None if states is None else states[tokens] for states in (ranks.entering, ranks.leaving))
+        return self._decoder.step(
+            *(part.numbers, call.token_ids, call.block_tables, call.pools, call.wants_logits),
+            *(call.adapters[rows], hidden, given, Passing(entering, leaving)),
+        )
+
+    def check(self, call: NativeCall) -> None:
+        """Raise UnknownCell where `step` would."""
+        of_slots = call.token_ids, call.block_tables
+        self._decoder.check(call.rows.numbers, *of_slots, call.pools, self._given(call.rows))
+
+    def _given(self, rows: NativeRows) -> Given | None:
+        positions, embedded = rows.positions, rows.embedded
+        if positions is None:
+            return None
         if embedded is None:
             return Given(None, positions.numpy())
         vectors = embedded.vectors.float().contiguous()
@@ -178,6 +251,10 @@ class NativeTier:
         row_bytes = vectors.element_size() * self._hidden_size
         addresses[embedded.where.numpy()] = vectors.data_ptr() + np.arange(len(vectors), dtype=np.uintp) * row_bytes
         return Given(addresses, positions.numpy(), vectors)
+
+
+def _part(array: NDArray[T] | None, tokens: slice) -> NDArray[T] | None:
+    return None if array is None else array[tokens]
 
 
 def _native_form(block: Block, query_scales: Tensor | None) -> NativeForm:
@@ -225,11 +302,6 @@ def _native_norm(norm: NormWeights) -> NativeNorm:
 
 def _if_there(norm: NormWeights | None) -> NativeNorm | None:
     return None if norm is None else _native_norm(norm)
-
-
-def _packed_adapter(adapter: PreparedAdapter) -> PackedAdapter:
-    assert isinstance(adapter.weights, PackedAdapter), "the adapter was not packed for this tier"
-    return adapter.weights
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from backend.api.config import ModelConfigSection
+from backend.layers.linear import Linear
 from backend.models.decoder import Decoder, Follow
 from backend.models.linears import LinearOptions
 from backend.models.loader import Checkpoint
@@ -75,7 +76,7 @@ class PackedModels:
         content = content_hash(self._checkpoint.files, self._cache.directories)
         description = replace(self._checkpoint.config, layers=(), sink_tokens=0, quantization=None)
         held = self._linears.quantization, self._linears.group, self._linears.holds_super_blocks
-        return key_of(content, description, self._dtype, held, self._library.version)
+        return key_of(content, description, self._checkpoint.shard, self._dtype, held, self._library.version)
 
     def _mapped(self, key: str) -> PackedModel | None:
         started = time.monotonic()
@@ -85,7 +86,7 @@ class PackedModels:
         parts = KeptParts(self._library, content)
         try:
             decoder = self._checkpoint.assemble(parts, self._section.max_seq_len, self._dtype, CPU)
-            screen = parts.screen(_packed(decoder))
+            screen = None if decoder.lm_head is None else parts.screen(_packed(decoder.lm_head))
         except Damaged as error:
             log.warning("the kept weights %s are not used, and are made anew: %s", key, error)
             return None
@@ -119,6 +120,6 @@ class PackedModels:
         return tell
 
 
-def _packed(decoder: Decoder) -> PackedLinear:
-    assert isinstance(decoder.lm_head, PackedLinear)
-    return decoder.lm_head
+def _packed(lm_head: Linear) -> PackedLinear:
+    assert isinstance(lm_head, PackedLinear)
+    return lm_head

@@ -125,8 +125,9 @@ class Runner:
     def prepare(self, step: StepInput) -> StepInput:
         """Bring adapters, KV storage and slots up to date. Returns the step, with the draft model's guesses as drafts."""
         self.adapters.update(step)
-        if step.num_blocks > self.storage.num_blocks:
-            self._grow(step.num_blocks)
+        self.storage.swap_out(step.swap_out)
+        self.grow(step.num_blocks)
+        self.storage.swap_in(step.swap_in)
         self.storage.copy_blocks(step.copies)
         self.batch.take_in(step.new_rows)
         for new_row in step.new_rows:
@@ -139,6 +140,11 @@ class Runner:
             if row.drafts:
                 self.batch.put_drafts(row)
         return step if self.draft_model is None else self.draft_model.guess(step)
+
+    def grow(self, num_blocks: int) -> None:
+        """Back so many blocks by memory, where there are fewer."""
+        if num_blocks > self.storage.num_blocks:
+            self._grow(num_blocks)
 
     def _grow(self, num_blocks: int) -> None:
         self.storage.grow(num_blocks)

@@ -49,7 +49,10 @@ class KVBlock(NamedTuple):
 
 class Tier(Protocol):
     name: str
-    adapters: DeviceAdapters[Any]
+
+    @property
+    def adapters(self) -> DeviceAdapters[Any]:
+        """The LoRA adapters that rows may have."""
 
     def kv_block(self) -> KVBlock: ...
 

@@ -33,6 +33,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from benchmarks.machine import cpu_name
 from benchmarks.peers import collected, environments, models
 from benchmarks.peers.commands import CommandFailed
 from benchmarks.peers.engines import PEERS, EngineSpec, chosen, ours
@@ -211,11 +212,6 @@ def alone() -> Iterator[None]:
 def num_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from backend.api import EngineConfig, Request, Response
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.garbage import calm_garbage_collector
-from backend.executor.engine_process import SPIN_COUNT
+from backend.executor.served_engine import SPIN_COUNT
 from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 
 MIN_SLOTS = 32

@@ -28,24 +28,16 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from backend.layers.linear import (
-    DenseLinear,
-    Linear,
-    MakeLinear,
-    QuantizedFormat,
-    QuantizedLinear,
-    QuantizedWeight,
-    make_torch_linear,
-)
+from backend.api.config import Quantization
+from backend.layers.linear import DenseLinear
 from backend.models.config import read_model_config
 from backend.models.decoder import Decoder
-from backend.models.linears import LinearOptions
+from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.peers.errors import Skipped
 from benchmarks.quality.checkpoints import document_of, measure_checkpoints, table_of
 from benchmarks.quality.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
-from kernels.common.four_bits import round_weight
-from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
+from kernels.common.quantize import dequantize, quantize_activations
 from tools.make_random_model import make_random_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +53,7 @@ Keeps = Callable[[Tensor], Tensor]  # values -> the values that a format keeps o
 class Format(NamedTuple):
     name: str
     bits: float  # bits of one weight, scales included; with one scale for each row, those of a long row
-    make: MakeLinear
+    linears: LinearOptions
     dtype: str = "float32"  # type of the computation
 
 
@@ -107,31 +99,26 @@ class ForeignLinear(DenseLinear):
         return super().__call__(self._of_activations(x))
 
 
-def foreign(of_weight: Keeps, of_activations: Keeps) -> MakeLinear:
-    return lambda weight, bias: ForeignLinear(of_weight(weight), bias, of_activations)
-
-
-def own(format: QuantizedFormat, group: int | None) -> MakeLinear:
-    """Quantises a weight; `group` None = one scale a row."""
-
-    def make(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
-        columns = group or weight.shape[1]
-        rounded = (round_weight if format == "w4a8" else quantize_weight)(weight, columns)
-        return QuantizedLinear(QuantizedWeight(*rounded, columns, format), bias)
-
-    return make
+def foreign(of_weight: Keeps, of_activations: Keeps) -> LinearOptions:
+    return LinearOptions(make=lambda weight, bias: ForeignLinear(of_weight(weight), bias, of_activations))
 
 
 def formats() -> list[Format]:
     """The reference first, then ours, then the peers'."""
-    found = [Format("float32", 32, DenseLinear), Format("bfloat16", 16, make_torch_linear, "bfloat16")]
-    for kind in ("int8", "w8a8"):
+    kinds: tuple[Quantization, ...] = ("int8", "w8a8")
+    found = [
+        Format("float32", 32, LinearOptions(make=DenseLinear)),
+        Format("bfloat16", 16, LinearOptions(), "bfloat16"),
+    ]
+    for kind in kinds:
         for group in (32, 64, 128, None):
             name = f"{kind}, {f'groups of {group}' if group else 'whole rows'}"
-            found.append(Format(name, 8 + (32 / group if group else 0), own(kind, group)))
+            found.append(Format(name, 8 + (32 / group if group else 0), LinearOptions(kind, group or WHOLE_ROW)))
     return [
         *found,
-        Format("w4a8, groups of 32", 4.5, own("w4a8", 32)),
+        Format("w8a8, rotated", 8 + 16 / 256, LinearOptions("w8a8")),
+        Format("w4a8, two levels", 4.25 + 16 / 256, LinearOptions("w4a8")),
+        Format("w4a8, groups of 32", 4.5, LinearOptions("w4a8", 32)),
         Format(Q8_0, 8.5, foreign(q8_0, q8_0)),
         Format("OpenVINO int8, simulated", 8, foreign(asymmetric_rows, lambda x: x)),
         Format("the same, dynamic groups of 32", 8, foreign(asymmetric_rows, activations_in_groups)),
@@ -173,9 +160,7 @@ def measure(
     directory: Path, rows: Callable[[Decoder], Tensor], is_text: bool, every: list[Format]
 ) -> dict[str, Measured]:
     """Every format on one checkpoint, and llama.cpp where it is installed."""
-    load = lambda format: load_directory(
-        directory, None, format.dtype, torch.device("cpu"), LinearOptions(make=format.make)
-    )
+    load = lambda format: load_directory(directory, None, format.dtype, torch.device("cpu"), format.linears)
     reference = load(every[0])
     inputs = rows(reference)
     parts = inputs.split(ROWS_AT_ONCE)

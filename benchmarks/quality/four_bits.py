@@ -73,7 +73,7 @@ class Texts:
         found = []
         for name, dtype in OURS:
             measured = self._compare(self._by_torch(LinearOptions(quantization="w4a8"), dtype))
-            found.append(self._result("everbatch", name, "4.5 bits, output head int8", measured))
+            found.append(self._result("everbatch", name, "4.3 bits, output head int8", measured))
         return found
 
     def peer(self, engine: EngineSpec, setting: str, progress: Progress) -> Result:

@@ -48,6 +48,9 @@ class NullWorkerGroup:
     def free_memory_bytes(self) -> int:
         return 1 << 30
 
+    def check(self) -> None:
+        """It has no processes."""
+
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
 

@@ -4,6 +4,7 @@ from compat.llm.errors import BackgroundError, BatchError, NotHere, ParameterErr
 from compat.llm.executor import GenerationExecutor
 from compat.llm.llm import LLM
 from compat.llm.postprocessing import PostprocWorker, PostprocWorkerConfig
+from compat.llm.ray_executor import RayExecutor
 from compat.llm.requests import (
     BatchedLogitsProcessor,
     DisaggregatedParams,
@@ -40,6 +41,7 @@ __all__ = [
     "PostprocWorker",
     "PostprocWorkerConfig",
     "PromptAdapterRequest",
+    "RayExecutor",
     "RequestError",
     "RequestOutput",
     "ResultTimeout",

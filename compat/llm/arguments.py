@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, check_config
+from backend.api.config import KvCacheConfig
+from backend.api.config_checks import check_config
 from backend.api.foreign import RefusedParameter, Setting, UnknownParameter, put
 from compat.llm.errors import NotHere, ParameterError
 from compat.llm.parameters import ARGUMENTS, OPEN, SECTIONS
@@ -45,8 +46,9 @@ class LlmArguments:
         self.returns_metrics: bool = own["return_perf_metrics"]
         self.postprocess = PostprocWorkerConfig(own["num_postprocess_workers"], own["postprocess_tokenizer_dir"])
         self.batched_logits_processor: Any = own["batched_logits_processor"]
-        self.has_own_process = _has_own_process(own["orchestrator_type"])
-        self.config = _config(_base(own["engine_config"]), given, checked)
+        orchestrator = _orchestrator(own["orchestrator_type"])
+        self.config = _config(_with_ray(_base(own["engine_config"]), orchestrator), given, checked)
+        self.has_own_process = orchestrator is not None or self.config.workers.has_replicas
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Setting]:
@@ -76,12 +78,19 @@ def _fields(name: str, value: Any) -> dict[str, Any]:
     return {field: each for field, each in value.items() if field in known or name not in OPEN}
 
 
-def _has_own_process(orchestrator: str | None) -> bool:
-    if orchestrator not in (None, "rpc"):
+def _orchestrator(given: str | None) -> str | None:
+    if given not in (None, "rpc", "ray"):
         raise NotHere(
-            f"orchestrator_type is {orchestrator!r}; 'rpc' gives the engine a process of its own, None does not"
+            f"orchestrator_type is {given!r}; 'rpc' gives the engine a process of its own, 'ray' an actor in a Ray cluster, "
+            f"None neither"
         )
-    return orchestrator == "rpc"
+    return given
+
+
+def _with_ray(config: EngineConfig, orchestrator: str | None) -> EngineConfig:
+    if orchestrator != "ray":
+        return config
+    return msgspec.structs.replace(config, workers=msgspec.structs.replace(config.workers, orchestrator="ray"))
 
 
 def _at_least_one(name: str, value: int) -> int:

@@ -29,6 +29,7 @@ class SequenceFold:
         self._first: TokenLogProbs | None = None  # that of the first output token, which follows the prompt
         self._prompt_is_told = params.prompt_log_probs is None
         self._is_fresh = False
+        self._kv_state: bytes | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -46,6 +47,7 @@ class SequenceFold:
     def append(self, result: Result) -> None:
         """Append the new tokens of a sampled sequence. Results that arrive after its end are dropped."""
         output = self._output
+        self._kv_state = result.kv_state
         if output.finish is None:
             self._note_first(result)
             before = output.num_tokens
@@ -92,6 +94,7 @@ class SequenceFold:
             finish=output.finish or FinishReason.NOT_FINISHED,
             stop_reason=None if output.finish is FinishReason.END_ID else output.stop,
             perf=delta.perf,
+            kv_state=self._kv_state,
         )
 
     def _log_probs(self, delta: OutputDelta) -> list[TokenLogProbs]:

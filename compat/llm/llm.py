@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import NAMED_TOKENS, Tokenizer
 from compat.llm.arguments import LlmArguments
 from compat.llm.chat import ChatTokenizer
-from compat.llm.errors import BatchError, ParameterError, RequestError
+from compat.llm.errors import BatchError, NotHere, ParameterError, RequestError
 from compat.llm.executor import GenerationExecutor, for_each
 from compat.llm.progress import loading, with_bar
+from compat.llm.ray_executor import RayExecutor
 from compat.llm.requests import GenerationRequest
 from compat.llm.result import RequestOutput
 from compat.llm.sampling_params import SamplingParams
@@ -56,7 +57,7 @@ class LLM:
             "tokenizer_revision": tokenizer_revision,
         }
         self.args = LlmArguments({**named, **kwargs})
-        kind = GenerationExecutorProxy if self.args.has_own_process else GenerationExecutorWorker
+        kind = _kind_of_executor(self.args)
         with loading(self.args.shows_progress):
             self._executor = kind.of_model(
                 model,
@@ -92,6 +93,14 @@ class LLM:
     @property
     def executor(self) -> GenerationExecutor:
         return self._executor
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of each worker (see RayExecutor); returns one value for each. Raises NotHere without Ray."""
+        if not isinstance(self._executor, RayExecutor):
+            raise NotHere("the workers of this LLM are no actors; give it orchestrator_type='ray'")
+        return self._executor.collective_rpc(method, args, kwargs)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -281,6 +290,12 @@ class LLM:
         if not self.args.returns_metrics or params.return_perf_metrics:
             return params
         return SamplingParams(**{**vars(params), "return_perf_metrics": True})
+
+
+def _kind_of_executor(args: LlmArguments) -> type[GenerationExecutorWorker]:
+    if args.config.workers.orchestrator == "ray":
+        return RayExecutor
+    return GenerationExecutorProxy if args.has_own_process else GenerationExecutorWorker
 
 
 def _is_one(inputs: Any) -> bool:

@@ -22,7 +22,7 @@ from backend.executor.own_processors import OF_REQUEST
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
 from compat.llm.errors import NotHere, ParameterError, refuse
-from compat.llm.requests import GenerationRequest, LoRARequest
+from compat.llm.requests import DisaggregatedParams, GenerationRequest, LoRARequest
 from compat.llm.sampling_params import GuidedDecodingParams, SamplingParams
 from compat.llm.speculative import lookahead_drafts
 from compat.llm.updates import TextParams
@@ -35,7 +35,6 @@ NOT_HERE = {
 }
 REQUEST_NOT_HERE = {
     "prompt_adapter_request": "prompt adapters are not served here",
-    "disaggregated_params": "prompt and output are computed in one place here",
     "postproc_params": "the output is made into text and nothing else",
     "scheduling_params": "there is one scheduler for all requests",
 }
@@ -83,7 +82,26 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         guide=guide(params.guided_decoding),
         lora=lora_config(request.lora_request),
         max_draft_tokens=None if params.lookahead_config is None else lookahead_drafts(params.lookahead_config),
+        **_phase(request.disaggregated_params),
     )
+
+
+def _phase(params: DisaggregatedParams | None) -> dict[str, Any]:
+    """The fields of a request whose phases run on two engines. Without a state the second one computes the prompt again.
+
+    The first tokens are sampled again, from the same logits and the same random stream, so they are not sent.
+    """
+    if params is None:
+        return {}
+    if not isinstance(params, DisaggregatedParams):
+        raise TypeError(f"disaggregated_params is a {type(params).__name__}, DisaggregatedParams are needed")
+    if params.draft_tokens:
+        raise NotHere("draft_tokens of disaggregated_params are not served here; leave them out")
+    if params.opaque_state is not None and not isinstance(params.opaque_state, bytes):
+        raise TypeError(f"opaque_state is a {type(params.opaque_state).__name__}, bytes are needed")
+    if params.request_type == "context_only":
+        return {"context_only": True}
+    return {"kv_state": params.opaque_state or b""} if params.request_type == "generation_only" else {}
 
 
 def sampling_config(params: SamplingParams) -> SamplingConfig:

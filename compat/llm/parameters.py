@@ -28,13 +28,22 @@ def _records(wanted: bool | None) -> int | None:
     return KEPT if wanted else None
 
 
-_ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 ARGUMENTS = ForeignTable(
     "{} of LLM",
     honoured("model", note="a directory, a GGUF file or a hub id"),
     honoured("tokenizer", note="a directory, a GGUF file or a tokenizer"),
     honoured("skip_tokenizer_init", note="True: no tokenizer, so prompts and outputs are token ids"),
     honoured("dtype", "model.dtype"),
+    honoured(
+        "tensor_parallel_size",
+        "workers.tensor_parallel_size",
+        "processes on CPUs of one machine, or of a Ray cluster (docs/scale.md)",
+    ),
+    honoured(
+        "pipeline_parallel_size",
+        "workers.pipeline_parallel_size",
+        "stages on CPUs of one machine, or of a Ray cluster (docs/scale.md)",
+    ),
     honoured("max_seq_len", "model.max_seq_len"),
     honoured("max_batch_size", "scheduler.max_batch_size"),
     honoured("max_num_tokens", "scheduler.max_num_tokens"),
@@ -56,13 +65,19 @@ ARGUMENTS = ForeignTable(
     *no_effect("requests may ask for logits in any case", "gather_generation_logits"),
     honoured("return_perf_metrics", note="every output has `request_perf_metrics`"),
     honoured("enable_tqdm", note="a spinner while the model loads"),
-    honoured("orchestrator_type", note="`rpc`: the engine is a process of its own"),
+    honoured("orchestrator_type", note="`rpc`: the engine is a process of its own; `ray`: an actor of a Ray cluster"),
     honoured("engine_config", note="the `EngineConfig` that the other arguments change"),
     honoured("enable_lora", "lora.enabled", convert=lambda wanted: True if wanted else None),
     honoured("lora_config", "lora.enabled", convert=lambda config: None if config is None else True),
     honoured("peft_cache_config", note="its fields follow; others have no effect"),
     *PEFT_CACHE,
     honoured("lora_config.max_lora_rank", "lora.max_rank", "other fields have no effect"),
+    honoured(
+        "cache_transceiver_config",
+        "kv_transfer.enabled",
+        "KV travels with `disaggregated_params`; its fields have no effect",
+        convert=lambda config: None if config is None else True,
+    ),
     honoured("scheduler_config", note="its fields follow"),
     honoured("scheduler_config.capacity_scheduler_policy", "scheduler.policy", convert=_one_of(*get_args(Policy))),
     honoured(
@@ -78,11 +93,9 @@ ARGUMENTS = ForeignTable(
     honoured("kv_cache_config.tokens_per_block", "kv_cache.block_size"),
     honoured("kv_cache_config.max_attention_window", "kv_cache.max_attention_window"),
     honoured("kv_cache_config.event_buffer_max_size", "records.max_kv_events", convert=lambda size: size or None),
-    *refused("there is no host cache to load blocks from", "kv_cache_config.onboard_blocks", neutral=(True,)),
-    *refused("KV is never moved to the host", "kv_cache_config.secondary_offload_min_priority"),
     *refused("a block that matches in part is always copied", "kv_cache_config.copy_on_partial_reuse", neutral=(True,)),
     *refused("the model runs on one device", "kv_cache_config.attention_dp_events_gather_period_ms", neutral=(5,)),
-    *refused("the model runs on one device", *_ONE_DEVICE, neutral=(1,)),
+    *refused("each rank has a part of all tokens", "context_parallel_size", neutral=(1,)),
     *refused("the fast tokenizer is the only one", "tokenizer_mode", neutral=("auto",)),
     *refused("no code of a checkpoint is run", "trust_remote_code"),
     *refused("a directory holds one revision; give that of the revision", "revision", "tokenizer_revision"),

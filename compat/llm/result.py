@@ -92,6 +92,11 @@ class CompletionOutput:
         self.finish_reason = FinishReason(update.finish).openai_name
         self.stop_reason = update.stop_reason
         self.request_perf_metrics = update.perf
+        if update.kv_state is not None:
+            first = self.token_ids[len(self.token_ids) - update.num_generated :]
+            self.disaggregated_params = DisaggregatedParams(
+                request_type="context_only", first_gen_tokens=first, opaque_state=update.kv_state
+            )
 
     def _append(self, new: NewTensors) -> None:
         """Rows of the prompt come once, those of the output with their tokens."""
@@ -291,7 +296,10 @@ class GenerationResult:
         for output in self._outputs:
             output.begin_step()
         for update in news.res:
-            self._outputs[update.index].apply(update)
+            output = self._outputs[update.index]
+            output.apply(update)
+            if output.disaggregated_params is not None:
+                output.disaggregated_params.ctx_request_id = self._request_id
             for new in update.tensors if update.index == 0 else ():
                 if new.context_logits is not None:
                     self._context_logits = as_tensor(new.context_logits)

@@ -64,6 +64,7 @@ class SequenceUpdate(Struct, frozen=True, omit_defaults=True):
     finish: FinishReason = FinishReason.NOT_FINISHED
     stop_reason: str | int | None = None
     perf: PerfMetrics | None = None
+    kv_state: bytes | None = None  # for another engine, at the end of a context_only request
 
 
 class RequestUpdate(Struct, frozen=True, omit_defaults=True):

@@ -12,7 +12,7 @@ from backend.api import ConfigError
 from backend.api.config import DEBUG_INPUTS, EngineConfig
 from backend.api.config_file import checked_config
 from backend.api.config_ranges import MAX_SECONDS
-from backend.api.foreign import RefusedParameter, Setting, put
+from backend.api.foreign import RANKS_KEY, RefusedParameter, Setting, put, ranks_of_stage
 from backend.core.gathered import LOGITS
 from compat.trtllm.configs import ExecutorConfig, ParallelConfig
 from compat.trtllm.enums import BatchingType, CommunicationMode
@@ -68,8 +68,13 @@ def engine_config(config: ExecutorConfig) -> EngineConfig:
         raise TypeError(f"ExecutorConfig.{BASE} is a {type(base).__name__}, a backend.api.EngineConfig is needed")
     values = {key: Setting(BASE, value) for key, value in _FIXED.items()}
     values |= {key: Setting(BASE, make(config)) for key, make in _MADE.items()}
-    tree = msgspec.to_builtins(base)
-    put(values | _checked(config), tree)
+    tree, checked = msgspec.to_builtins(base), _checked(config)
+    try:
+        if (ranks := checked.get(RANKS_KEY)) is not None:
+            checked[RANKS_KEY] = ranks._replace(value=ranks_of_stage(ranks, base.workers.pipeline_parallel_size))
+    except ConfigError as error:
+        raise RuntimeError(_in_their_words(str(error))) from None
+    put(values | checked, tree)
     if config.max_batch_size is None:  # every row needs a token of each step
         tree["scheduler"]["max_batch_size"] = min(base.scheduler.max_batch_size, tree["scheduler"]["max_num_tokens"])
     try:
@@ -93,14 +98,12 @@ def _in_their_words(error: str) -> str:
 
 
 def runs_in_own_process(parallel: ParallelConfig | None) -> bool:
-    """True if the engine shall run in a process of its own. Raises RuntimeError for more than one rank."""
+    """True if the engine shall run in a process of its own. Raises RuntimeError for several devices."""
     if parallel is None:
         return False
-    for name, ids in (("device_ids", parallel.device_ids), ("participant_ids", parallel.participant_ids)):
-        if ids is not None and len(ids) > 1:
-            raise _refusal(f"parallel_config.{name}", ids, "this version runs one rank; give one id")
-    if parallel.num_nodes not in (None, 1):
-        raise _refusal("parallel_config.num_nodes", parallel.num_nodes, "this version runs one rank on one node")
+    if parallel.device_ids is not None and len(parallel.device_ids) > 1:
+        what = "several ranks run on CPUs only; give one id, or participant_ids in its place"
+        raise _refusal("parallel_config.device_ids", parallel.device_ids, what)
     if parallel.communication_mode is CommunicationMode.LEADER:
         return False
     orchestrator = parallel.orchestrator_config

@@ -62,7 +62,7 @@ class CommunicationMode(Enumeration):
 
 
 class RequestType(Enumeration):
-    """Which phases a request runs. Only both together are served here."""
+    """Which phases a request runs on this engine."""
 
     REQUEST_TYPE_CONTEXT_AND_GENERATION = 0
     REQUEST_TYPE_CONTEXT_ONLY = 1

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import msgspec
 
@@ -31,6 +31,7 @@ from compat.trtllm.engine_config import engine_config, runs_in_own_process
 from compat.trtllm.enums import ModelType
 from compat.trtllm.kinds import PATH, STR, UINT64, FieldKind, list_of, of, optional
 from compat.trtllm.kv_cache import KVCacheEvent, KVCacheEventManager
+from compat.trtllm.other_rank import other_rank_of
 from compat.trtllm.record import Record, field, shown
 from compat.trtllm.repeats import Repeats
 from compat.trtllm.request import Request
@@ -123,11 +124,16 @@ class Executor:
         self._own_processors = OwnProcessors()
         self._repeats = Repeats()
         with _runtime_errors():
-            self._core, directory = _started(given, engine_config(given.executor_config), self._own_processors)
+            config = engine_config(given.executor_config)
+            other = other_rank_of(config)
+            self._core, directory = (
+                _started(given, config, self._own_processors) if other is None else (cast(Core, other), "")
+            )
         # It also runs when this object is garbage, or the program ends.
         self._close = weakref.finalize(self, _shut_down, self._core, directory, os.getpid())
-        with _runtime_errors():
-            self._check_window()
+        if other is None:
+            with _runtime_errors():
+                self._check_window()
 
     @property
     def _hello(self) -> Hello:
@@ -208,7 +214,7 @@ class Executor:
             self._core.cancel_request(_ID.check(id))
 
     def can_enqueue_requests(self) -> bool:
-        """True if the engine takes requests. False after `shutdown`."""
+        """True if the engine takes requests. False after `shutdown`, and in a process that is not rank 0."""
         return self._core.can_enqueue_requests()
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
@@ -236,7 +242,9 @@ class Executor:
         return KVCacheEventManager(self._take_events)
 
     def shutdown(self) -> None:
-        """End the Executor and wake all waiting threads. Requests that run are answered with an error."""
+        """End the Executor and wake all waiting threads. Requests that run are answered with an error. In a process that is not
+        rank 0 it waits for rank 0 to do so.
+        """
         self._close()
 
     def __enter__(self) -> Executor:

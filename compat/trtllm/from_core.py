@@ -9,11 +9,13 @@ from backend.api import PerfMetrics
 from backend.api import response as core
 from backend.api import stats as core_stats
 from backend.api.tensor import TensorData
+from backend.core import kv_state
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
 from backend.executor.tensors import as_tensor
 from compat.trtllm import kv_cache
 from compat.trtllm.enums import FinishReason, RequestStage
+from compat.trtllm.request_configs import ContextPhaseParams
 from compat.trtllm.results import (
     AdditionalOutput,
     KvCacheMetrics,
@@ -67,10 +69,10 @@ _INFLIGHT = (
 def response(answer: core.Response) -> Response:
     if answer.has_error():
         return Response(answer.request_id, answer.error_msg, answer.client_id)
-    return Response(answer.request_id, result(answer.result), answer.client_id)
+    return Response(answer.request_id, result(answer.result, answer.request_id), answer.client_id)
 
 
-def result(given: core.Result) -> Result:
+def result(given: core.Result, request_id: int = 0) -> Result:
     return Result(
         output_token_ids=given.output_token_ids,
         finish_reasons=[_REASONS[reason] for reason in given.finish_reasons],
@@ -79,8 +81,13 @@ def result(given: core.Result) -> Result:
         generation_logits=_tensor(given.generation_logits),
         additional_outputs=_additional(given),
         request_perf_metrics=_perf_metrics(given),
+        context_phase_params=None if given.kv_state is None else _context_phase(given.kv_state, request_id),
         **{name: getattr(given, name) for name in _RESULT},
     )
+
+
+def _context_phase(state: bytes, request_id: int) -> ContextPhaseParams:
+    return ContextPhaseParams(kv_state.decode(state, len(state)).first_token_ids, request_id, state)
 
 
 def debug_tensors(given: core_stats.DebugTensors) -> DebugTensorsPerIteration:
@@ -227,7 +234,7 @@ def _event_data(
         return kv_cache.KVCacheUpdatedData(data.block_hash, priority=kv_cache.KVCacheEventDiffInt(None, data.priority))
     blocks = [
         kv_cache.KVCacheStoredBlockData(
-            block.block_hash, [kv_cache.UniqueToken(token) for token in block.token_ids], block.lora_id
+            block.block_hash, [kv_cache.UniqueToken(token) for token in block.token_ids], data.origin.lora_id
         )
         for block in data.blocks
     ]

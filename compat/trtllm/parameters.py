@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.api.config_ranges import RANGES
 from backend.api.foreign import ForeignTable, honoured, no_effect, refused
+from backend.api.launched import ENV
 from compat.tensorrt_llm import DYNAMIC_BATCH, KV_CACHE, PEFT_CACHE
 from compat.trtllm.decoding import DecodingMode, GuidedDecodingConfig
 from compat.trtllm.enums import BatchingType, CapacitySchedulerPolicy, ContextChunkingPolicy
@@ -80,9 +81,6 @@ ATTRIBUTES = ForeignTable(
         "kv_cache_config.max_attention_window", "kv_cache.max_attention_window", "layers take them in turn", _windows
     ),
     honoured("kv_cache_config.event_buffer_max_size", "records.max_kv_events"),
-    *no_effect(
-        "there is no host cache", "kv_cache_config.onboard_blocks", "kv_cache_config.secondary_offload_min_priority"
-    ),
     *no_effect("a block that matches in part is always copied", "kv_cache_config.copy_on_partial_reuse"),
     *no_effect("there is one rank", "kv_cache_config.attention_dp_events_gather_period_ms"),
     honoured("peft_cache_config", "lora.enabled", "None: requests with an adapter are refused", _is_given),
@@ -103,7 +101,19 @@ ATTRIBUTES = ForeignTable(
     honoured("iter_stats_max_iterations", "records.max_iterations"),
     honoured("request_stats_max_iterations", "records.max_request_iterations"),
     honoured("debug_config", note="sets `records.debug_tensors`; it needs debug_tensors_max_iterations of 1 or more"),
-    honoured("parallel_config", note="one rank on one node; ORCHESTRATOR: the engine is a process of its own"),
+    honoured("parallel_config", note="ORCHESTRATOR: the engine is a process of its own"),
+    honoured(
+        "parallel_config.num_nodes",
+        "workers.join_address",
+        "2 or more: every rank is a process of this program, started by mpirun or torchrun (docs/scale.md)",
+        lambda number: ENV if number is not None and number > 1 else None,
+    ),
+    honoured(
+        "parallel_config.participant_ids",
+        "workers.tensor_parallel_size",
+        "as many ranks as ids, those of all stages together; their numbers are not used",
+        lambda ids: len(ids) if ids else None,
+    ),
     honoured("fail_fast_on_attention_window_too_large"),
     honoured(f"{_KNOBS}.cuda_graph_mode", "model.cuda_graphs", convert=lambda wanted: wanted or None),
     *no_effect("CUDA graphs are kept for the batch sizes that occur", f"{_KNOBS}.cuda_graph_cache_size"),
@@ -113,8 +123,13 @@ ATTRIBUTES = ForeignTable(
     *no_effect("the engine polls nothing", "recv_poll_period_ms"),
     *no_effect("idle KV is evicted when its room is needed", "max_seq_idle_microseconds"),
     *no_effect("requests may ask for logits in any case", "gather_generation_logits"),
-    *no_effect("upstream has removed it", "enable_trt_overlap"),
-    *refused("context and generation run in one engine", "cache_transceiver_config"),
+    honoured("enable_trt_overlap", "scheduler.look_ahead", "two steps are in flight", lambda wanted: wanted or None),
+    honoured(
+        "cache_transceiver_config",
+        "kv_transfer.enabled",
+        "KV travels with the opaque state; its fields have no effect",
+        _is_given,
+    ),
     *refused("files are read without it", "use_gpu_direct_storage"),
     *refused("all weights lie on the device", "gpu_weights_percent", neutral=(1.0,)),
     *refused("only tokens are taken", "mm_embedding_offloading"),

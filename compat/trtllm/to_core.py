@@ -40,8 +40,6 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "encoder_output_length": (None,),
     "cross_attention_mask": (None,),
     "skip_cross_attn_blocks": (None,),
-    "request_type": (RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION,),
-    "context_phase_params": (None,),
     "eagle_config": (None,),
     "language_adapter_uid": (None,),
 }
@@ -89,6 +87,7 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         max_draft_tokens=None if request.lookahead_config is None else _drafts(request.lookahead_config),
         **_prompt_tuning(request.prompt_tuning_config),
         lora=None if request.lora_config is None else _lora(request.lora_config),
+        **_phase(request),
         cache_salt="" if request.cache_salt_id is None else str(request.cache_salt_id),
         **{name: getattr(request, name) for name in _REQUEST},
     )
@@ -121,6 +120,24 @@ def _output(given: configs.OutputConfig) -> OutputConfig:
         additional_outputs=tuple(AdditionalOutput(each.name, each.gather_context) for each in asked),
         **{name: getattr(given, name) for name in _OUTPUT},
     )
+
+
+def _phase(request: theirs.Request) -> dict[str, Any]:
+    """The fields of a request whose phases run on two engines.
+
+    The first tokens are sampled again, from the same logits and the same random stream, so they are not sent.
+    """
+    given, kind = request.context_phase_params, request.request_type
+    if (given is None) == (kind is RequestType.REQUEST_TYPE_GENERATION_ONLY):
+        raise InvalidRequest(
+            f"the request type is {kind.name} and context_phase_params are {'not ' if given is None else ''}given; they go with "
+            f"REQUEST_TYPE_GENERATION_ONLY alone"
+        )
+    if given is None:
+        return {"context_only": kind is RequestType.REQUEST_TYPE_CONTEXT_ONLY}
+    if given.draft_tokens:
+        raise Unsupported("draft_tokens of context_phase_params are not served by this version; leave them out")
+    return {"kv_state": given.opaque_state or b""}
 
 
 def _prompt_tuning(given: configs.PromptTuningConfig | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LINEARS = ("qkv", "out", "gate_up", "down")  # the linear layers of a decoder layer
+LINEARS = ("qkv", "out", "gate_up", "down")  # the linear layers of a layer of this engine's own decoder
 MAX_PARTS = 3  # projections of a fused layer
 
 
@@ -24,4 +24,4 @@ class Part(NamedTuple):
         return len(self.a)
 
 
-Layer = Mapping[str, Sequence[Part]]  # by the names of LINEARS
+Layer = Mapping[str, Sequence[Part]]  # by the names of linear layers

@@ -1,14 +1,13 @@
 """Weights in super-blocks of 256 columns, which the native CPU kernels multiply as they are (native/super_blocks.h).
 
 A super-block has d and perhaps e, both float16; a group of its columns has s, an int8, and perhaps m of 0 .. 127. The first
-three kinds are llama.cpp's. `mixed` holds rows of all three; `values` is four_bits.py's, whose d are bfloat16.
+three kinds are llama.cpp's. `mixed` holds rows of all three.
 
     kind     group    weight
     Q4_K     32       d * s * q - e * m           q 0 .. 15
     Q5_K     32       d * s * q - e * m           q 0 .. 31
     Q6_K     16       d * s * (q - 32)            q 0 .. 63
     mixed    16       d * s * (q - 32) - e * m    q 0 .. 63
-    values   32       d * s * values[q]           q 0 .. 15
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 
 COLUMNS = 256  # columns of a super-block
-Kind = Literal["Q4_K", "Q5_K", "Q6_K", "mixed", "values"]
-GROUP: dict[Kind, int] = {"Q4_K": 32, "Q5_K": 32, "Q6_K": 16, "mixed": 16, "values": 32}
-_CENTRE: dict[Kind, int] = {"Q4_K": 0, "Q5_K": 0, "Q6_K": 32, "mixed": 32, "values": 0}
+Kind = Literal["Q4_K", "Q5_K", "Q6_K", "mixed"]
+GROUP: dict[Kind, int] = {"Q4_K": 32, "Q5_K": 32, "Q6_K": 16, "mixed": 16}
+_CENTRE: dict[Kind, int] = {"Q4_K": 0, "Q5_K": 0, "Q6_K": 32, "mixed": 32}
 
 
 class SuperBlocks(NamedTuple):
@@ -31,17 +30,15 @@ class SuperBlocks(NamedTuple):
     kind: Kind
     q: Tensor  # uint8 [n, k]
     scales: Tensor  # int8 [n, k / group]
-    minima: Tensor | None  # uint8 [n, k / group]; None for Q6_K and `values`
-    scale: Tensor  # float16 [n, k / COLUMNS]; bfloat16 for `values`
+    minima: Tensor | None  # uint8 [n, k / group]; None for Q6_K
+    scale: Tensor  # float16 [n, k / COLUMNS]
     minimum: Tensor | None  # like scale; None where there are no minima
-    values: Tensor | None = None  # int8 [16], rising, for `values`
 
 
 def floats(weight: SuperBlocks) -> Tensor:
     """float32 [n, k]. The order of the operations is that of llama.cpp, so that the results are the same bits."""
     group = GROUP[weight.kind]
-    q = weight.q if weight.values is None else weight.values[weight.q.int()]
-    values: Tensor = (q.float() - _CENTRE[weight.kind]).unflatten(1, (-1, group))
+    values: Tensor = (weight.q.float() - _CENTRE[weight.kind]).unflatten(1, (-1, group))
     values *= _of_groups(weight.scale, weight.scales)[:, :, None]
     if weight.minima is not None and weight.minimum is not None:
         values -= _of_groups(weight.minimum, weight.minima)[:, :, None]

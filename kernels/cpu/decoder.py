@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
+from kernels.cpu.ranks import LostRank, RanksMemory
 from kernels.cpu.screen import Screen
 from kernels.cpu.structs import (
     ACTIVATIONS,
@@ -23,6 +24,7 @@ from kernels.cpu.structs import (
     FormStruct,
     KVLayout,
     LayerStruct,
+    LinearStruct,
     LoraLayerStruct,
     ModelStruct,
     NormStruct,
@@ -79,6 +81,7 @@ class NativeShape:
     kv_bits: int  # bits of a number in the KV pool: 8 or 4; 0: the type of the computation
     max_seq_len: int
     sink_tokens: int = 0  # in layers with a window
+    widest_window: int = 0  # tokens that some layer of the whole model sees besides; 0: all
 
 
 @dataclass(slots=True)
@@ -109,6 +112,13 @@ class Given(NamedTuple):
     vectors: Tensor | None = None  # owns the memory that `embedded` points to
 
 
+class Passing(NamedTuple):
+    """Hidden states of a step of some of the layers, float32 [tokens of all rows, hidden]."""
+
+    entering: Tensor | None = None  # the results of the layers before; None: the tokens' embeddings
+    leaving: Tensor | None = None  # is filled with what the last layer yields; None: norm and output head follow
+
+
 class NativeDecoder:
     """A model for native steps. Not thread-safe: steps share the object's scratch memory."""
 
@@ -117,11 +127,14 @@ class NativeDecoder:
         library: CDLL,
         shape: NativeShape,
         form: NativeForm,
-        embedding: Tensor,  # [vocab, hidden]; its type, float32 or bfloat16, is the one to compute in
+        embedding: Tensor,  # [vocab, hidden], or no rows where none is embedded; its type, float32 or bfloat16, is computed in
         layers: Sequence[NativeLayer],
         norm: NativeNorm,  # [hidden]
-        lm_head: PackedLinear,
+        lm_head: PackedLinear | None,  # None where no step has logits
         screen: Screen | None = None,  # int8 copy of lm_head; small greedy steps read it instead of most of lm_head
+        ranks: RanksMemory
+        | None = None,  # where several ranks run the model; the other arguments are of this one's part
+        vocab_size: int | None = None,  # None: the embedding's rows
     ):
         layout = kv_layout(shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_bits, embedding.dtype)
         for name in ("logit_scale", "attention_scale"):
@@ -129,7 +142,8 @@ class NativeDecoder:
                 raise ValueError(f"{name} is {scale}, the native kernels take numbers above 0")
         self._library = library
         self._held = (form, embedding, list(layers), norm, lm_head, screen)
-        self.vocab_size, self.layout = embedding.shape[0], layout
+        self._ranks = ranks
+        self.vocab_size, self.layout = vocab_size or embedding.shape[0], layout
         self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers))
         self._model = ModelStruct(
             embedding.shape[1],
@@ -139,13 +153,15 @@ class NativeDecoder:
             self.vocab_size,
             shape.max_seq_len,
             shape.sink_tokens,
+            shape.widest_window,
             layout,
             _form_struct(form, shape.head_dim),
             embedding.data_ptr(),
             _norm_struct(norm),
-            lm_head.struct,
+            LinearStruct() if lm_head is None else lm_head.struct,
             ScreenStruct() if screen is None else screen.struct,
             self._layers,
+            None if ranks is None else ranks.struct,
         )
         self._batch = BatchStruct()
         self._placed: tuple[object, ...] = ()
@@ -170,31 +186,63 @@ class NativeDecoder:
         adapters: Sequence[PackedAdapter | None] = (),  # one for each row; empty: no row has an adapter
         hidden: Tensor | None = None,  # where hidden states are wanted
         given: Given | None = None,
+        passing: Passing = Passing(),  # noqa: B008 (immutable)
     ) -> tuple[NDArray[np.int64], Tensor | None]:
         """Run rows one after the other as one flat batch, and write their KV to `pools`.
 
         Returns, for each token that yields logits, the most likely next token, and if wanted the logits [those tokens, vocab]
         float32. `hidden` [those tokens, hidden size] float32 is filled with what the last norm makes of them. Raises
-        UnknownCell, before anything is written, for a token or a block that does not exist.
+        UnknownCell, before anything is written, for a token or a block that does not exist, and LostRank when another rank
+        did not come along; then the pools hold wrong numbers. Of several ranks rank 0 alone gets tokens and logits. Where
+        hidden states leave, there are none.
         """
-        num_logits = sum(rows[:, 3].tolist())
-        logits = torch.empty(num_logits, self.vocab_size) if wants_logits else None
+        ranks, num_tokens = self._ranks, sum(rows[:, 2].tolist())
+        num_logits = 0 if passing.leaving is not None else sum(rows[:, 3].tolist())
+        if ranks is not None and num_tokens > ranks.shape.max_tokens:
+            raise ValueError(f"the step has {num_tokens} tokens, the ranks share room for {ranks.shape.max_tokens}")
+        samples = ranks is None or ranks.samples
+        logits = torch.empty(num_logits, self.vocab_size) if wants_logits and samples else None
         batch = self._batch
         self._place(token_ids, block_tables, pools)
-        self._make_room(len(rows), num_logits)
-        self._rows[: len(rows)] = rows
-        batch.num_rows = len(rows)
+        self._place_rows(rows, num_logits, given)
         batch.logits = None if logits is None else logits.data_ptr()
+        if wants_logits and ranks is not None and not samples:
+            batch.logits = ranks.address  # says that they are wanted; they go to their place in the shared memory
         batch.hidden = None if hidden is None else hidden.data_ptr()
+        batch.entering, batch.leaving = map(_address, passing)
         batch.threads = torch.get_num_threads()
         held = self._place_adapters(adapters)
-        batch.embedded = None if given is None or given.embedded is None else given.embedded.ctypes.data
-        batch.positions = None if given is None or given.positions is None else given.positions.ctypes.data
         bad = self._library.everbatch_step(byref(self._model), byref(batch), self._workspace)
         del held
         if bad >= 0:
             raise UnknownCell(bad)
+        if bad < -1:
+            raise LostRank(-2 - bad)
         return self._greedy[:num_logits].copy(), logits
+
+    def check(
+        self,
+        rows: NDArray[np.int32],
+        token_ids: Tensor,
+        block_tables: NDArray[np.int32],
+        pools: Sequence[Tensor],
+        given: Given | None = None,
+    ) -> None:
+        """Raise UnknownCell where `step` would for these arguments. Nothing is run."""
+        self._place(token_ids, block_tables, pools)
+        self._place_rows(rows, 0, given)
+        bad = self._library.everbatch_check(byref(self._model), byref(self._batch))
+        if bad >= 0:
+            raise UnknownCell(bad)
+
+    def _place_rows(self, rows: NDArray[np.int32], num_logits: int, given: Given | None) -> None:
+        """Tell C the rows, and what they bring. The caller keeps `given` until the step is over."""
+        batch = self._batch
+        self._make_room(len(rows), num_logits)
+        self._rows[: len(rows)] = rows
+        batch.num_rows = len(rows)
+        batch.embedded = None if given is None or given.embedded is None else given.embedded.ctypes.data
+        batch.positions = None if given is None or given.positions is None else given.positions.ctypes.data
 
     def _make_room(self, num_rows: int, num_logits: int) -> None:
         """Make the arrays that C reads rows from and writes tokens to. They are kept, because numpy's address lookup is slow."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.common.four_bits import VALUES
 from kernels.common.quantize import row_slices
+from kernels.common.rotation import MOST_IN_GROUP
 from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks
 from kernels.cpu.memory import Arena
 from kernels.cpu.structs import (
@@ -21,7 +22,8 @@ from kernels.cpu.structs import (
     Q4_K,
     Q5_K,
     Q6_K,
-    V4_K,
+    ROTATED,
+    TWO_LEVELS,
     W4A8,
     W8A8,
     LinearStruct,
@@ -30,7 +32,8 @@ from kernels.cpu.structs import (
 _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 # The dtypes of inputs that each format takes; quantised ones take both.
 _INPUTS = {FLOAT32: [torch.float32], BFLOAT16: [torch.bfloat16], FLOAT16: [torch.float32]}
-_SUPER_FORMATS: dict[Kind, int] = {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "mixed": K_MIX, "values": V4_K}
+_ROTATED = ROTATED, TWO_LEVELS
+_SUPER_FORMATS: dict[Kind, int] = {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "mixed": K_MIX}
 
 
 class PackedLinear:
@@ -55,7 +58,7 @@ class PackedLinear:
         """
         sizes = _sizes(library, n, k, kind, group)
         found = [None if part is None else part.nbytes for part in parts]
-        needed = [True, INT8 <= kind <= W4A8, False, kind == V4_K, False]
+        needed = [True, INT8 <= kind <= W4A8 or kind in _ROTATED, False, False, False]
         if any(own != size and (own is not None or need) for own, size, need in zip(found, sizes, needed, strict=True)):
             raise ValueError(f"the parts have {found} bytes, a layer of {n} rows and {k} columns has {sizes}")
         return cls(library, parts, LinearStruct(*map(_pointer, parts), n, k, kind, group))
@@ -80,10 +83,16 @@ class PackedLinear:
         group: int,
         bias: Tensor | None,
         quantize_activations: bool,
+        is_rotated: bool = False,
     ) -> PackedLinear:
-        """Packs weight [n, k] int8 and scales [n, ceil(k / group)] exact in bfloat16; group is 32 or a multiple of 64."""
+        """Packs weight [n, k] int8 and scales [n, ceil(k / group)] exact in bfloat16; group is 32 or a multiple of 64.
+
+        `is_rotated`: the weight is one of kernels/common/rotation.py, and group divides k; activations are quantised.
+        """
         _check_group(group)
-        kind = W8A8 if quantize_activations else INT8
+        if is_rotated:
+            _check_rotated(weight.shape[1], group)
+        kind = ROTATED if is_rotated else W8A8 if quantize_activations else INT8
         return cls._pack(library, arena, weight, kind, group, scales, bias)
 
     @classmethod
@@ -110,6 +119,26 @@ class PackedLinear:
         return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros_or_values)
 
     @classmethod
+    def of_two_levels(
+        cls, library: CDLL, arena: Arena, weight: Tensor, scales: Tensor, group: int, bias: Tensor | None
+    ) -> PackedLinear:
+        """Packs weight [n, k] int8 of kernels/common/two_levels.py in four bits, and scales [n, k / group] exact in bfloat16.
+
+        Raises ValueError for groups that do not fit, and for numbers that are no levels.
+        """
+        n, k = weight.shape
+        _check_rotated(k, group)
+        weight, threads = weight.contiguous(), torch.get_num_threads()
+        packed = arena.empty(library.everbatch_packed_bytes(n, k, TWO_LEVELS, group))
+        others = library.everbatch_pack_levels(weight.data_ptr(), n, k, group, packed.data_ptr(), threads)
+        if others:
+            raise ValueError(
+                f"{others} runs of 32 columns of the weight are no levels of one multiple; round it by two_levels.round_weight"
+            )
+        packed_scales = _by_panels(arena, scales, k // group, torch.bfloat16)
+        return cls.of_parts(library, (packed, packed_scales, None, None, _by_columns(bias, n)), n, k, TWO_LEVELS, group)
+
+    @classmethod
     def of_super_blocks(cls, library: CDLL, arena: Arena, weight: SuperBlocks, bias: Tensor | None) -> PackedLinear:
         """Packs super-blocks without loss. Activations are quantised in groups of the weight's size."""
         kind, group, (n, k) = _SUPER_FORMATS[weight.kind], GROUP[weight.kind], weight.q.shape
@@ -119,8 +148,7 @@ class PackedLinear:
         tables = [None if table is None else table.contiguous() for table in stored]
         packed = arena.empty(library.everbatch_packed_bytes(n, k, kind, group))
         library.everbatch_pack_super(*map(_pointer, tables), n, k, kind, packed.data_ptr(), torch.get_num_threads())
-        values = None if weight.values is None else weight.values.repeat(4)
-        held = packed, None, None, values, _by_columns(bias, n)
+        held = packed, None, None, None, _by_columns(bias, n)
         return cls.of_parts(library, held, n, k, kind, group)
 
     @classmethod
@@ -199,9 +227,40 @@ class RoundToFourBits:
         return q, scale
 
 
+class RoundToLevels:
+    """kernels/common/two_levels.py's `round_weight` by native/rounding.cpp: the same, but for sums in another order."""
+
+    def __init__(self, library: CDLL) -> None:
+        self._library = library
+
+    def __call__(self, w: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        (n, k), w = w.shape, w.float().contiguous()
+        q, scale = torch.empty(n, k, dtype=torch.int8), torch.empty(n, k // group)
+        into = q.data_ptr(), scale.data_ptr()
+        self._library.everbatch_round_levels(w.data_ptr(), n, k, group, *into, torch.get_num_threads())
+        return q, scale
+
+
+class RotateInBlocks:
+    """kernels/common/rotation.py's `rotate` by native/rotation.h: the same bits."""
+
+    def __init__(self, library: CDLL) -> None:
+        self._library = library
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, out = x.float().contiguous(), torch.empty(x.shape)
+        self._library.everbatch_rotate(rows.data_ptr(), *rows.shape, out.data_ptr(), torch.get_num_threads())
+        return out
+
+
 def _sizes(library: CDLL, n: int, k: int, kind: int, group: int) -> list[int]:
     """Bytes of the parts that a layer may have. Raises ValueError for a format that there is not."""
-    if kind not in range(V4_K + 1) or (kind >= INT8 and group not in (16, 32) and (group < 64 or group % 64)):
+    if (
+        kind not in range(TWO_LEVELS + 1)
+        or (kind in _ROTATED and k % (group or 1))
+        or (kind == TWO_LEVELS and group > MOST_IN_GROUP)
+        or (kind >= INT8 and group not in (16, 32) and (group < 64 or group % 64))
+    ):
         raise ValueError(f"there is no format {kind} with groups of {group}")
     columns = -(-n // PANEL) * PANEL
     groups = library.everbatch_groups(k, group) if kind >= INT8 else 0
@@ -215,6 +274,13 @@ def _is_float16(weight: Tensor) -> bool:
         if not (half.isfinite().all() and torch.equal(half.float(), weight[rows])):
             return False
     return True
+
+
+def _check_rotated(columns: int, group: int) -> None:
+    if group < 64 or group % 64 or columns % group:
+        raise ValueError(
+            f"groups of {group} of {columns} columns cannot be rotated; use a multiple of 64 that divides them"
+        )
 
 
 def _check_group(group: int) -> None:

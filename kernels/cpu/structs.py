@@ -9,7 +9,7 @@ from kernels.common.adapter import LINEARS, MAX_PARTS
 # The enums NormKind of native/rows.h, Activation of native/activation.h and Format of native/formats.h.
 NORMS = {"rms": 0, "layer": 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, V4_K = range(11)
+FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, ROTATED, TWO_LEVELS = range(12)
 PANEL = 32
 
 
@@ -94,8 +94,51 @@ class AttentionStruct(Structure):
     ]
 
 
+class AttentionModuleStruct(Structure):
+    _fields_ = [
+        ("attention", AttentionStruct),
+        ("qkv", LinearStruct),
+        ("out", LinearStruct),
+        ("q_norm", NormStruct),
+        ("k_norm", NormStruct),
+        ("rotary_dim", c_int64),
+        ("is_interleaved", c_int32),
+        ("eps", c_float),
+    ]
+
+
+class MlpStruct(Structure):
+    _fields_ = [("gate_up", LinearStruct), ("down", LinearStruct)]
+
+
+class MixtureStruct(Structure):
+    _fields_ = [
+        ("experts", POINTER(MlpStruct)),
+        ("num_experts", c_int64),
+        ("places", c_int64),
+        ("activation", c_int32),
+        ("is_gated", c_int32),
+    ]
+
+
 class ScreenStruct(Structure):
     _fields_ = [("linear", LinearStruct), ("error", c_void_p), ("norm", c_void_p)]
+
+
+class RanksStruct(Structure):
+    _fields_ = [
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("stage", c_int32),
+        ("stages", c_int32),
+        ("rows", c_int64),
+        ("hidden", c_int64),
+        ("vocab", c_int64),
+        ("first_token", c_int64),
+        ("timeout_ms", c_int64),
+        ("memory", c_void_p),
+        ("links", c_void_p),
+    ]
 
 
 class ModelStruct(Structure):
@@ -107,6 +150,7 @@ class ModelStruct(Structure):
         ("vocab", c_int64),
         ("max_seq_len", c_int64),
         ("sink_tokens", c_int64),
+        ("widest_window", c_int64),
         ("kv", KVLayout),
         ("form", FormStruct),
         ("embedding", c_void_p),
@@ -114,6 +158,7 @@ class ModelStruct(Structure):
         ("lm_head", LinearStruct),
         ("screen", ScreenStruct),
         ("layers", POINTER(LayerStruct)),
+        ("ranks", POINTER(RanksStruct)),
     ]
 
 
@@ -149,5 +194,7 @@ class BatchStruct(Structure):
         ("max_rank", c_int64),
         ("embedded", c_void_p),
         ("positions", c_void_p),
+        ("entering", c_void_p),
+        ("leaving", c_void_p),
         ("threads", c_int32),
     ]

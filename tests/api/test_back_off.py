@@ -29,3 +29,10 @@ def test_a_quiet_minute_between_ends_starts_the_count_and_the_delays_anew() -> N
 def test_without_a_limit_nothing_is_given_up() -> None:
     back_off = BackOff(None)
     assert [back_off.delay_after_end(0.0, 0.0) for _ in range(99)][-1] == 30
+
+
+def test_ends_that_are_forgiven_count_no_more_and_neither_do_their_delays() -> None:
+    back_off = BackOff(max_restarts=2)
+    assert [back_off.delay_after_end(now, 1.0) for now in (1.0, 2.0)] == [0.5, 1.0]
+    back_off.forgive(3)
+    assert [back_off.delay_after_end(now, 1.0) for now in (3.0, 4.0, 5.0)] == [0.5, 1.0, None]

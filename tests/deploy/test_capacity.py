@@ -53,7 +53,7 @@ def with_settings(model: Path, **settings: Any) -> Path:
             {"architectures": ["Gemma9ForCausalLM"]},
             "Gemma9ForCausalLM is not supported; near it are Gemma",
         ),
-        ({"architectures": None}, "none is not supported; docs/models.md lists the"),
+        ({"architectures": None}, "config.json: architectures names none"),
         ({"hidden_act": "relu2"}, "hidden_act relu2 is not supported here; supported are silu, swish,"),
         (
             {"rope_parameters": {"rope_type": "xpos"}},
@@ -89,6 +89,21 @@ def test_a_torn_file_is_told_before_anything_is_started(model: Path, content: by
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] if content is None else content)
     assert sentence in " ".join(refused("serve", *on_free_ports(), "--model", str(model)).split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "number", "sentence"),
+    [
+        ({}, "tensor_parallel_size", 3, "which does not divide the model's 8 attention heads; use 1 or 2 or 4 or 8"),
+        ({}, "pipeline_parallel_size", 99, "more than the model's"),
+        ({"architectures": ["MixtralForCausalLM"]}, "tensor_parallel_size", 2, "run by transformers, in one process"),
+    ],
+)
+def test_ranks_that_cannot_share_a_model_are_told_before_anything_is_started(
+    model: Path, settings: dict[str, Any], key: str, number: int, sentence: str
+) -> None:
+    asked = ("--model", str(with_settings(model, **settings)), "--set", f"workers.{key}={number}")
+    assert sentence in " ".join(refused("serve", *on_free_ports(), *asked).split())
 
 
 def test_a_draft_model_is_looked_at_too(model: Path) -> None:

@@ -188,12 +188,23 @@ def test_a_quick_run_is_the_suite_with_an_option_of_its_own(
 ) -> None:
     calls: list[tuple[list[str], dict[str, str]]] = []
     done = subprocess.CompletedProcess([], 0)
-    monkeypatch.delenv("EVERBATCH_SCHEDULES", raising=False)
+    for name in cli.QUICK_SEARCHES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cli.subprocess, "run", lambda command, *, env, **_: calls.append((command, env)) or done)
     assert CliRunner().invoke(app, ["test", *given]).exit_code == 0
     ((command, variables),) = calls
     assert ("--quick" in command) == quick and "tests" in command and command[-1] == "-x"
-    assert variables.get("EVERBATCH_SCHEDULES") == (cli.QUICK_SCHEDULES if quick else None)
+    given_searches = {name: variables[name] for name in cli.QUICK_SEARCHES if name in variables}
+    assert given_searches == (cli.QUICK_SEARCHES if quick else {})
+
+
+def test_processes_of_a_run_keep_the_bytecode_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(cli.subprocess, "run", lambda command, *, env, **_: seen.append(env) or done)
+    assert CliRunner().invoke(app, ["test"]).exit_code == 0
+    assert "PYTHONDONTWRITEBYTECODE" not in seen[0] and seen[0]["PATH"] == os.environ["PATH"]
 
 
 @pytest.mark.parametrize("host, warned", [("127.0.0.1", False), ("0.0.0.0", True)])

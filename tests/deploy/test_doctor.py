@@ -33,6 +33,14 @@ def test_every_row_that_is_not_ok_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     assert all(finding.state != "ok" and finding.remedy for finding in bad), bad
 
 
+def test_choices_of_the_cpu_kernels_are_shown_and_a_wrong_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = doctor.cpu_kernels()
+    assert finding.state == "ok" and "rows by vectors; pieces of" in finding.seen
+    monkeypatch.setenv("EVERBATCH_CHOICES", "speed=1")
+    finding = doctor.cpu_kernels()
+    assert finding.state == "fail" and "EVERBATCH_CHOICES has 'speed'" in finding.seen and finding.remedy
+
+
 def test_a_missing_libpython_fails_and_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libpython, "find", lambda version=None: None)
     finding = doctor.stub_library()

@@ -47,6 +47,7 @@ def test_an_end_of_the_engine_is_told_once_with_its_signal(log: Path) -> None:
             "the engine process ended with exit status 3; it is started",
         ),
         ("the engine process 77 gave no sign; it is killed", "the engine process 77 gave no sign; it is killed"),
+        ("replica 1 ended with code -9; it is started", "replica 1 was ended by signal 9 (SIGKILL); it is started"),
         ("the engine died 6 times in 3 s and is not", "the engine died 6 times in 3 s and is not"),
     ],
 )

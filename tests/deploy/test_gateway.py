@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from backend.api.config import EngineConfig
-from deploy import cli, gateway, invocation, serve
+from deploy import __version__, cli, gateway, invocation, serve
 from deploy.errors import ServerFailed, UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.invocation import Installation
@@ -96,6 +96,7 @@ def test_the_endpoint_is_told_where_the_server_is_and_whom_it_may_serve(make: Ma
     start(both)
     said = both.log_path.read_text()
     assert f"--triton {server.grpc_url} --host 127.0.0.1 --port {both.options.port}" in said
+    assert f"--server-version {__version__}" in said
     assert f"--metrics-url {server.metrics_url}" in said and "--shutdown-grace-s 7" in said
     assert (
         f"--api-keys {both.options.api_keys}" in said and "--model-name everbatch --model-name own --lora doll" in said

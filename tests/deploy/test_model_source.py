@@ -79,6 +79,21 @@ def test_a_config_that_is_no_file_makes_no_checkpoint(directory: Path, make: Cal
         resolve_model("owner/model")
 
 
+@pytest.mark.parametrize(
+    ("files", "lacks"),
+    [
+        (["model.safetensors"], "it has no config.json"),
+        (["config.json"], r"it has no \*.safetensors"),
+        (["config.json", "pytorch_model.bin"], "its weights are pickle files"),
+    ],
+)
+def test_what_a_directory_lacks_is_told(tmp_path: Path, files: list[str], lacks: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=lacks):
+        resolve_model(str(tmp_path))
+
+
 @pytest.mark.parametrize("error", [HFValidationError("a\nb"), LocalEntryNotFoundError("/root/x"), OSError("/root/x")])
 def test_a_model_that_cannot_be_fetched_ends_in_one_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> str:

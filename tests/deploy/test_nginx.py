@@ -106,15 +106,16 @@ def configuration(
     upstream_http: int,
     upstream_grpc: int,
     openai: int = 0,
-    upstream_openai: int = 1,
+    *upstreams_openai: int,
 ) -> Path:
     """The file with its words filled in. `openai`: 0 lets nginx listen where nobody asks."""
+    of_openai = [f"127.0.0.1:{port}" for port in upstreams_openai or (1,)]
     text = (ROOT / "deploy" / "nginx.conf").read_text()
     values = {
         "LISTEN_HTTP": f"127.0.0.1:{http}",
         "LISTEN_GRPC": f"127.0.0.1:{grpc_port}",
         "LISTEN_OPENAI": f"127.0.0.1:{openai}" if openai else f"unix:{run}/openai.socket",
-        "UPSTREAM_OPENAI": f"127.0.0.1:{upstream_openai}",
+        "UPSTREAM_OPENAI": " max_fails=0; server ".join(of_openai),
         "UPSTREAM_HTTP": f"127.0.0.1:{upstream_http}",
         "UPSTREAM_GRPC": f"127.0.0.1:{upstream_grpc}",
         "KEYS": str(run / "keys"),
@@ -340,3 +341,51 @@ def test_it_takes_bodies_up_to_its_own_limit(proxy: Proxy) -> None:
 
 def test_a_refusal_for_the_moment_reaches_the_client_where_there_is_no_other_server(proxy: Proxy) -> None:
     assert proxy.ask("GET", "/v1/stopping", port=proxy.openai)[0] == 503
+
+
+class Named(BaseHTTPRequestHandler):
+    """Answers with its server's port, and ends the connection."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        name = str(self.server.server_port).encode()  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(name)))
+        self.end_headers()
+        self.wfile.write(name)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_conversations_stay_with_their_server_and_only_those_of_a_lost_one_move(tmp_path: Path) -> None:
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Named) for _ in range(3)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    ports = Ports.free()
+    path = configuration(tmp_path, ports.http, ports.grpc, 1, 1, ports.metrics, *(each.server_port for each in servers))
+    process = subprocess.Popen([str(NGINX), "-p", str(tmp_path), "-c", str(path), "-g", "daemon off;", "-e", "stderr"])
+
+    def servers_of(sessions: list[str]) -> dict[str, str]:
+        proxy = Proxy(ports.http, ports.grpc, ports.metrics)
+        answers = {s: proxy.ask("POST", "/v1/x", b"", KEY | {"X-Session-Id": s}, ports.metrics) for s in sessions}
+        assert {status for status, _ in answers.values()} == {200}
+        return {session: name for session, (_, name) in answers.items()}
+
+    sessions = [f"conversation {n}" for n in range(60)]
+    try:
+        wait_until_open(ports.metrics, process)
+        before = servers_of(sessions)
+        assert servers_of(sessions) == before == servers_of(sessions[::-1])
+        assert len(set(before.values())) == 3
+        assert len({servers_of([""])[""] for _ in range(40)}) == 3, "without the header there is no favourite"
+        servers[0].shutdown()
+        servers[0].server_close()
+        lost = str(servers[0].server_port)
+        after = servers_of(sessions)
+        assert {s for s in sessions if after[s] != before[s]} == {s for s in sessions if before[s] == lost}
+    finally:
+        process.terminate()
+        process.wait()
+        for server in servers[1:]:
+            server.shutdown()
+            server.server_close()

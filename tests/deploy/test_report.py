@@ -95,6 +95,13 @@ def test_each_profile_is_shown_by_a_model_of_its_own(tmp_path: Path, profile: st
     assert shown(tmp_path, profiles=[profile])[0].startswith(f"curl -N http://127.0.0.1:8000/v2/models/{example}")
 
 
+def test_a_model_that_generates_nothing_is_shown_by_an_embedding(tmp_path: Path) -> None:
+    server = TritonServer(load_config(), Ports(), tmp_path)
+    (example,) = examples(server, OPENAI, generates=False)
+    assert example.startswith(f"curl {OPENAI}/v1/embeddings ") and '"input": ["Hello"]' in example
+    assert examples(server, None, generates=False) == []
+
+
 def test_there_is_an_example_of_every_profile() -> None:
     (mark,) = test_each_profile_is_shown_by_a_model_of_its_own.pytestmark  # type: ignore[attr-defined]
     assert {profile for profile, _ in mark.args[1]} == set(profiles())

@@ -124,6 +124,21 @@ def test_logprobs_name_the_tokens_of_the_text(client: openai.OpenAI) -> None:
         assert token.top_logprobs[0].logprob == token.logprob, "greedy: the chosen one is the most likely"
 
 
+def test_tokens_are_those_that_the_model_reads_and_become_the_text_again(served: Served, client: openai.OpenAI) -> None:
+    text = "def read_lines(self, file):"
+    _, found, _ = served.request("POST", "/tokenize", {"model": "everbatch", "prompt": text})
+    by_text, by_ids = (
+        client.completions.create(**GREEDY, prompt=prompt, max_tokens=8) for prompt in (text, found["tokens"])
+    )
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    assert by_text.usage is not None and by_text.usage.prompt_tokens == found["count"] == len(found["tokens"])
+    _, back, _ = served.request("POST", "/detokenize", {"model": "everbatch", "tokens": found["tokens"]})
+    assert back == {"prompt": text}
+    _, chat, _ = served.request("POST", "/tokenize", {"model": "everbatch", "messages": CHAT})
+    reply = client.chat.completions.create(**GREEDY, messages=CHAT, max_completion_tokens=1)
+    assert reply.usage is not None and reply.usage.prompt_tokens == chat["count"]
+
+
 def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
     plain = client.completions.create(**GREEDY, prompt="def main(", max_tokens=5).choices[0].text
     assert client.completions.create(**GREEDY, prompt="def main(", max_tokens=5, echo=True).choices[0].text == (

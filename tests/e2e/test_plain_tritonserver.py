@@ -16,6 +16,7 @@ import pytest
 from deploy import ROOT, invocation, probe
 from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE, kill_run, processes_of_run, remove_shared_memory, shared_memory_files
+from tests import compiled_once
 from tests.e2e.wire import eventually, post
 
 pytestmark = pytest.mark.feature("W-12")
@@ -43,7 +44,8 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     flags = [f"--{name}-port={port}" for name, port in vars(ports).items()]
     flags += [f"--{name}-address=127.0.0.1" for name in vars(ports)]
     flags += [f"--backend-config=python,shm-region-prefix-name={prefix}", "--exit-timeout-secs=5"]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("EVERBATCH_")}
+    kept = {name for name in os.environ if not name.startswith("EVERBATCH_")} | {compiled_once.VARIABLE}
+    variables = {name: value for name, value in os.environ.items() if name in kept}
     variables |= {RUN_ID_VARIABLE: run_id, "PYTHONPATH": ""}
     with (directory / "log").open("w") as log:
         command = ["bash", "-c", documented_lines(directory / "backends", flags)]

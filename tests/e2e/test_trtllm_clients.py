@@ -38,7 +38,7 @@ parameters { key: "batch_scheduler_policy" value: { string_value: "${batch_sched
 parameters { key: "max_tokens_in_paged_kv_cache" value: { string_value: "4096" } }
 parameters { key: "max_attention_window_size" value: { string_value: "" } }
 parameters { key: "exclude_input_in_output" value: { string_value: "true" } }
-parameters { key: "kv_cache_host_memory_bytes" value: { string_value: "0" } }
+parameters { key: "kv_cache_host_memory_bytes" value: { string_value: "67108864" } }
 """
 
 
@@ -321,7 +321,8 @@ def test_the_owners_parameters_reach_the_engine_and_all_models(server: TritonSer
     assert eventually(lambda: scrape(server.metrics_url).get("everbatch_kv_blocks{state=max}") == num_blocks, 30)
     log = server.log_path.read_text()
     assert "kv_cache.max_tokens is 4096, from max_tokens_in_paged_kv_cache of config.pbtxt" in log
-    assert "limits.max_queue_size is 77" in log and "kv_cache_host_memory_bytes of config.pbtxt has no effect" in log
+    assert "limits.max_queue_size is 77" in log and "kv_cache.host_cache_bytes is 67108864, from kv_cache_host_" in log
+    assert eventually(lambda: scrape(server.metrics_url).get("everbatch_second_level_blocks{state=max}", 0) > 0, 30)
     assert "batch_scheduler_policy of" not in log, "what a template leaves behind is unset"
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec.structs import replace
+
 from backend.api import EngineConfig, Request, Response, SessionConfig
 from backend.api.config import (
     KvCacheConfig,
+    KvTransferConfig,
     LimitsConfig,
     RecordsConfig,
     SchedulerConfig,
@@ -13,8 +18,10 @@ from backend.api.config import (
     TritonConfig,
 )
 from backend.core.clock import ManualClock
+from backend.core.kv_events import KvEventSink
 from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore
+from backend.engine.make_level import MakeLevelIo
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
 VOCAB = 1000
@@ -29,6 +36,7 @@ class Driver:
         block_size: int = 4,
         slots: int = 4,
         policy: str = "guaranteed_no_evict",
+        preemption: str = "recompute",
         max_num_tokens: int = 64,
         max_sessions: int = 100,
         max_session_bytes: int = 1 << 28,
@@ -41,20 +49,28 @@ class Driver:
         speculation: SpeculationConfig | None = None,
         limits: LimitsConfig | None = None,
         vocab: int = VOCAB,
+        kv_events: KvEventSink | None = None,
+        kv_transfer: KvTransferConfig | None = None,
+        kv_cache: dict[str, Any] | None = None,
+        level_io: MakeLevelIo | None = None,
         **worker: object,
     ) -> None:
         config = EngineConfig(
-            kv_cache=KvCacheConfig(
-                block_size=block_size,
-                max_tokens=pool_tokens,
-                enable_block_reuse=reuse,
-                sharing=sharing,
-                watermark=0.0,
+            kv_cache=replace(
+                KvCacheConfig(
+                    block_size=block_size,
+                    max_tokens=pool_tokens,
+                    enable_block_reuse=reuse,
+                    sharing=sharing,
+                    watermark=0.0,
+                ),
+                **(kv_cache or {}),
             ),
             scheduler=SchedulerConfig(
                 max_batch_size=slots,
                 max_num_tokens=max_num_tokens,
                 policy=policy,
+                preemption=preemption,
                 batching=batching,
                 enable_chunked_context=chunked,
             ),
@@ -63,10 +79,11 @@ class Driver:
             triton=TritonConfig(stream_interval_ms=stream_interval_ms),
             speculation=speculation or SpeculationConfig(),
             limits=limits or LimitsConfig(),
+            kv_transfer=kv_transfer or KvTransferConfig(),
         )
         self.clock = ManualClock()
         self.workers = HashWorkerGroup(vocab_size=vocab, **worker)
-        self.core = EngineCore(config, self.workers, self.clock)
+        self.core = EngineCore(config, self.workers, self.clock, kv_events, level_io)
         self.responses: dict[int, list[Response]] = {}
         self._next_id = 1
 

@@ -101,7 +101,7 @@ def test_a_defect_met_while_accepting_a_request_ends_that_request_only(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = driver.ask([5], 6)
-    monkeypatch.setattr(driver.core.intake, "check", lambda request: 1 // 0)
+    monkeypatch.setattr(driver.core.intake, "check", lambda request, resume: 1 // 0)
     hit = driver.ask([6], 6)
     monkeypatch.undo()
     later = driver.ask([7], 6)
@@ -118,10 +118,10 @@ def test_a_defect_met_while_a_token_is_told_ends_that_request_only(
     hit, other = driver.ask([5], 6), driver.ask([6], 6)
     real = publish.result_response
 
-    def result_response(seq: Sequence, iteration: int) -> Response:
+    def result_response(seq: Sequence, iteration: int, kv_state: bytes | None = None) -> Response:
         if seq.request_id == hit:
             raise KeyError("planted")
-        return real(seq, iteration)
+        return real(seq, iteration, kv_state)
 
     monkeypatch.setattr(publish, "result_response", result_response)
     driver.run()
@@ -161,10 +161,10 @@ def test_a_defect_met_at_a_deadline_ends_that_request_only(driver: Driver, monke
     driver.step()
     real = publish.result_response
 
-    def result_response(seq: Sequence, iteration: int) -> Response:
+    def result_response(seq: Sequence, iteration: int, kv_state: bytes | None = None) -> Response:
         if seq.request_id == late:
             raise KeyError("planted")
-        return real(seq, iteration)
+        return real(seq, iteration, kv_state)
 
     monkeypatch.setattr(publish, "result_response", result_response)
     driver.clock.advance(2.0)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 from backend.api import EngineConfig, Response
 from backend.api.config import KvCacheConfig, SchedulerConfig
 from backend.core.messages import Command, Hello, Message, Responses
-from backend.core.step import ModelInfo
+from backend.core.step import ModelInfo, WorkersLost
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.executor import Executor
@@ -36,9 +37,16 @@ def make_executor(config: EngineConfig = CONFIG, **worker: object) -> Executor:
 def engine(socket_path: Path, config: EngineConfig = CONFIG) -> Iterator[EngineCore]:
     """An engine that listens, in this process."""
     core = make_core(config)
-    loop = EngineLoop(core, stats_period_s=0.01)
-    server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", config))
-    thread = threading.Thread(target=loop.run, args=(server.deliver, server.publish_stats, server.publish_records))
+    loop = EngineLoop(core, stats_period_s=0.01, clients_hold=True)
+    name = secrets.token_hex(8)
+    hello = lambda index: Hello(index, core.model, "", config, engine=name)
+    server = EngineServer(str(socket_path), loop.post, hello)
+
+    def run() -> None:
+        with suppress(WorkersLost):
+            loop.run(server.deliver, server.publish_stats, server.publish_records)
+
+    core.thread = thread = threading.Thread(target=run)
     thread.start()
     try:
         yield core
@@ -46,6 +54,16 @@ def engine(socket_path: Path, config: EngineConfig = CONFIG) -> Iterator[EngineC
         loop.stop()
         thread.join()
         server.close()
+
+
+def crash(core: EngineCore) -> None:
+    """Let an engine of `engine` end without a word: its next step, or look at its workers, finds that they are gone."""
+
+    def lost(*arguments: object) -> None:
+        raise WorkersLost("a rank has ended")
+
+    core.workers.submit = core.workers.check = lost
+    core.thread.join(10)
 
 
 class ScriptedTransport:

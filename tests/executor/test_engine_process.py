@@ -16,7 +16,7 @@ def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        engine_process, "_die_with_parent", lambda directory: None
+        engine_process, "_die_with_parent", lambda *arguments: None
     )  # pytest's standard input is not a supervisor's
     monkeypatch.setattr(engine_process.signal, "signal", lambda *arguments: None)
     config = tmp_path / "config.json"

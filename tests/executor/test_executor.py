@@ -180,7 +180,7 @@ def test_nothing_remains_of_ten_thousand_requests(executor: Executor) -> None:
     for first in range(0, 10_000, 1000):
         ids = executor.enqueue_requests([Request([(first + i) % 1000], 1) for i in range(1000)])
         drain(executor, ids)
-    assert executor._live == {} and executor._mailboxes._boxes == {}
+    assert executor._replay.ids() == [] and executor._mailboxes._boxes == {}
     assert executor._transport._core.num_live == 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backend.api import ConfigError, EngineConfig, back_off
+from backend.api import ConfigError, EngineConfig, EngineUnavailable, back_off
 from backend.api.back_off import BackOff
 from backend.executor import engine_supervisor as supervisor
 from backend.executor.engine_supervisor import MAX_RESTARTS, EngineProcess
@@ -144,3 +144,13 @@ def test_the_engine_process_finds_the_modules_of_its_user(
     process = live(f"echo $PYTHONPATH > {tmp_path}/path; {READY}; {STAY}")
     assert is_up(process, 0)
     assert (tmp_path / "path").read_text().strip() == f"{supervisor.ROOT}:/of/the/user"
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EVERBATCH_PYTHON", str(tmp_path / "no-such-program"))
+    process = EngineProcess(EngineConfig(), str(tmp_path / "engine.sock"))
+    with pytest.raises(EngineUnavailable, match="the engine process cannot be started: No such file or directory"):
+        process.start(10)
+    process.stop()

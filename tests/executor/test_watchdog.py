@@ -62,14 +62,15 @@ def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner:
     stopped, answers = owner._process.pid, queue.SimpleQueue()
     os.kill(stopped, signal.SIGSTOP)
     for executor in (owner, guest):
-        executor.submit(Request([3, 4], 200), answers.put)  # nobody knows yet
+        executor.submit(Request([3, 4], 200, streaming=True), answers.put)  # nobody knows yet
     for executor in (owner, guest):
         assert wait_until(lambda executor=executor: not executor.is_ready(), 10)
         with pytest.raises(EngineUnavailable, match="no sign of life"):
             executor.submit(Request([1], 1), answers.put)
     assert owner._process.pid == stopped and answers.empty(), "those in flight wait while it may come back"
     set_patience(owner, PATIENCE_S)
-    assert [answers.get(timeout=10).error_code for _ in range(2)] == [ErrorCode.UNAVAILABLE] * 2
+    told = [answers.get(timeout=20).result for _ in range(400)]
+    assert sorted(each.output_token_ids[0][0] for each in told) == sorted(2 * oracle([3, 4], 200, 1000)), "they go on"
     for executor in (owner, guest):
         check_that_it_serves(executor)
     assert owner._process.pid != stopped and owner._process.num_deaths == 1 and answers.empty()
@@ -88,11 +89,13 @@ def test_an_engine_that_goes_on_in_time_is_ready_again_and_loses_nothing(owner: 
 
 
 def test_a_step_that_never_ends_is_ended_by_the_watchdog(owner: Executor) -> None:
+    """Three times, the last time with nothing beside it: then the request that caused it is told so."""
     hung, answers = owner._process.pid, queue.SimpleQueue()
+    owner._process._back_off._delay_s = 0.01
     owner.submit(Request([HANGS], 4), answers.put)
-    assert answers.get(timeout=10).error_code is ErrorCode.UNAVAILABLE
+    assert answers.get(timeout=40).error_code is ErrorCode.INTERNAL
     check_that_it_serves(owner)
-    assert owner._process.pid != hung and owner._process.num_deaths == 1
+    assert owner._process.pid != hung and owner._process.num_deaths == 3
 
 
 def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner: Executor) -> None:
@@ -102,7 +105,9 @@ def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner: Exec
     for _ in range(20):
         owner.submit(Request([1] * 100_000, 1), answers.put)
     assert owner._process.num_deaths == 0
-    assert {answers.get(timeout=10).error_code for _ in range(20)} == {ErrorCode.UNAVAILABLE}
+    assert {answers.get(timeout=20).error_code for _ in range(20)} == {ErrorCode.INVALID_ARGUMENT}, (
+        "the next engine's word"
+    )
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up_and_all_are_told_so(owner: Executor, guest: Executor) -> None:
@@ -110,11 +115,16 @@ def test_an_engine_that_dies_again_and_again_is_given_up_and_all_are_told_so(own
     answers = queue.SimpleQueue()
     told = []
     for _ in range(MAX_RESTARTS + 1):
-        assert wait_until(owner.is_ready, 10) and not owner.has_given_up
-        owner.submit(Request([3, 4], 250), answers.put)
+        assert wait_until(lambda: owner.is_ready() and guest.is_ready(), 10) and not owner.has_given_up
+        os.kill(owner._process.pid, signal.SIGSTOP)
+        for executor in (owner, guest):
+            executor.submit(Request([3, 4], 250), answers.put)
         os.kill(owner._process.pid, signal.SIGKILL)
-        told.append(answers.get(timeout=10).error_msg)
-    assert ["restart the server" in message for message in told] == [False] * MAX_RESTARTS + [True]
+        told.append([answers.get(timeout=10) for _ in range(2)])
+    right = [3, 4, *oracle([3, 4], 250, 1000)]
+    assert all(each.result.output_token_ids == [right] for each in sum(told[:-1], []))
+    last = sorted(each.error_msg for each in told[-1])
+    assert "has not come back" in last[1] and "restart the server" in last[0]
     assert owner.has_given_up and not owner.is_ready() and not guest.has_given_up
     with pytest.raises(EngineUnavailable, match="died 6 times .* restart the server"):
         owner.submit(Request([1], 1), answers.put)

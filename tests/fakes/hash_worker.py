@@ -7,6 +7,7 @@ computes the same output from the token ids alone, with an infinite pool.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Sequence
 
@@ -107,8 +108,9 @@ class HashWorkerGroup:
         eos_ids: tuple[int, ...] = (),
         guides: Guides | None = None,
         takes_drafts: bool = True,
+        kv_block_size: int = 4,
     ) -> None:
-        """`guides`: they are refused without; the tokens are what they are in any case."""
+        """`guides`: they are refused without; the tokens are what they are in any case. `kv_block_size`: tokens of a block."""
         self.guides = guides
         self.info = ModelInfo(
             "hash",
@@ -121,6 +123,8 @@ class HashWorkerGroup:
             eos_ids=eos_ids,
             guide_refusal=NOT_SET_UP if guides is None else "",
             takes_drafts=takes_drafts,
+            kv_fingerprint="hash",
+            kv_block_bytes=8 * kv_block_size,
         )
         self.sink_tokens = sink_tokens
         self._in_flight: deque[StepOutput | Exception] = deque()
@@ -131,6 +135,7 @@ class HashWorkerGroup:
         self.num_grown = 0  # how often memory was obtained
         self._keep_trace = keep_trace
         self._slots: dict[int, NewRow] = {}
+        self.host: dict[int, list[int]] = {}  # place -> swapped KV
         self.adapters: dict[str, PreparedAdapter] = {}  # those on the device
 
     @property
@@ -147,6 +152,9 @@ class HashWorkerGroup:
 
     def free_memory_bytes(self) -> int:
         return self.free_bytes
+
+    def check(self) -> None:
+        """It has no processes."""
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
@@ -187,7 +195,11 @@ class HashWorkerGroup:
         for content in step.adapters_out:
             self.adapters.pop(content, None)
         self.adapters |= {adapter.content: adapter for adapter in step.adapters_in}
+        for block, place in step.swap_out:
+            self.host[place] = list(self.cells[block])
         self._grow(step.num_blocks)
+        for block, place in step.swap_in:
+            self.cells[block] = list(self.host[place])
         for source, destination in step.copies:
             self.cells[destination] = list(self.cells[source])
         for row in step.new_rows:
@@ -195,6 +207,15 @@ class HashWorkerGroup:
         further: dict[SlotId, list[SampledToken]] = {}
         sampled = [sample for row in step.rows if (sample := self._run_with_drafts(row, further)) is not None]
         return StepOutput(step.step_id, sampled, further=further)
+
+    def read_blocks(self, block_ids: list[int]) -> bytes:
+        return b"".join(struct.pack(f"<{self.block_size}Q", *self.cells[block]) for block in block_ids)
+
+    def write_blocks(self, block_ids: list[int], data: bytes, num_blocks: int) -> None:
+        self._grow(num_blocks)
+        assert len(data) == 8 * self.block_size * len(block_ids)
+        for block, cells in zip(block_ids, struct.iter_unpack(f"<{self.block_size}Q", data)):
+            self.cells[block] = list(cells)
 
     def shutdown(self) -> None:
         self._slots.clear()

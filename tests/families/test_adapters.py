@@ -42,8 +42,16 @@ def test_a_family_s_adapter_does_what_peft_does(
     [
         ("llama", "phi-4-mini short", "it has gate_up_proj, which LlamaForCausalLM does not have"),
         ("starcoder 2", "llama", "it has gate_proj, which Starcoder2ForCausalLM does not have"),
-        ("starcoder 2", "starcoder 2", "mlp.c_fc.lora_A.weight is no LoRA of a decoder layer's projection"),
-        ("gpt-neox", "gpt-neox", "attention.query_key_value.lora_A.weight is no LoRA of a decoder layer's projection"),
+        (
+            "starcoder 2",
+            "starcoder 2",
+            "it has mlp.c_fc, which Starcoder2ForCausalLM does not have, or takes no adapters for",
+        ),
+        (
+            "gpt-neox",
+            "gpt-neox",
+            "it has attention.query_key_value, which GPTNeoXForCausalLM does not have, or takes no",
+        ),
     ],
 )
 def test_a_projection_that_a_model_does_not_have_is_told(

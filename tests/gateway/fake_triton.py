@@ -128,7 +128,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):
             seen.words[0] = 0
-            yield response(seen, [{**told(seen, [], "length"), "max_model_len": 2048}])
+            ids = seen.body.get("prompt_token_ids", [7, 8, 9])
+            text = "its text" if seen.body.get("echo") else ""
+            yield response(seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, "max_model_len": 2048}])
             return
         if {"load_adapter", "unload_adapter", "list_adapters"} & seen.body.keys():
             yield self._change_adapters(seen)

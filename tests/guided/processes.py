@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
+    """Whichever of its threads has started them."""
+    found = list[int]()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += [int(each) for each in (task / "children").read_text().split()]
+    return found
 
 
 def all_children() -> set[int]:
-    """Of this process, whichever of its threads has started them."""
-    found = set[int]()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found |= {int(each) for each in (task / "children").read_text().split()}
-    return found
+    """Of this process."""
+    return set(children_of(os.getpid()))
 
 
 def is_alive(pid: int) -> bool:

@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import os
 import resource
+import select
 import signal
 import socket
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from backend.api.guide import Guide, GuideType
+from backend.guided import compile_process
 from backend.guided.compile_messages import Begin, Drop, Ending, Frames, Outcome, Setup, decode_outcome, frame
 from backend.guided.compile_process import NICENESS, CompileServer
 from backend.guided.materials import Materials
@@ -204,10 +206,27 @@ def test_a_child_ends_with_a_process_that_is_killed() -> None:
     server.begin(1, "sleep")
     wait_for(lambda: children_of(server.pid))
     (child,) = children_of(server.pid)
-    time.sleep(0.05)  # the child has come to its library
     os.kill(server.pid, signal.SIGKILL)
     server.close()
     wait_for(lambda: not is_alive(child))
+
+
+def test_a_child_ends_when_its_parent_ended_before_the_kernel_was_asked_to_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end_parent() -> None:
+        parent = os.getppid()
+        os.kill(parent, signal.SIGKILL)
+        wait_for(lambda: os.getppid() != parent)
+
+    monkeypatch.setattr(compile_process, "_silence", end_parent)
+    reading, writing = os.pipe()
+    server = Forked(Rogue())
+    os.close(writing)  # the server and its child hold it now, and the pipe ends with the last of them
+    server.begin(1, "sleep")
+    server.close()
+    with open(reading, "rb") as pipe:
+        assert select.select([pipe], [], [], 20)[0], "the child goes on after its parent"
 
 
 def test_what_a_guide_holds_is_measured(forked: Callable[..., Forked]) -> None:

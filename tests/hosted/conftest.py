@@ -7,7 +7,7 @@ from ctypes import CDLL
 import pytest
 
 from kernels.cpu.library import load_kernels
-from tests.model.tiers import native_kernels  # noqa: F401 (fixture)
+from tests.model.tiers import native_kernels, tier  # noqa: F401 (fixtures)
 
 
 @pytest.fixture(scope="session")

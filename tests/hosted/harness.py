@@ -9,26 +9,31 @@ import torch
 
 from backend.hosted.checkpoint import HostedCheckpoint
 from backend.layers.linear import make_torch_linear
-from backend.models.linears import LinearOptions
 from backend.models.loader import open_tensors
 from backend.worker.hosted_tier import HostedTier, NativeLayers, PagedLayers
 from backend.worker.native_tier import PackLinears
 from backend.worker.tier import kv_layout
+from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from tests.hosted.tiny import content
 from tests.model.driver import Driver
-from tests.native.harness import CPU, Format, drive, rounding
+from tests.native.harness import CPU, Format, drive, linear_options
 
 BLOCK_SIZE = 32  # tokens
 
 
-def hosted_driver(directory: Path, library: CDLL | None, form: Format, **options: object) -> Driver:
-    """library: None for the torch tier."""
+def hosted_driver(
+    directory: Path, library: CDLL | None, form: Format, takes_adapters: bool = False, **options: object
+) -> Driver:
+    """library: None for the torch tier. takes_adapters: as with `lora.enabled`."""
     make = make_torch_linear if library is None else PackLinears(library)
-    linears = LinearOptions(form.quantization, form.group, make, rounding())
+    linears = linear_options(form, make)
     checkpoint = HostedCheckpoint(content(directory), open_tensors(sorted(directory.glob("*.safetensors"))))
     model = checkpoint.build(None, getattr(torch, form.dtype), CPU, linears)
+    if takes_adapters:
+        model.adapters.enable()
     if library is None:
-        tier = HostedTier(model, PagedLayers(model, kv_layout(model.config, BLOCK_SIZE, model.dtype)))
+        layout = kv_layout(model.config, BLOCK_SIZE, model.dtype)
+        tier = HostedTier(model, PagedLayers(model, layout), TorchAdapters(CPU))
     else:
-        tier = HostedTier(model, NativeLayers(model, library, BLOCK_SIZE, form.kv_bits))
+        tier = HostedTier(model, NativeLayers(model, library, BLOCK_SIZE, form.kv_bits), NativeAdapters(library))
     return drive(tier, model, library, BLOCK_SIZE, window=model.config.sliding_window, **options)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.architectures.hosted import HOSTED, REFUSED, implementation_of
+from backend.hosted.checkpoint import HostedCheckpoint
 from tests.hosted.harness import hosted_driver
 from tests.hosted.tiny import content, save, tiny_config, tiny_model
 from tests.model.driver import Driver
@@ -86,6 +87,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"num_experts": -1}, "num_experts is -1"),
         ({"text_config": {"num_hidden_layers": 10**400}}, "num_hidden_layers is .*allowed is 0 to 4096"),
         ({"n_shared_experts": 10**9}, "n_shared_experts is 1000000000"),
+        (
+            {"vocab_size": 3_000_000},
+            r"a model of 384\d{6} elements, .* of the shape \[3000000, 64\].* 13\d{7} are allowed; correct the sizes",
+        ),
         ({"num_hidden_layers": 3}, "lacks the tensor"),
         ({"num_hidden_layers": 1}, "is not used"),
         ({"hidden_size": 96}, "Qwen3MoeForCausalLM cannot be loaded|another shape"),
@@ -111,6 +116,17 @@ def test_a_wrong_setting_is_one_sentence(
     assert "\n" not in str(error.value)
 
 
+def test_a_mask_of_all_positions_is_not_made_where_it_is_larger_than_the_model(tmp_path: Path) -> None:
+    """GPTBigCode has an attention mask of [positions, positions]: with 16,000 positions 256 million elements."""
+    save(tiny_model("gpt_bigcode"), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    name = next(name for name in load_file(file) if name.endswith("wpe.weight"))
+    change_tensors(tmp_path, **{name: torch.zeros(16_000, 64)})
+    change(tmp_path, n_positions=16_000)
+    with pytest.raises(ConfigError, match=r"bias of the shape \[16000, 16000\] is the largest"):
+        hosted_driver(tmp_path, None, Format())
+
+
 def test_families_that_are_refused_say_why() -> None:
     for name, reason in REFUSED.items():
         assert name not in HOSTED
@@ -127,6 +143,25 @@ def test_native_families_may_be_run_by_transformers() -> None:
         implementation_of(moe, "native")
     with pytest.raises(ConfigError, match="near it are Qwen3MoeForCausalLM"):
         implementation_of({"architectures": ["Qwen3MoEForCausalLM"]}, "auto")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "transformers"])
+def test_names_that_are_near_are_proposed_once_each_and_others_are_not(wanted: Any) -> None:
+    with pytest.raises(ConfigError) as told:
+        implementation_of({"architectures": ["LamaForCausalLM"]}, wanted)
+    assert str(told.value).count("LlamaForCausalLM") == 1
+    with pytest.raises(ConfigError) as told:
+        implementation_of({"architectures": ["WonderForCausalLM"]}, wanted)
+    assert "near it" not in str(told.value)
+
+
+def test_keys_that_transformers_does_not_know_are_told(checkpoint: Path) -> None:
+    given = json.loads((checkpoint / "config.json").read_text())
+    remarks = HostedCheckpoint(given, {}).remarks
+    assert len(remarks) == 1 and "is run by the transformers library" in remarks[0]
+    given |= {"flux_capacitor": 88, "use_cache": False, "attention_dropout": 0.5, "off": None}
+    told = HostedCheckpoint(given, {}).remarks[1]
+    assert "flux_capacitor" in told and "attention_dropout" not in told and "off" not in told.split("effect:")[1]
 
 
 def test_every_causal_family_of_transformers_is_served_or_refused() -> None:

@@ -11,16 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from backend.api import ConfigError, OutputConfig, SamplingConfig, SessionConfig
-from backend.api.config import LoraSection
+from backend.api import ConfigError, OutputConfig, Request, SamplingConfig, SessionConfig
+from backend.api.adapter_files import projection_of
+from backend.api.lora import LoraConfig
 from backend.architectures.checkpoint import examine
 from backend.architectures.hosted import ENCODERS
-from backend.worker.group import InProcessWorkerGroup
+from backend.executor import Executor
+from tests.executor.helpers import drain
 from tests.hosted.encoders import hidden_states, save_encoder, tiny_encoder
 from tests.model.gathering import Engine, engine_config, tensor_of
+from tests.model.test_lora import config
 from tests.model.tiers import NATIVE, TORCH, TierCase
 from tests.native.harness import prompt
 
@@ -124,12 +129,6 @@ def test_what_an_encoder_does_not_do_is_one_sentence(
     assert sentence in error.error_msg and "\n" not in error.error_msg
 
 
-def test_adapters_are_refused(encoder: Made, kernels: CDLL) -> None:
-    config = engine_config(encoder("BertModel")[0], NATIVE)
-    with pytest.raises(ConfigError, match="lora.enabled is true, and BertModel is run by transformers"):
-        InProcessWorkerGroup(config.model, config.scheduler, lora=LoraSection(enabled=True)).load()
-
-
 def test_a_decoder_in_an_encoders_place_is_refused(tmp_path: Path) -> None:
     model = tiny_encoder("BertModel", is_decoder=True)
     with pytest.raises(ConfigError, match="a mask that is neither that of whole texts nor a window"):
@@ -142,3 +141,30 @@ def test_the_limit_of_a_text_is_known_before_anything_is_loaded(
 ) -> None:
     directory, _ = encoder(architecture)
     assert examine(directory).max_position == engine(directory, TORCH).core.model.max_seq_len
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "AlbertModel"])
+def test_a_text_with_an_adapter_is_what_peft_makes_of_it(
+    encoder: Made, tier: TierCase, architecture: str, tmp_path: Path
+) -> None:
+    """ALBERT runs the same linear layers in each of its layers, and so with the same adapter."""
+    directory, _ = encoder(architecture)
+    model = tiny_encoder(architecture)
+    names = ["query", "key", "value", "dense", "ffn", "ffn_output"]
+    targets = [name for name, _ in model.named_modules() if projection_of(name) and name.split(".")[-1] in names]
+    peft_model = get_peft_model(model, PeftConfig(r=4, target_modules=targets)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in peft_model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.4 * torch.randn_like(weight) / weight.shape[1] ** 0.5)
+        expected = peft_model(input_ids=torch.tensor([TEXTS[0]])).last_hidden_state[0]
+        plain = encoder(architecture)[1](input_ids=torch.tensor([TEXTS[0]])).last_hidden_state[0]
+    peft_model.save_pretrained(tmp_path)
+    with Executor.from_directory(directory, config(tier)) as executor:
+        loras = (LoraConfig(1, path=str(tmp_path)), None)
+        ids = executor.enqueue_requests([Request(TEXTS[0], 0, output_config=ALL, lora=lora) for lora in loras])
+        responses = drain(executor, ids)
+    found = [responses[number][-1].result.prompt_hidden_states for number in ids]
+    for states, wanted in zip(found, (expected, plain), strict=True):
+        assert (tensor_of(states) - wanted).abs().max() <= 1e-5

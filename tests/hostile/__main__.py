@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.rundir import default_run_directory
+from tests.compiled_once import share_native_kernels
 from tests.hostile import cycles, growth, named, report, served_numbers
 from tests.hostile.campaign import Campaign, Settings
 from tests.hostile.mix import KINDS, MODELS, Mix
@@ -135,6 +136,7 @@ def replay(args: argparse.Namespace, directory: Path) -> int:
 
 def main() -> int:
     args = arguments()
+    share_native_kernels()
     directory = default_run_directory(f"hostile-{args.command}-{args.seed}")
     if args.replay:
         return replay(args, directory)

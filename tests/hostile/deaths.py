@@ -57,6 +57,7 @@ STACK = Bug(
 # Last digits of return addresses in this very binary (they do not change with where it is loaded): a response of a model
 # is handed to the gRPC front, as opposed to the front's own threads.
 _FRONT_ALONE = re.compile(r"# 0x[0-9A-F]+88B in \S*/tritonserver\n +\d+# 0x[0-9A-F]+ in \S*libstdc")
+_FRAMES = re.compile(r"^ *\d+# 0x", re.MULTILINE)
 _MODEL_ANSWERS = re.compile(r"in \S*/tritonserver\n +\d+# 0x[0-9A-F]+390 in \S*libtritonserver")
 
 
@@ -82,6 +83,11 @@ def explanation(death: Death, suspects: Sequence[Case]) -> Bug | None:
     if strict and not _MODEL_ANSWERS.search(death.log_tail):
         return REFUSAL
     return FRONT if _FRONT_ALONE.search(death.log_tail) else None
+
+
+def is_of_the_front_alone(status: int | None, log_tail: str) -> bool:
+    """Whether tritonserver died by SIGSEGV or SIGABRT, and not while it handed a model's answer to its gRPC front."""
+    return status in (-11, -6) and bool(_FRAMES.search(log_tail)) and not _MODEL_ANSWERS.search(log_tail)
 
 
 def backtrace(death: Death, limit: int = 12) -> list[str]:

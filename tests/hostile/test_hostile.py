@@ -172,6 +172,14 @@ ALONE = " 3# 0x000055E0AA3E088B in /x/tritonserver\n 4# 0x00007F9B46ED44A3 in /x
 
 
 @pytest.mark.parametrize(
+    ("status", "log", "alone"),
+    [(-11, ALONE, True), (-6, ALONE, True), (-11, ANSWERING, False), (-11, "", False), (-9, ALONE, False)],
+)
+def test_a_death_of_the_front_alone_is_told_by_its_signal_and_frames(status: int, log: str, alone: bool) -> None:
+    assert deaths.is_of_the_front_alone(status, log) == alone
+
+
+@pytest.mark.parametrize(
     ("who", "status", "log", "suspects", "bug"),
     [
         ("tritonserver", -11, "", [_grpc_case(b"a", string_length=True)], deaths.STRING_LENGTH),

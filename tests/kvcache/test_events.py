@@ -66,6 +66,9 @@ def test_replaying_the_events_gives_the_blocks_that_can_be_found(seed: int) -> N
         cache.kv.release(seq, keep=dice.random() < 0.5)
         replay.read(cache.kv.take_events())
         assert set(replay.prefixes.values()) == findable(cache)
+        anew = Replay()
+        anew.read([KvEvent(number, data) for number, data in enumerate(cache.kv.cached_prefixes())])
+        assert anew.prefixes == replay.prefixes
     assert cache.kv.stats().evicted_blocks_total, "evictions were among it"
     cache.kv.lose_everything()
     replay.read(cache.kv.take_events())
@@ -93,9 +96,9 @@ def test_blocks_tell_with_which_adapter_they_were_computed(lora: LoraConfig | No
     seq = cache.start(Sequence(1, 1, request, 1, 0))
     cache.run(seq)
     cache.kv.release(seq, keep=False)
-    told = [block for event in cache.kv.take_events()[1:] for block in event.data.blocks]
-    assert [len(block.token_ids) for block in told] == [4, 4, 1]
-    assert [block.lora_id for block in told] == [None if lora is None else 7] * 3
+    told = [(event.data.origin.lora_id, block) for event in cache.kv.take_events()[1:] for block in event.data.blocks]
+    assert [len(block.token_ids) for _, block in told] == [4, 4, 1]
+    assert [lora_id for lora_id, _ in told] == [None if lora is None else 7] * 3
 
 
 def test_a_log_that_nobody_reads_keeps_the_newest_and_without_a_limit_there_is_none() -> None:

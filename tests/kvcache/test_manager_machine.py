@@ -1,9 +1,12 @@
 """KVCacheManager: sequences start, run, pause, fork, rest, return, are cut and erased, while the pool changes its size.
 
 What holds nothing is scrambled after every event, so a stale or foreign cell shows in the content of whoever reads it.
+EVERBATCH_EXAMPLES says how many runs there are, ten times over.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 from hypothesis import settings
@@ -15,6 +18,7 @@ from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission
 from tests.kvcache.harness import Cache, make_sequence
 
+RUNS = max(1, int(os.environ.get("EVERBATCH_EXAMPLES", "2000")) // 10)
 INDEX = st.integers(0, 1000)
 PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=13)
 
@@ -196,4 +200,4 @@ class Manager(RuleBasedStateMachine):
 
 
 TestManager = pytest.mark.feature("003-16", "003-26", "003-27", "003-28")(Manager.TestCase)
-TestManager.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
+TestManager.settings = settings(max_examples=RUNS, stateful_step_count=40, deadline=None, report_multiple_bugs=False)

@@ -57,6 +57,13 @@ def test_the_cache_is_configured_by_a_dictionary_an_object_or_our_own_section() 
     assert (by_name.enable_block_reuse, by_name.max_tokens, by_name.free_memory_fraction) == (False, 640, 0.5)
     assert (by_name.max_attention_window, by_name.sink_tokens) == ((64, 32), 4)
     theirs = SimpleNamespace(**fields, host_cache_size=None, onboard_blocks=True, use_uvm=False)
+    level = {"host_cache_size": 1 << 20, "onboard_blocks": False, "secondary_offload_min_priority": 40}
+    second = config(kv_cache_config=level).kv_cache
+    assert (second.host_cache_bytes, second.onboard_blocks, second.secondary_offload_min_priority) == (
+        1 << 20,
+        False,
+        40,
+    )
     assert config(kv_cache_config=theirs).kv_cache == by_name
     assert config(kv_cache_config=KvCacheConfig(num_slots=100)).kv_cache.num_slots == 100
 
@@ -78,8 +85,6 @@ def test_records_of_iterations_are_kept_where_they_are_wanted() -> None:
 
 
 REFUSED = {
-    "tensor_parallel_size": 2,
-    "pipeline_parallel_size": 2,
     "context_parallel_size": 2,
     "tokenizer_mode": "slow",
     "trust_remote_code": True,
@@ -87,8 +92,8 @@ REFUSED = {
     "tokenizer_revision": "main",
     "speculative_config": {"decoding_type": "Eagle", "max_draft_len": 4},
     "batch_wait_timeout_ms": 5,
-    "orchestrator_type": "ray",
-    "kv_cache_config": {"host_cache_size": 1 << 20},
+    "orchestrator_type": "mpi",
+    "kv_cache_config": {"use_uvm": True},
     "scheduler_config": {"capacity_scheduler_policy": "NO_SUCH"},
 }
 

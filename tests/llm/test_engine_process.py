@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,16 +91,13 @@ def test_guides_cross_to_an_engine_process(proxy: LLM, llm: LLM) -> None:
 
 
 @pytest.mark.feature("002-34")
-def test_the_death_of_the_engine_fails_who_waits(model_dir: Path) -> None:
+def test_the_death_of_the_engine_is_a_pause_for_who_waits(model_dir: Path) -> None:
     with LLM(model_dir, orchestrator_type="rpc") as mortal:
-        asked = SamplingParams(max_tokens=400, ignore_eos=True)
-        results = [mortal.generate_async("The quick", asked, streaming=True) for _ in range(300)]
+        asked = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0, seed=5)
+        expected = mortal.generate("The quick", asked).outputs[0].token_ids
+        results = [mortal.generate_async("The quick", asked, streaming=True) for _ in range(30)]
         next(results[0])
         os.kill(mortal.executor.engine_executor._process.pid, signal.SIGKILL)
-        with pytest.raises(RequestError, match="the engine process ended while the request ran") as raised:
-            results[-1].result(PATIENCE_S)
-        assert raised.value.code == "UNAVAILABLE"
         for result in results:
-            with suppress(RequestError):
-                result.result(PATIENCE_S)
+            assert result.result(PATIENCE_S).outputs[0].token_ids == expected
         assert mortal.executor._results == {}

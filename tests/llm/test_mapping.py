@@ -16,7 +16,6 @@ from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.text.tokenizer import Tokenizer
 from compat.llm import (
-    DisaggregatedParams,
     GenerationRequest,
     GuidedDecodingParams,
     LoRARequest,
@@ -191,7 +190,6 @@ def test_a_field_reaches_an_engine_that_has_it_and_is_refused_by_one_that_has_no
     "fields",
     [
         {"prompt_adapter_request": PromptAdapterRequest("soft", 1)},
-        {"disaggregated_params": DisaggregatedParams(request_type="context_only")},
         {"postproc_params": object()},
         {"scheduling_params": object()},
     ],

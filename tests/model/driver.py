@@ -55,10 +55,15 @@ class Driver:
         self._new_rows: list[NewRow] = []
         self._copies: list[tuple[int, int]] = []
 
-    def begin(self, slot: int, tokens: Sequence[int], computed: int = 0, table: Sequence[int] = ()) -> None:
-        """Put a sequence in a slot from the next step on. `table` holds the KV of its first `computed` tokens."""
+    def begin(
+        self, slot: int, tokens: Sequence[int], computed: int = 0, table: Sequence[int] = (), adapter: str = ""
+    ) -> None:
+        """Put a sequence in a slot from the next step on. `table` holds the KV of its first `computed` tokens. `adapter`: the
+        content of its LoRA adapter.
+        """
         self.tokens[slot], self.computed[slot], self.tables[slot] = list(tokens), computed, list(table)
-        self._new_rows.append(NewRow(slot, list(tokens), len(tokens), 0, list(table), SamplingConfig()))
+        row = NewRow(slot, list(tokens), len(tokens), 0, list(table), SamplingConfig(), adapter=adapter)
+        self._new_rows.append(row)
 
     def copy(self, source: int) -> int:
         """A new block that holds what `source` holds, from the next step on."""

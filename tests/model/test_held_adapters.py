@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from backend.api.lora import LoraConfig
 from backend.layers.lora import Stacks
 from backend.models import loader
-from backend.models.lora import Layers, stack_shapes
+from backend.models.lora import Layers, projections_of, stack_shapes
 from backend.worker.adapters import AdapterReader
 from kernels.common.adapter import Part
 from tests.fakes.adapter_files import write_adapter
@@ -24,8 +24,8 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
 
 @pytest.fixture(scope="module")
 def reader() -> AdapterReader:
-    config = loader.open_directory(MODEL).config
-    return AdapterReader(config, torch.float32, 8, lambda layers: (layers, 100, 100))
+    model = projections_of(loader.open_directory(MODEL).config)
+    return AdapterReader(model, torch.float32, 8, lambda layers: (layers, 100, 100))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ the millionth, and all together to a few hundredths. A part that was computed fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +20,10 @@ from backend.api import EngineConfig, OutputConfig, Request
 from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
-from kernels.common.four_bits import round_weight
+from kernels.common import rotation, two_levels
 from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.linear import RoundToLevels
 from tests.executor.helpers import drain
 from tests.model.adapters import make_adapter
 from tests.model.gathering import tensor_of
@@ -36,15 +35,14 @@ PROMPTS = [[(7 * i + 13 * start) % 120 for i in range(6)] for start in range(8)]
 
 
 class Scheme(NamedTuple):
-    round: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-    group: int  # columns that share a scale
-    activations: int | None  # the same of a layer's inputs; None: they stay floats
+    round: rotation.Round
+    is_rotated: bool  # and inputs are rounded as well; else weights have groups of 64
 
 
 SCHEMES = {
-    "int8": Scheme(quantize_weight, 64, None),
-    "w8a8": Scheme(quantize_weight, 32, 32),
-    "w4a8": Scheme(round_weight, 32, 32),
+    "int8": Scheme(quantize_weight, False),
+    "w8a8": Scheme(quantize_weight, True),
+    "w4a8": Scheme(two_levels.round_weight, True),
 }
 
 
@@ -90,20 +88,30 @@ def logits_of(
 
 
 def quantise(model: nn.Module, scheme: Scheme) -> None:
-    """Every linear layer stands for what its rounded weight is, behind rounded inputs. (Of four bits the head has eight.)"""
+    """Every linear layer stands for what its rounded weight is. (Of four bits the head has eight.)"""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if scheme.is_rotated:
+            quantise_rotated(module, quantize_weight if name.endswith("lm_head") else scheme.round)
+            continue
+        with torch.no_grad():
+            module.weight.copy_(dequantize(*scheme.round(module.weight, 64), 64))
+
+
+def quantise_rotated(module: nn.Linear, rounded: rotation.Round) -> None:
+    """Weight and inputs become what their rounded rotations stand for; a second rotation takes the first back."""
+    block, group = rotation.block_of(module.in_features), rotation.group_of(module.in_features)
+    assert group is not None
 
     def round_inputs(module: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
-        x, group = given[0].flatten(0, -2), scheme.activations
-        assert group is not None
-        return dequantize(*quantize_activations(x, group), group).view(given[0].shape)
+        x = rotation.rotate(given[0].flatten(0, -2))
+        return (rotation.rotate(dequantize(*quantize_activations(x, group), group)) / block).view(given[0].shape)
 
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            rounded = quantize_weight if name.endswith("lm_head") else scheme.round
-            with torch.no_grad():
-                module.weight.copy_(dequantize(*rounded(module.weight, scheme.group), scheme.group))
-            if scheme.activations is not None:
-                module.register_forward_pre_hook(round_inputs)
+    with torch.no_grad():
+        q, scale = rotation.round_weight(module.weight, group, rounded=rounded)
+        module.weight.copy_(rotation.rotate(dequantize(q, scale, group)))
+    module.register_forward_pre_hook(round_inputs)
 
 
 @torch.inference_mode()
@@ -123,13 +131,13 @@ def test_the_result_is_the_quantised_base_and_the_adapters_part(
 ) -> None:
     scheme = SCHEMES[name]
     if tier is NATIVE and name == "w4a8":  # its search for scales finds others that are as good
-        scheme = scheme._replace(round=RoundToFourBits(load_kernels()))
+        scheme = scheme._replace(round=RoundToLevels(load_kernels()))
     paths = [*adapters, None]
     loras = [None if path is None else LoraConfig(index, path=str(path)) for index, path in enumerate(paths)]
     measured = logits_of(base, tier, loras, quantization=name)
     expected = [expected_logits(base, scheme, path) for path in paths]
     for ours, theirs in zip(measured, expected, strict=True):
-        assert_agree(ours, theirs, share=1.0 if scheme.activations is None else 0.6)
+        assert_agree(ours, theirs, share=0.6 if scheme.is_rotated else 1.0)
     assert (expected[0] - expected[2]).norm() > 0.1 * expected[2].norm(), "the adapter hardly matters"
 
 

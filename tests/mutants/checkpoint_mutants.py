@@ -50,11 +50,7 @@ def the_output_head_has_four_bits(set_attribute: SetAttribute) -> None:
 
 
 def the_first_scale_is_taken(set_attribute: SetAttribute) -> None:
-    change(four_bits, "_scales", ("explained > best", "best == 0"))(set_attribute)
-
-
-def shared_scales_do_not_reach_127(set_attribute: SetAttribute) -> None:
-    change(four_bits, "_shared", ("keepdim=True) / 127", "keepdim=True) / 126"))(set_attribute)
+    change(four_bits, "best_scales", ("explained > best", "best == 0"))(set_attribute)
 
 
 def links_may_lead_out(set_attribute: SetAttribute) -> None:
@@ -187,10 +183,6 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
             [_LOADING + "test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four"],
         ),
         (the_first_scale_is_taken, [_FOUR_BITS + "test_the_reference_s_error_is_what_it_promises"]),
-        (
-            shared_scales_do_not_reach_127,
-            [_FOUR_BITS + "test_scales_of_a_super_block_are_multiples_of_a_127th_of_the_greatest"],
-        ),
         (a_byte_too_many_is_read, [_HOSTILE + "test_a_file_may_be_as_long_as_the_limit_and_no_longer"]),
         (an_index_may_name_paths, [_case("index goes up"), _case("index is absolute")]),
         (tensors_may_overlap, [_case("overlapping offsets")]),

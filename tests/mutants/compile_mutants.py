@@ -44,6 +44,10 @@ MUTANTS = {
         change(compile_process, "outcome_of", ("except BaseException", "except Exception")),
         LIMITS,
     ),
+    "a_child_whose_parent_ended_early_goes_on": (
+        change(compile_process, "_end_with", ("os.getppid() != parent", "False")),
+        LIMITS,
+    ),
     "a_lost_job_is_waited_for": (
         change(_Running, "_listen", ("self._process.wait()\n    self._lose_jobs()", "self._process.wait()")),
         PROCESS,

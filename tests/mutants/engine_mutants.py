@@ -36,7 +36,7 @@ MUTANTS = {
         QSERVE,
     ),
     "keys_of_blocks_forget_inputs": (
-        change(Request, "namespace", ("sorted(self.extra_inputs.items())", "len(self.extra_inputs)")),
+        change(Request, "kv_origin", ("sorted(self.extra_inputs.items())", "len(self.extra_inputs)")),
         QSERVE,
     ),
     "unset_early_stopping_is_never": (change(beams, "_is_over", ("in (None, 1)", "in (1,)")), BEAMS),
@@ -50,7 +50,7 @@ MUTANTS = {
         ["tests/engine/test_loop.py"],
     ),
     "deadlines_are_computed_unchecked": (
-        change(EngineCore, "enqueue", ("self.intake.check(request)", "request")),
+        change(EngineCore, "enqueue", ("self.intake.check(request, resume)", "request")),
         ["tests/engine/test_core_failures.py"],
     ),
     "a_defect_leaves_its_request": (

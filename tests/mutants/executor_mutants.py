@@ -5,13 +5,16 @@ from __future__ import annotations
 from backend.api.back_off import BackOff
 from backend.engine.loop import EngineLoop
 from backend.engine.recorder import Recorder
+from backend.executor.engine_supervisor import EngineProcess
 from backend.executor.executor import Executor
 from backend.executor.mailbox import Mailboxes
 from backend.executor.record_shelf import RecordShelf
+from backend.executor.spare import Spare
 from backend.executor.watch import Watch
 from backend.kvcache.prefix_trie import PrefixTrie
+from backend.wire.address import FileAddress
 from backend.wire.client import SocketTransport
-from backend.wire.engine_server import Connection, EngineServer
+from backend.wire.engine_server import Connection
 from backend.wire.outgoing import Outgoing
 from tests.mutants.changes import Plant, change
 
@@ -41,7 +44,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
             EngineLoop,
             "_poll",
             ("    self._core.begin_poll()\n", ""),
-            ("self._is_over):\n", "self._is_over):\n        self._core.begin_poll()\n"),
+            (".waits_for_loads):\n", ".waits_for_loads):\n        self._core.begin_poll()\n"),
         ),
         LOOP,
     ),
@@ -85,8 +88,8 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         SERVER,
     ),
     "any_user_may_connect": (
-        change(EngineServer, "_accept", ("not in (os.getuid(), 0)", "is None")),
-        SERVER,
+        change(FileAddress, "admits", ("in (os.getuid(), 0)", "is not None")),
+        [*SERVER, "tests/wire/test_address.py"],
     ),
     "live_requests_unanswered_at_the_end": (
         change(EngineLoop, "run", ("self._core.fail_all(", "str(")),
@@ -133,4 +136,18 @@ GONE: dict[str, tuple[Plant, list[str]]] = {  # what must be gone afterwards, an
     ),
 }
 
-MUTANTS = REVIEWED | OWN | GONE
+SPARES = ["tests/executor/test_spare.py"]
+SPARE: dict[str, tuple[Plant, list[str]]] = {
+    "a_spare_is_not_called": (change(Spare, "take", ("process.stdin.write(GO)", "pass")), SPARES),
+    "a_spare_is_prepared_once": (
+        change(Spare, "take", ("process, self._process = self._process, None", "process = self._process")),
+        SPARES,
+    ),
+    "a_spare_outlives_its_supervisor": (change(EngineProcess, "stop", ("self._spare.stop()", "pass")), SPARES),
+    "ends_in_a_row_are_followed_at_once": (
+        change(EngineProcess, "_supervise", (" and delay_s <= FIRST_DELAY_S", "")),
+        SPARES,
+    ),
+}
+
+MUTANTS = REVIEWED | OWN | GONE | SPARE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.architectures import common, gemma, layer_norm, llama, post_norm, rope
+from backend.architectures import common, gemma, layer_norm, llama, post_norm, rope, settings
 from backend.architectures.settings import Settings
 from backend.layers import rotary
 from backend.models import decoder, lora
@@ -19,8 +19,8 @@ def _torch(name: str) -> list[str]:
 
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "unknown_keys_are_ignored": (change(Settings, "check_all_known", ("value is None or", "True or")), [_SETTINGS]),
-    "keys_that_are_off_are_refused": (change(Settings, "check_all_known", ("value is False or", "")), [_SETTINGS]),
+    "unknown_keys_are_ignored": (change(settings, "is_harmless", ("value is None or", "True or")), [_SETTINGS]),
+    "keys_that_are_off_are_refused": (change(settings, "is_harmless", ("value is False or", "")), [_SETTINGS]),
     "a_value_that_is_not_supported_is_taken": (change(Settings, "only", ("not in values", "in ()")), [_SETTINGS]),
     "granite_multiplies_logits": (
         change_everywhere(llama.granite_factors, ("1 / settings", "settings")),

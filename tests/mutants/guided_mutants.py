@@ -42,7 +42,7 @@ MUTANTS = {
         COMPILER,
     ),
     "a_cancelled_one_still_waits": (
-        change(Preparation, "leave", (".pop(request_id, None)", ".get(request_id)")),
+        change(Preparation, "leave", ("_waiting.pop(request_id, None)", "_waiting.get(request_id)")),
         WAITING,
     ),
     "a_turn_that_waits_cannot_be_stopped": (

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from backend.api import adapter_files
 from backend.api.pooling import Pooling
 from backend.engine import whole_texts
-from backend.hosted import attention, checkpoint, encoder, experts, layers, masks, products
+from backend.hosted import (
+    attention,
+    checkpoint,
+    encoder,
+    experts,
+    layers,
+    masks,
+    model,
+    native_modules,
+    products,
+    sizes,
+)
+from backend.hosted.adapters import AdapterHost
+from backend.hosted.embeddings import EmbeddingHost
 from backend.worker import extras, hosted_tier
+from kernels.cpu.lora import TokenAdapters
 from tests.mutants.changes import Plant, change, change_everywhere
 
 _AGREES = "tests/hosted/test_families.py::test_logits_are_those_of_transformers"
 _ALONE = "tests/hosted/test_families.py::test_a_token_does_not_depend_on_chunks_neighbours_or_evictions"
 _ENCODERS = "tests/hosted/test_encoders.py::"
 _STATES = f"{_ENCODERS}test_hidden_states_are_those_of_transformers"
+_NATIVE = "tests/hosted/test_native_modules.py::"
 _SETTINGS = "tests/hosted/test_checkpoints.py::test_a_wrong_setting_is_one_sentence"
+_ADAPTERS = "tests/hosted/test_adapters.py::"
+_GIVEN = "tests/hosted/test_prompt_inputs.py::test_given_embeddings_are_those_of_inputs_embeds"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "tables_of_the_library_are_not_counted": (
+        change_everywhere(sizes.check_elements, ("*module.named_buffers()", "*()")),
+        [
+            "tests/hosted/test_checkpoints.py::test_a_mask_of_all_positions_is_not_made_where_it_is_larger_than_the_model"
+        ],
+    ),
+    "a_checkpoint_s_elements_are_not_compared": (
+        change_everywhere(sizes.check_elements, ("if wanted > limit:", "if False:")),
+        [_SETTINGS],
+    ),
     "windows_are_what_modules_name": (
         change_everywhere(masks.window_of, ("if mask is None:", "if True:")),
         [f"{_AGREES}[phimoe]"],
@@ -42,6 +70,18 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "narrow_rows_are_not_filled": (
         change(products, "_has_ragged_rows", ("% _VECTOR != 0", "% _VECTOR > 99")),
         [f"{_ALONE}[laguna-float32-none]"],
+    ),
+    "a_trial_has_early_positions_only": (
+        change(model.HostedModel, "use_native_modules", ("self.max_seq_len - 1", "tokens - 1")),
+        [f"{_NATIVE}test_a_scale_that_begins_at_a_late_position_is_found"],
+    ),
+    "thresholds_are_not_looked_for": (
+        change(native_modules, "_has_thresholds", ("return any(", "return False and any(")),
+        [f"{_NATIVE}test_a_module_with_a_threshold_is_left_alone"],
+    ),
+    "every_trial_agrees": (
+        change(native_modules.NativeModules, "_agrees", ("_TOLERANCE[own.dtype] *", "100.0 *")),
+        [f"{_NATIVE}test_a_module_that_computes_something_else_is_left_alone"],
     ),
     "routers_multiply_by_torch": (
         change(
@@ -84,6 +124,42 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "an_encoder_is_pooled_by_its_last_token": (
         change(Pooling, "of_model", ('kind="mean"', 'kind="last"')),
         ["tests/api/test_pooling.py::test_a_decoder_and_an_encoder_pool_in_their_own_ways"],
+    ),
+    "adapters_of_fused_projections_meet": (
+        change(layers.FusedLinear, "product", ("sum(self._fused._sizes[: self._index])", "0")),
+        [f"{_ADAPTERS}test_logits_are_those_of_peft[qwen3_moe]"],
+    ),
+    "a_row_without_an_adapter_gets_its_neighbours": (
+        change(TokenAdapters, "__init__", ("-1 if each is None", "0 if each is None")),
+        [f"{_ADAPTERS}test_a_token_has_the_same_bits_beside_any_adapters[qwen3_moe-bfloat16-none]"],
+    ),
+    "rows_of_adapters_go_by_sequences": (
+        change(TokenAdapters, "__init__", (", num_tokens)\n", ", sorted(num_tokens))\n")),
+        [f"{_ADAPTERS}test_a_token_has_the_same_bits_beside_any_adapters[qwen3_moe-float32-none]"],
+    ),
+    "layers_of_heads_take_adapters": (
+        change(AdapterHost, "learning", ("seen.counts.get(name) == {num_tokens}", "name in seen.counts")),
+        [f"{_ADAPTERS}test_layers_that_do_not_read_a_row_for_each_token_take_no_adapters"],
+    ),
+    "adapters_have_the_type_of_inputs": (
+        change(TokenAdapters, "add", ("self._adapters[0].dtype.itemsize", "x.dtype.itemsize")),
+        [f"{_ADAPTERS}test_a_token_has_the_same_bits_beside_any_adapters[hunyuan_v1_moe-bfloat16-none]"],
+    ),
+    "native_modules_leave_adapters_out": (
+        change_everywhere(native_modules._takes_adapters, ("isinstance(part, EngineLinear)", "False")),
+        [f"{_ADAPTERS}test_logits_are_those_of_peft[qwen3_moe]"],
+    ),
+    "experts_are_any_projection": (
+        change_everywhere(adapter_files.half_tensors, ('if _EXPERTS in name.split(".")', "if False")),
+        [f"{_ADAPTERS}test_an_adapter_of_experts_is_refused_in_one_sentence"],
+    ),
+    "ids_beyond_the_vocabulary_reach_the_table": (
+        change(EmbeddingHost, "known_ids", ("if self.step is None", "if True")),
+        [f"{_GIVEN}[torch-qwen3_moe]"],
+    ),
+    "given_embeddings_are_left_out": (
+        change(EmbeddingHost, "_replace", ("if self.step is None", "if True")),
+        [f"{_GIVEN}[torch-qwen3_moe]"],
     ),
     "counts_have_no_limit": (
         change(checkpoint, "library_config", ("0 <= count <= MAX_MODULES", "True")),

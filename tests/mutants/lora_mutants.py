@@ -61,7 +61,7 @@ MUTANTS = {
         CACHE,
     ),
     "blocks_tell_no_adapter": (
-        change(PrefixTrie, "_tell_stored", ("list(node.key), lora_id", "list(node.key)")),
+        change(PrefixTrie, "_tell_stored", ("_stored(entered, origin)", "_stored(entered, NO_ORIGIN)")),
         EVENTS,
     ),
     "alpha_is_one_for_all": (change(lora, "_scale", ("alpha = value", "pass")), MODEL),
@@ -111,6 +111,10 @@ MUTANTS = {
     ),
     "rows_of_caches_are_those_of_the_highest_rank": (
         change_everywhere(adapter_pages.module_bytes, ("size(place, 1)", "size(place, 64)")),
+        PAGES,
+    ),
+    "projections_that_hold_others_count_again": (
+        change(lora.Projections, "smallest", ("other.n < place.n", "False")),
         PAGES,
     ),
     "caches_are_not_whole_pages": (

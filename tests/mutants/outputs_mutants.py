@@ -96,15 +96,15 @@ MUTANTS = {
         ],
     ),
     "tables_share_kv": (
-        change(Request, "namespace", (", self.prompt_embeddings, self.position_ids\n", ", self.position_ids\n")),
+        change(Request, "kv_origin", (", self.prompt_embeddings, self.position_ids\n", ", self.position_ids\n")),
         [PROMPTS + "test_tables_that_differ_never_share_kv_and_equal_ones_do"],
     ),
     "extra_ids_share_kv": (
-        change(Request, "namespace", ("items()), extra_ids, self", "items()), self")),
+        change(Request, "kv_origin", ("items()), extra_ids, self", "items()), self")),
         ["tests/trtllm/test_prompt_inputs.py"],
     ),
     "zeros_behind_extra_ids_keep_kv_apart": (
-        change(Request, "namespace", ("while extra_ids and not", "while False and not")),
+        change(Request, "kv_origin", ("while extra_ids and not", "while False and not")),
         ["tests/api/test_limits.py"],
     ),
     "top_p_never_decays": (

@@ -11,6 +11,7 @@ from backend.serving import cancellation, environment, families, request_log, se
 from backend.serving.assembly import ToolsLoader
 from backend.serving.environment import RunDirectory
 from backend.serving.fronts import named_sampling, trtllm_fields, trtllm_tokens
+from backend.serving.fronts.front import TextTools
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.model_server import ModelServer
@@ -33,6 +34,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "the_operators_template_does_not_reach_the_stub": (
         change(ToolsLoader, "prepare", (", self._chat_template)", ")")),
         ["tests/serving/test_text_server.py"],
+    ),
+    "messages_to_a_model_without_a_head_are_rendered": (
+        change(TextTools, "template_for", ("if not model.has_head:", "if False:")),
+        ["tests/serving/test_text_requests.py"],
     ),
     "the_models_do_not_hear_of_adapters_names": (
         change(ModelServer, "_context", ("self._executor.adapters", "config.lora.directories")),

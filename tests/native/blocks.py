@@ -20,13 +20,12 @@ from backend.architectures.description import (
 )
 from backend.layers.linear import MakeLinear, make_torch_linear
 from backend.models.decoder import Decoder, build_decoder
-from backend.models.linears import LinearOptions
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import kv_layout
 from backend.worker.torch_tier import TorchTier
 from tests.model.driver import Driver
 from tests.native.families import LONGEST, VOCAB
-from tests.native.harness import CPU, Format, drive, rounding
+from tests.native.harness import CPU, Format, drive, linear_options
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, NUM_LAYERS = 44, 64, 6, 2, 20, 3
 
@@ -194,7 +193,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 
 
 def build(config: ModelConfig, form: Format, make: MakeLinear) -> Decoder:
-    options = LinearOptions(form.quantization, form.group, make, rounding(), form.super_blocks)
+    options = linear_options(form, make)
     return build_decoder(config, random_tensors(config), config.max_position, getattr(torch, form.dtype), CPU, options)
 
 

@@ -15,7 +15,7 @@ import torch
 from backend.api.config import Windows
 from backend.layers.linear import MakeLinear, make_torch_linear
 from backend.models.decoder import Decoder
-from backend.models.linears import LinearOptions, Round
+from backend.models.linears import LinearOptions
 from backend.models.loader import open_directory
 from backend.sampling.sampler import Sampler
 from backend.worker.input_batch import InputBatch
@@ -24,10 +24,9 @@ from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
-from kernels.common.four_bits import round_weight
 from kernels.cpu.build import NativeUnavailable
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.linear import RoundToFourBits, RoundToLevels
 from tests.model.driver import Driver
 
 CPU = torch.device("cpu")
@@ -103,12 +102,20 @@ def drive(tier: Tier, model: Decoder, library: CDLL | None, block_size: int = 32
 
 
 @cache
-def rounding() -> Round:
-    """One for all tiers and variants, whose weights are then the same: the native one, which is fast, where it can be had."""
+def _library_that_rounds() -> CDLL | None:
     try:
-        return RoundToFourBits(load_kernels())
+        return load_kernels()
     except NativeUnavailable:
-        return round_weight
+        return None
+
+
+def linear_options(form: Format, make: MakeLinear) -> LinearOptions:
+    """One rounding for all tiers and variants, whose weights are the same then: the native one, which is fast, if it is there."""
+    options = LinearOptions(form.quantization, form.group, make, holds_super_blocks=form.super_blocks)
+    library = _library_that_rounds()
+    if library is None:
+        return options
+    return options._replace(round_to_four_bits=RoundToFourBits(library), round_to_levels=RoundToLevels(library))
 
 
 def load(
@@ -117,10 +124,9 @@ def load(
     make: MakeLinear,
     attention: Attention = Attention(),  # noqa: B008 (immutable)
 ) -> Decoder:
-    options = LinearOptions(form.quantization, form.group, make, rounding(), form.super_blocks)
     checkpoint = open_directory(directory)
     checkpoint.limit_attention(*attention)
-    return checkpoint.build(None, getattr(torch, form.dtype), CPU, options)
+    return checkpoint.build(None, getattr(torch, form.dtype), CPU, linear_options(form, make))
 
 
 def prompt(length: int, vocab: int, seed: int = 0) -> list[int]:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu.attention import NativeAttention, Scratch
+from kernels.cpu.attention import NativeAttention, Scratch, StepRows
 from kernels.cpu.decoder import UnknownCell
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, MAX_BLOCKS, SLOTS = 6, 2, 20, 32, 40, 4
@@ -55,10 +56,13 @@ class Layer:
         """Run the tokens of these slots as one batch."""
         rows = np.array([(slot, self.computed[slot], len(tokens.q), 0) for slot, tokens in parts], dtype=np.int32)
         q, k, v = (torch.cat(each) for each in zip(*(tokens for _, tokens in parts), strict=True))
-        out = self.attention(q, k, v, rows, self.tables, self.pool)
+        out = self.attend(q, k, v, rows)
         for slot, tokens in parts:
             self.computed[slot] += len(tokens.q)
         return list(out.split([len(tokens.q) for _, tokens in parts]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: NDArray[np.int32]) -> Tensor:
+        return self.attention(q, k, v, StepRows(rows, self.tables, [self.pool], torch.get_num_threads()), 0)
 
 
 def exact(
@@ -131,7 +135,7 @@ def test_a_row_without_blocks_is_refused_and_nothing_is_written(best_kernels: CD
     before = layer.pool.clone()
     rows = np.array([(2, 0, 2, 0), row], dtype=np.int32)
     with pytest.raises(UnknownCell) as error:
-        layer.attention(*tokens, rows, layer.tables, layer.pool)
+        layer.attend(*tokens, rows)
     assert error.value.row == 1 and torch.equal(layer.pool, before)
 
 
@@ -149,9 +153,10 @@ def test_tensors_of_other_shapes_and_types_are_refused(best_kernels: CDLL) -> No
     rows = np.array([(0, 0, 5, 0)], dtype=np.int32)
     for bad in (tokens._replace(k=tokens.q), tokens._replace(v=tokens.v.bfloat16()), tokens.part(0, 4)):
         with pytest.raises(ValueError, match="the rows need torch.float32"):
-            layer.attention(*bad, rows, layer.tables, layer.pool)
+            layer.attend(*bad, rows)
+    layer.pool = layer.pool[:, :100]
     with pytest.raises(ValueError, match="a block of the pool has 100 bytes, it needs"):
-        layer.attention(*tokens, rows, layer.tables, layer.pool[:, :100])
+        layer.attend(*tokens, rows)
 
 
 @pytest.mark.parametrize("changes", [dict(scale=0.0), dict(dtype=torch.float16), dict(heads=5), dict(block_size=16)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
 from kernels import w4a8, w4a16
-from kernels.common.four_bits import VALUES, _shared, in_super_blocks, indices, multiples, round_weight
+from kernels.common.four_bits import VALUES, indices, round_weight
 from kernels.common.quantize import dequantize
 from kernels.cpu.isa import AMX_EMULATED
 from kernels.cpu.linear import PackedLinear, RoundToFourBits
@@ -153,21 +153,14 @@ def test_both_scales_of_qoq_become_one(best_kernels: CDLL, per_group: bool) -> N
 
 
 def test_a_rounded_weight_is_packed_as_the_numbers_that_it_stands_for(kernels: CDLL, isa: str) -> None:
-    """100 columns have a bfloat16 for each scale, 512 share scales."""
     rng = torch.Generator().manual_seed(8)
-    for k, bits in ((100, 4.5), (512, 4.3125)):
+    for k in (100, 512):
         x, w = random_tensor(rng, 7, k), random_tensor(rng, 64, k)
         q, scale = round_weight(w, 32)
         layer = PackLinears(kernels)(QuantizedWeight(q, scale, 32, "w4a8"), None)
         values = as_the_kernels_quantise(kernels, x, ACTIVATION_GROUP)
         assert_product(layer(x), values, dequantize(q, scale, 32).double(), None, (isa, k))
-        assert layer.num_bytes == 64 + 64 * -(-k // 64) * 64 * bits / 8
-
-
-def _multiples_and_shared(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """As the kernels hold them, each as wide as `scale`."""
-    multiple, shared = multiples(scale)
-    return multiple.float(), shared.float().repeat_interleave(8, 1)
+        assert layer.num_bytes == 64 + 64 * -(-k // 64) * 64 * 4.5 / 8
 
 
 def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str) -> None:
@@ -179,8 +172,7 @@ def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str) ->
         errors = []
         for q, scale in (RoundToFourBits(kernels)(w, group), round_weight(w, group)):
             assert set(q.unique().tolist()) <= set(VALUES)
-            held = torch.mul(*_multiples_and_shared(scale)) if in_super_blocks(k, group) else scale.bfloat16().float()
-            assert torch.equal(scale, held)
+            assert torch.equal(scale, scale.bfloat16().float())
             assert scale.shape == (n, -(-k // group))
             errors.append((dequantize(q, scale, group) - w).norm().item())
         assert errors[0] <= 1.002 * errors[1]
@@ -199,17 +191,6 @@ def test_the_reference_s_error_is_what_it_promises() -> None:
     w = random_tensor(torch.Generator().manual_seed(11), 100, 256)
     q, scale = round_weight(w, 32)
     assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
-
-
-def test_scales_of_a_super_block_are_multiples_of_a_127th_of_the_greatest() -> None:
-    """The greatest of the first is 127, so that one is shared, and they become the nearest integers; the second has -127 * 2."""
-    scales = torch.tensor([[127, 63.4, 0, -0.6, 0.4, -100.5, 1, 2.6], [-254.0, 1.2, 0.9, 3, 5, 0, 127, 254]]).view(
-        1, 16
-    )
-    multiple, shared = multiples(_shared(scales))
-    assert shared.tolist() == [[1, 2]]
-    assert multiple.tolist() == [[127, 63, 0, -1, 0, -100, 1, 3, -127, 1, 0, 2, 2, 0, 64, 127]]
-    assert not _shared(torch.zeros(1, 8)).any() and not multiples(torch.zeros(1, 8))[0].any()
 
 
 def test_the_places_of_values_are_found() -> None:

@@ -13,9 +13,12 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
+from benchmarks.linear import FORMATS
+from kernels.common import rotation
 from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from kernels.cpu.isa import AMX_EMULATED
-from kernels.cpu.structs import FLOAT16, FLOAT32
+from kernels.cpu.linear import PackedLinear, RotateInBlocks
+from kernels.cpu.structs import FLOAT16, FLOAT32, ROTATED
 from tests.native.harness import threads
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -144,6 +147,34 @@ def test_int8_activations_are_multiplied_in_integers(
         assert_product(measured, values, w, bias, (rows, n, k))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotated_layers_rotate_their_inputs(kernels: CDLL, isa: str, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(9)
+    for rows, n, k in [(1, 33, 64), (5, 40, 192), (33, 70, 128)] + [(40, 100, 640)] * (isa != AMX_EMULATED):
+        x, group = random_tensor(rng, rows, k).to(dtype), rotation.group_of(k)
+        assert group is not None
+        q, scale = rotation.round_weight(random_tensor(rng, n, k), group)
+        bias = random_tensor(rng, n) if n % 2 else None
+        values = as_the_kernels_quantise(kernels, rotation.rotate(x), group)
+        measured = PackLinears(kernels)(QuantizedWeight(q, scale, group, "w8a8", True), bias)(x)
+        assert_product(measured, values, dequantize(q, scale, group).double(), bias, (rows, n, k))
+
+
+def test_the_native_rotation_has_the_bits_of_the_reference(kernels: CDLL) -> None:
+    rng = torch.Generator().manual_seed(10)
+    for rows, k in [(1, 64), (3, 128), (2, 192), (5, 256), (2, 640), (3, 1152), (1, 4096)]:
+        x = random_tensor(rng, rows, k)
+        assert torch.equal(RotateInBlocks(kernels)(x), rotation.rotate(x))
+
+
+def test_a_rotated_layer_whose_groups_do_not_divide_its_columns_is_refused(best_kernels: CDLL) -> None:
+    q = torch.zeros(4, 192, dtype=torch.int8)
+    with pytest.raises(ValueError, match="groups of 128 of 192 columns cannot be rotated"):
+        PackLinears(best_kernels)(QuantizedWeight(q, torch.ones(4, 2), 128, "w8a8", True), None)
+    with pytest.raises(ValueError, match="there is no format"):
+        PackedLinear.of_parts(best_kernels, (None,) * 5, 4, 192, ROTATED, 128)
+
+
 @pytest.mark.parametrize("format", ["none", "int8", "w8a8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_rows_than_one_pass_takes(kernels: CDLL, isa: str, format: str, dtype: torch.dtype) -> None:
@@ -159,6 +190,16 @@ def test_more_rows_than_one_pass_takes(kernels: CDLL, isa: str, format: str, dty
         assert torch.equal(layer(x[row : row + 1])[0], whole[row])
     if format == "none":
         assert_product(whole, x.double(), w.double(), None, (n, k))
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.inputs == "int8"])
+def test_a_row_has_the_same_bits_whether_vectors_or_tiles_multiply_it(kernels: CDLL, name: str) -> None:
+    """Few rows are multiplied by vectors and more by tiles, where there are tiles; which, only the number of rows decides."""
+    torch.manual_seed(8)
+    x, layer = torch.randn(33, 256), PackLinears(kernels)(FORMATS[name].make(40, 256), None)
+    alone = torch.cat([layer(x[row : row + 1]) for row in range(len(x))])
+    for rows in (6, 7, 12, 13, 33):
+        assert torch.equal(layer(x[:rows]), alone[:rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize("format", ["none", "int8", "w8a8"])

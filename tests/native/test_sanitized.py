@@ -18,6 +18,8 @@ FILES = [
     for name in (
         "linear",
         "four_bits",
+        "two_levels",
+        "choices",
         "super_blocks",
         "rows",
         "bad_rows",

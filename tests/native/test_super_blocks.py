@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from backend.worker.native_tier import PackLinears
-from kernels.common.four_bits import VALUES
 from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks, floats, stack
 from kernels.cpu.isa import AMX_EMULATED
 from tests.native.harness import threads
 from tests.native.test_linear import DTYPES, as_the_kernels_quantise, assert_product, random_tensor
 
-KINDS: list[Kind] = ["Q4_K", "Q5_K", "Q6_K", "mixed", "values"]
-BITS: dict[Kind, int] = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6, "mixed": 6, "values": 4}
+KINDS: list[Kind] = ["Q4_K", "Q5_K", "Q6_K", "mixed"]
+BITS: dict[Kind, int] = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6, "mixed": 6}
 
 
 def random_weight(kind: Kind, n: int, k: int, seed: int = 0) -> SuperBlocks:
@@ -27,9 +26,6 @@ def random_weight(kind: Kind, n: int, k: int, seed: int = 0) -> SuperBlocks:
     q = torch.randint(2 ** BITS[kind], (n, k), generator=rng, dtype=torch.uint8)
     scales = torch.randint(least, 128, (n, groups), generator=rng, dtype=torch.int8)
     scale = (torch.rand(n, blocks, generator=rng) * 1e-4).half()
-    if kind == "values":
-        values = torch.tensor(VALUES, dtype=torch.int8)
-        return SuperBlocks(kind, q, scales, None, scale.bfloat16(), None, values)
     if kind == "Q6_K":
         return SuperBlocks(kind, q, scales, None, scale, None)
     minima = torch.randint(128, (n, groups), generator=rng, dtype=torch.uint8)
@@ -71,8 +67,7 @@ def test_sums_of_the_largest_numbers_are_exact(kernels: CDLL, isa: str, kind: Ki
     if rows > 1:
         x[1] = -127
     centre, minimum = (0 if BITS[kind] < 6 else 32), int(weight.minimum is not None)
-    whole = weight.q.long() if weight.values is None else weight.values[weight.q.int()].long()
-    expected = x @ (whole - centre - minimum).T
+    expected = x @ (weight.q.long() - centre - minimum).T
     assert torch.equal(PackLinears(kernels)(weight, None)(x.float()).long(), expected)
 
 
@@ -93,22 +88,18 @@ def test_the_number_of_rows_and_threads_changes_no_bit(kernels: CDLL, isa: str, 
             assert torch.equal(layer(x[:40]), whole[:40])
 
 
-@pytest.mark.parametrize(
-    "kind, bits", [("Q4_K", 4.5), ("Q5_K", 5.5), ("Q6_K", 6.5625), ("mixed", 7), ("values", 4.3125)]
-)
+@pytest.mark.parametrize("kind, bits", [("Q4_K", 4.5), ("Q5_K", 5.5), ("Q6_K", 6.5625), ("mixed", 7)])
 def test_a_layer_takes_the_bits_of_the_file_and_the_two_that_pack_scales_there(
     best_kernels: CDLL, kind: Kind, bits: float
 ) -> None:
     """The files hold scales and minima of 6 bits in 6 bits; here each has a byte, 4 bits more for each 32 columns.
 
-    `mixed` and `values` are in no file: 6 bits with two bytes for each 16 columns, and two float16; 4 bits with a byte for each
-    32 columns, and a bfloat16. The 16 values take 64 bytes.
+    `mixed` is in no file: 6 bits with two bytes for each 16 columns, and two float16.
     """
     n, k = 512, 1024
-    unpacked = 0 if kind in ("Q6_K", "values") else 0.125
+    unpacked = 0 if kind == "Q6_K" else 0.125
     layer = PackLinears(best_kernels)(random_weight(kind, n, k), None)
-    table = 64 if kind == "values" else 0
-    assert (layer.num_bytes - table) * 8 == n * k * (bits + unpacked)
+    assert layer.num_bytes * 8 == n * k * (bits + unpacked)
 
 
 def test_rows_of_all_kinds_are_one_layer(best_kernels: CDLL) -> None:

@@ -19,6 +19,7 @@ from backend.api import (
     Result,
     SessionId,
 )
+from backend.api.stats import PauseCounts
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
 
@@ -34,6 +35,7 @@ class ScriptedExecutor:
     def __init__(self, model: ModelInfo = MODEL, model_path: str = "") -> None:
         self.hello: Hello | None = Hello(1, model, model_path, EngineConfig())
         self.adapters: dict[str, str] = {}
+        self.pauses = PauseCounts()
         self.named: list[tuple[str, str | None]] = []
         self.requests: dict[RequestId, Request] = {}
         self.live: dict[RequestId, OnResponse] = {}

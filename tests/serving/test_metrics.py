@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineConfig, EngineCounters, EngineStats, IterationStats, KvCacheStats, PerfMetrics
+from backend.api.stats import MISSES, PauseCounts, SecondLevelStats
 from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.assembly import is_true
@@ -82,7 +83,7 @@ def test_a_counter_goes_on_growing_when_the_engine_starts_again() -> None:
     assert metrics()["everbatch_steps_total", ""].current == 9 + 11
 
 
-def test_what_was_in_flight_in_a_dead_engine_has_ended_with_an_error() -> None:
+def test_what_was_in_flight_in_a_dead_engine_has_ended_with_it() -> None:
     publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True)
     before = EngineCounters(requests_accepted_total=5, requests_finished_total={"LENGTH": 3})
     after = EngineCounters(requests_accepted_total=1)
@@ -91,7 +92,7 @@ def test_what_was_in_flight_in_a_dead_engine_has_ended_with_an_error() -> None:
     found = metrics()
     finished = sum(metric.current for (name, _), metric in found.items() if name == "everbatch_requests_finished_total")
     assert (found["everbatch_requests_accepted_total", ""].current, finished) == (6, 5)
-    assert found["everbatch_requests_finished_total", "error"].current == 2
+    assert found["everbatch_requests_finished_total", "engine_died"].current == 2
 
 
 def ended(prompt: int = 3, output: int = 5, reason: str = "length", **account: int) -> EndedRow:
@@ -258,7 +259,10 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
         "fraction": "used_num_blocks / max_num_blocks",
     },
     "nv_trt_llm_general_metrics": {"timestamp": "timestamp_ns // 1000", "iteration_counter": "iter"},
-    "nv_trt_llm_disaggregated_serving_metrics": {"kv_cache_transfer_ms": "0", "request_count": "0"},
+    "nv_trt_llm_disaggregated_serving_metrics": {
+        "kv_cache_transfer_ms": "kv_transfer_ns_total / 1e6",
+        "request_count": "kv_transfers_total",
+    },
     "nv_trt_llm_inflight_batcher_metrics": {
         "total_context_tokens": "num_ctx_tokens",
         "generation_requests": "num_gen_requests",
@@ -277,6 +281,12 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
         "missed": "missed_blocks_total",
         "evicted": "evicted_blocks_total",
     },
+    "everbatch_second_level_blocks": {"max": "secondary_max_num_blocks", "used": "secondary_used_num_blocks"},
+    "everbatch_second_level_blocks_total": {
+        kind: f"{kind}_blocks_total" for kind in ("onboarded", "offloaded", "skipped", "recomputed")
+    },
+    "everbatch_second_level_misses_total": {reason: f"misses_total['{reason}']" for reason in MISSES},
+    "everbatch_second_level_pace": {"load_bytes": "load_bytes_per_s", "prefill_tokens": "prefill_tokens_per_s"},
     "everbatch_tokens_total": {
         "prompt": "prompt_tokens_total",
         "context": "context_tokens_total",
@@ -296,7 +306,8 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
     "everbatch_requests_finished_total": {
         reason: f"requests_finished_total['{reason.upper()}']"
         for reason in ("end_id", "stop_words", "length", "timed_out", "cancelled", "error")
-    },
+    }
+    | {"engine_died": "0"},
     "everbatch_requests_rejected_total": {"": "requests_rejected_total"},
     "everbatch_pauses_total": {"": "pauses_total"},
     "everbatch_draft_tokens_total": {
@@ -318,20 +329,36 @@ def numbered(kind: type[msgspec.Struct], first: int) -> dict[str, int]:
 def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
     cache = numbered(KvCacheStats, 100_000)
     latest = numbered(IterationStats, 200_000) | {"num_active_requests": 10**9}  # the others are parts of it
+    level = numbered(SecondLevelStats, 500_000)
+    misses = {reason: 600_000 + number for number, reason in enumerate(MISSES)}
     counters = numbered(EngineCounters, 300_000) | {"draft_tokens_total": 10**9}
     finished = {
         name: 400_000 + number
         for number, name in enumerate(("END_ID", "STOP_WORDS", "LENGTH", "TIMED_OUT", "CANCELLED", "ERROR"))
     }
     found = EngineStats(
-        IterationStats(kv_cache=KvCacheStats(**cache), **latest),
+        IterationStats(
+            kv_cache=KvCacheStats(**cache), second_level=SecondLevelStats(misses_total=misses, **level), **latest
+        ),
         EngineCounters(requests_finished_total=finished, **counters),
     )
-    values = {**cache, **latest, **counters, "requests_finished_total": finished}
-    assert len(values) == len(cache) + len(latest) + len(counters) + 1, "no two fields have one name"
+    values = {**cache, **level, **latest, **counters, "requests_finished_total": finished, "misses_total": misses}
+    assert len(values) == len(cache) + len(level) + len(latest) + len(counters) + 2, "no two fields have one name"
     families = engine_families(is_static)
     other = "nv_trt_llm_inflight_batcher_metrics" if is_static else "nv_trt_llm_v1_metrics"
     assert {family.name for family in families} == set(SOURCES) - {other}
     for family in families:
         told = {label: read(found) for label, read in family.values.items()}
         assert told == {label: eval(term, dict(values)) for label, term in SOURCES[family.name].items()}, family.name
+
+
+def test_pauses_of_the_engine_are_counters_that_grow_by_what_is_new() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=False)
+    for counts in (PauseCounts(), PauseCounts(3, 1, 1.5), PauseCounts(3, 1, 1.5), PauseCounts(5, 2, 4.0)):
+        publisher.publish_pauses(counts)
+    names = (
+        "everbatch_resumed_requests_total",
+        "everbatch_engine_pauses_total",
+        "everbatch_engine_pause_seconds_total",
+    )
+    assert [metrics()[name, ""].current for name in names] == [5, 2, 4.0]

@@ -34,11 +34,15 @@ def tools() -> TextTools:
 @pytest.fixture
 def works(tools: TextTools) -> Callable[..., list[Work]]:
     def parse(
-        model: ModelTensors = ENSEMBLE, triton: TritonConfig = DEFAULTS, max_seq_len: int = 64, **inputs: np.ndarray
+        model: ModelTensors = ENSEMBLE,
+        triton: TritonConfig = DEFAULTS,
+        max_seq_len: int = 64,
+        has_head: bool = True,
+        **inputs: np.ndarray,
     ) -> list[Work]:
         inputs.setdefault("max_tokens", ints(*[4] * len(next(iter(inputs.values()), [0]))))
         batch = Batch.read(model, [Tensor(name, array) for name, array in inputs.items()], 64)
-        info = ModelInfo("m", tools.tokenizer.vocab_size, max_seq_len, eos_ids=(3,))
+        info = ModelInfo("m", tools.tokenizer.vocab_size, max_seq_len, eos_ids=(3,), has_head=has_head)
         return parse_text_requests(batch, ServingContext(EngineConfig(triton=triton), info), Parameters(), tools)
 
     return parse
@@ -87,6 +91,12 @@ def test_messages_go_through_the_chat_template_and_bring_their_own_special_token
     request = works(messages=strings(json.dumps(messages)))[0].request
     rendered = tools.template.render(messages)
     assert request.input_token_ids == tools.tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def test_messages_to_a_model_that_generates_nothing_are_refused(works: Callable[..., list[Work]]) -> None:
+    messages = strings(json.dumps([{"role": "user", "content": "hi"}]))
+    with pytest.raises(Unsupported, match="has no output head and generates nothing; ask for embeddings"):
+        works(messages=messages, has_head=False)
 
 
 def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError, EngineConfig, load_config
-from backend.api.config import KvCacheConfig
+from backend.api.config import KvCacheConfig, WorkersConfig
 from backend.serving import assembly, environment
 from backend.serving.upstream_parameters import PARAMETERS, apply_parameters, set_parameters
 from tests.e2e.wire import eventually
@@ -74,6 +74,8 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
         ("max_beam_width", "4", "scheduler.max_beam_width", 4),
         ("max_tokens_in_paged_kv_cache", "2560", "kv_cache.max_tokens", 2560),
         ("kv_cache_free_gpu_mem_fraction", "0.4", "kv_cache.free_memory_fraction", 0.4),
+        ("kv_cache_host_memory_bytes", "1000000", "kv_cache.host_cache_bytes", 1000000),
+        ("kv_cache_onboard_blocks", "false", "kv_cache.onboard_blocks", False),
         ("enable_kv_cache_reuse", "False", "kv_cache.enable_block_reuse", False),
         ("max_attention_window_size", "64,128, 64", "kv_cache.max_attention_window", (64, 128, 64)),
         ("sink_token_length", "4", "kv_cache.sink_tokens", 4),
@@ -82,6 +84,7 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
         ("cancellation_check_period_ms", "100", "triton.cancellation_check_period_ms", 100),
         ("stats_check_period_ms", "200", "triton.stats_period_ms", 200),
         ("gpu_device_ids", "1", "model.device", "cuda:1"),
+        ("participant_ids", "4,5", "workers.tensor_parallel_size", 2),
         ("lora_cache_max_adapter_size", "32", "lora.max_rank", 32),
         ("lora_cache_optimal_adapter_size", "16", "lora.page_rank", 16),
         ("lora_cache_gpu_memory_fraction", "0.1", "lora.device_fraction", 0.1),
@@ -147,6 +150,7 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
         ({"max_attention_window_size": "64,0"}, "kv_cache.max_attention_window is 0, allowed is 1 to"),
         ({"sink_token_length": "-1"}, "kv_cache.sink_tokens is -1, allowed is 0 to"),
         ({"gpu_device_ids": "0,1"}, "several are not supported"),
+        ({"participant_ids": "0,0"}, "different ids are expected"),
         ({"max_beam_width": "0"}, r"config.pbtxt \(max_beam_width\): scheduler.max_beam_width is 0"),
         ({"decoding_mode": "medusa"}, "decoding_mode of config.pbtxt is 'medusa': .* or lookahead is expected"),
         ({"encoder_model_path": "/x"}, "does not serve: only decoder models are served; leave it out$"),
@@ -154,8 +158,12 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
         ({"guided_decoding_backend": "outlines"}, "xgrammar or llguidance is expected"),
         ({"lookahead_ngram_size": "many"}, "lookahead_ngram_size of config.pbtxt is 'many': a whole number"),
         (
+            {"enable_trt_overlap": "true"},
+            "enable_trt_overlap of config.pbtxt is 'true', which .* `scheduler.look_ahead` is like it; leave it out",
+        ),
+        (
             {"num_nodes": "2"},
-            "num_nodes of config.pbtxt is '2', which this version does not serve: the model runs on one",
+            "num_nodes of config.pbtxt is '2', which this version does not serve: ranks of other nodes join by",
         ),
     ],
 )
@@ -166,7 +174,18 @@ def test_what_is_wrong_or_refused_fails_with_its_name(parameters: dict[str, str]
 
 def test_neutral_values_of_what_is_refused_may_be_set() -> None:
     neutral = {"decoding_mode": "beam_search", "normalize_log_probs": "true", "num_nodes": "1"}
-    assert applied(**neutral, gpu_weights_percent="1.0") == EngineConfig()
+    assert applied(**neutral, gpu_weights_percent="1.0", enable_trt_overlap="False") == EngineConfig()
+
+
+def test_participants_are_the_ranks_of_all_stages() -> None:
+    config = EngineConfig(workers=WorkersConfig(pipeline_parallel_size=2))
+
+    def of(ids: str) -> WorkersConfig:
+        return apply_parameters("tensorrt_llm", config_of(participant_ids=ids), config).config.workers
+
+    assert (of("0,1"), of("0,1,2,3")) == (WorkersConfig(1, 2), WorkersConfig(2, 2))
+    with pytest.raises(ConfigError, match="participant_ids has 3 ids, and workers.pipeline_parallel_size is 2"):
+        of("0,1,2")
 
 
 def test_lookahead_decoding_is_lookup_of_so_many_tokens() -> None:
@@ -186,10 +205,10 @@ def test_a_window_may_be_one_number_for_all_layers() -> None:
 
 
 def test_the_log_names_what_has_no_effect_and_what_is_not_known() -> None:
-    given = config_of(role="tensorrt_llm", kv_cache_onboard_blocks="true", kv_cache_free_gpu_memory_fraction="0.5")
+    given = config_of(role="tensorrt_llm", multi_block_mode="true", kv_cache_free_gpu_memory_fraction="0.5")
     no_effect, unknown = apply_parameters("tensorrt_llm", given, EngineConfig()).sentences
     assert no_effect.startswith(
-        "kv_cache_onboard_blocks of config.pbtxt has no effect here: evicted KV is computed again"
+        "multi_block_mode of config.pbtxt has no effect here: kernels are chosen by `model.kernels`"
     )
     assert unknown.endswith("is no known parameter; did you mean kv_cache_free_gpu_mem_fraction? It has no effect.")
     assert apply_parameters("everbatch", given, EngineConfig()).sentences == [], "its front reads its own"

@@ -89,6 +89,9 @@ class Generator:
         self._setup = setup
         self._model = model
         self._next_id = 1
+        # With a second level prompts come again, when the pool has lost their KV.
+        self._again = Random(f"again {more.random()}") if setup.config.kv_cache.host_cache_bytes else None
+        self._said: dict[str, list[list[int]]] = {}
         unit = (
             setup.config.kv_cache.block_size if setup.twins else rng.choice((1, 2, 4))
         )  # prefixes of whole blocks, or any
@@ -120,6 +123,8 @@ class Generator:
                 (0, 0, 1),
             )
             self._restarts = 0.4
+        if self._again is not None:
+            self._share_sessions = min(self._share_sessions, self._again.choice((0.1, 0.3, 0.8)))
         rare = {Cancel: 4, Stop: 2, Advance: 2, FailNext: 0.7}
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
         self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: rng.choice((6, 30)), **habits}
@@ -251,6 +256,8 @@ class Generator:
     def _prompt(self, salt: str, session: SessionConfig | None) -> list[int]:
         """Mostly what others have said as well: a common prefix, a running request's text, a session's own log."""
         rng = self._rng
+        if self._again is not None and session is None and self._again.random() < 0.8:
+            return self._said_before(salt, self._again)
         prompt = self._ids(rng.randint(1, 5))
         if rng.random() < 0.01:
             return rng.choice(([], [VOCAB]))
@@ -269,6 +276,13 @@ class Generator:
             turn = rng.choice(list(self._model.live.values()))
             prompt = self._cut(turn.prompt + turn.tokens) + prompt
         return prompt[: MAX_SEQ_LEN - 1]
+
+    def _said_before(self, salt: str, again: Random) -> list[int]:
+        """What somebody has said long ago, and perhaps a little more."""
+        said = self._said.setdefault(salt, [])
+        if len(said) < 3:
+            said.append([again.randrange(4) for _ in range(again.randint(4, 20))])
+        return (again.choice(said) + [again.randrange(4) for _ in range(again.randint(0, 3))])[: MAX_SEQ_LEN - 1]
 
     def _fit(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
         """Mostly cut a request to what the pool and a step can hold: too much of it would only be refused."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def check_invariants(simulation: Simulation) -> None:
     simulation.core.check_integrity()
+    if simulation.core.kv.level is not None:
+        simulation.core.kv.level.check_integrity()
     check_flights(simulation)
     _check_order(simulation)
     _check_context_limits(simulation)
@@ -33,7 +35,8 @@ def _check_order(simulation: Simulation) -> None:
     core, scheduler = simulation.core, simulation.setup.config.scheduler
     lines: dict[object, list[int]] = defaultdict(list)
     for seq in (*core.scheduler.running, *core.scheduler.waiting):
-        lines[seq.request.cache_salt if seq.group is None else seq.request_id].append(seq.arrival)
+        if seq.seq_id not in simulation.level.was_held:
+            lines[seq.request.cache_salt if seq.group is None else seq.request_id].append(seq.arrival)
     for whose, arrivals in lines.items():
         assert all(a < b for a, b in pairwise(arrivals)), f"order of arrival is lost in {whose!r}: {arrivals}"
     if scheduler.policy == "guaranteed_no_evict":

@@ -35,7 +35,7 @@ from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import StepPlan
-from tests.simulation import group_mutants, guide_mutants, trie_mutants
+from tests.simulation import group_mutants, guide_mutants, level_mutants, trie_mutants
 
 SetAttribute = Callable[[object, str, object], None]
 
@@ -339,7 +339,7 @@ MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
     for name, value in list(globals().items())
     if getattr(value, "__module__", "") == __name__ and callable(value)
 }
-MUTANTS |= group_mutants.MUTANTS | trie_mutants.MUTANTS | guide_mutants.MUTANTS
+MUTANTS |= group_mutants.MUTANTS | trie_mutants.MUTANTS | guide_mutants.MUTANTS | level_mutants.MUTANTS
 
 
 def main() -> None:

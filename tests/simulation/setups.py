@@ -112,3 +112,12 @@ def _random_scheduler(rng: Random) -> SchedulerConfig:
         max_context_tokens=rng.choice((None, rng.randint(1, max_num_tokens))),
         mixed_context_tokens=rng.choice((None, 1, rng.randint(1, max_num_tokens))),
     )
+
+
+def swapping(setup: Setup, rng: Random) -> Setup:
+    """Some of the setups that pause sequences, with their KV moved to host memory, which has room for all of it."""
+    if setup.config.scheduler.policy != "max_utilization" or rng.random() < 0.6:
+        return setup
+    scheduler = msgspec.structs.replace(setup.config.scheduler, preemption="swap")
+    kv_cache = msgspec.structs.replace(setup.config.kv_cache, swap_bytes=1 << 24)
+    return replace(setup, config=msgspec.structs.replace(setup.config, scheduler=scheduler, kv_cache=kv_cache))

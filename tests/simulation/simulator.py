@@ -9,7 +9,6 @@ A Violation (any AssertionError, in fact any exception out of the engine) is a b
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from random import Random
 
@@ -19,6 +18,7 @@ from backend.api import FinishReason, InvalidRequest, PerfMetrics, Request, Resp
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
+from tests.simulation.errors import error_class
 from tests.simulation.events import (
     Advance,
     Cancel,
@@ -34,8 +34,9 @@ from tests.simulation.events import (
 )
 from tests.simulation.guesser import Guesser
 from tests.simulation.invariants import check_flights, check_invariants
+from tests.simulation.level import LevelWatch, levelled
 from tests.simulation.model import Model, Turn, key_of, num_rows
-from tests.simulation.setups import random_setup, tuned
+from tests.simulation.setups import random_setup, swapping, tuned
 from tests.simulation.workers import CheckedWorkers
 
 NATURAL = (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
@@ -49,10 +50,12 @@ class Simulation:
         self.rng = Random(seed)
         more = Random(f"several {seed}")
         setup = random_setup(self.rng, more, Random(f"sink tokens {seed}"))
-        self.setup = tuned(setup, Random(f"tuned {seed}"))
+        setup = swapping(tuned(setup, Random(f"tuned {seed}")), Random(f"swap {seed}"))
+        self.setup = levelled(setup, Random(f"level {seed}"))
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)
-        self.core = EngineCore(self.setup.config, self.workers, self.clock)
+        self.level = LevelWatch(seed)
+        self.core = EngineCore(self.setup.config, self.workers, self.clock, level_io=self.level.make_io)
         self.workers.on_submit = lambda: check_flights(self)
         self.model = Model(self.setup)
         self.has_drafts = Random(f"drafts {seed}").random() < 0.4
@@ -108,6 +111,7 @@ class Simulation:
                 self.core.begin_poll()
                 self.model.polled.clear()
             case Step():
+                self.level.progress(self.core, self.clock)
                 self._step()
             case Advance(seconds):
                 self.clock.advance(seconds)
@@ -143,6 +147,7 @@ class Simulation:
         for key in list(self.model.sessions):
             self.apply(Stop(PROBE_ID, key, True))
         assert not self.workers.slow_guides.users, f"guides are kept for {self.workers.slow_guides.users}"
+        self.level.drain(self.core)
         assert not self.core.kv.state.tables, f"tables of sequences that are gone: {list(self.core.kv.state.tables)}"
 
     def _step_to_the_end(self) -> None:
@@ -185,7 +190,7 @@ class Simulation:
         self, request_id: int, request: Request, arrival_ns: int, expected: str, responses: list[Response]
     ) -> bool:
         """Book that a request takes its place, or is refused as expected. Returns whether it does."""
-        actual = _error_class(responses[0]) if responses else "ok"
+        actual = error_class(responses[0]) if responses else "ok"
         assert len(responses) <= 1 and actual in self._allowed(expected), f"expected {expected}, got {responses}"
         if actual == "ok":
             self.model.accept(request_id, request, arrival_ns)
@@ -255,7 +260,7 @@ class Simulation:
             return
         if session is None or (running is None and not event.end):
             expected = "session 1" if session is None else "session 4"
-            assert _error_class(answer) == expected and not others, answer
+            assert error_class(answer) == expected and not others, answer
             self.rejections[expected] += 1
             return
         assert not answer.has_error() and len(others) == (running is not None), (others, answer)
@@ -272,6 +277,7 @@ class Simulation:
         num_late = sum(len(self.model.live[key].open) for key in late)
         held_late = [key for key, held in self.model.held.items() if held.deadline_ns <= now_ns]
         responses = self._take(self.core.step())
+        self.level.note(self.core)
         for request_id in held_late:
             assert responses[0].request_id == request_id, (held_late, responses)
             self._end_held(responses.pop(0), FinishReason.TIMED_OUT)
@@ -294,7 +300,7 @@ class Simulation:
 
     def _check_step_error(self, response: Response, failed: bool) -> None:
         turn = self.model.live[response.request_id]
-        error = _error_class(response)
+        error = error_class(response)
         if error == "stuck":
             assert turn.is_stuck, f"a search that could go on is said to be stuck: {response}"
             self.rejections[error] += 1
@@ -378,23 +384,3 @@ class Simulation:
         for response in responses:
             self._digest.update(msgspec.msgpack.encode(response))
         return responses
-
-
-def _error_class(response: Response) -> str:
-    message = response.error_msg
-    found = re.match(r"session error (\d)", message)
-    if found and found[1] != "5":  # 5: the turn failed, for a reason of its own
-        return f"session {found[1]}"
-    classes = {
-        "is in use by a request": "duplicate",
-        "KV blocks": "pool",
-        "model step failed": "worker",
-        "KV pool was lost": "worker",
-        "Maximum queue size": "queue",
-        "scheduler.max_num_tokens": "step",
-        "leave no token together": "stuck",
-        "the guide is bad": "guide",
-        "was not compiled within": "guide",
-        "guides wait to be compiled": "compiling",
-    }
-    return next((name for text, name in classes.items() if text in message), "field")

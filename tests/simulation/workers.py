@@ -32,6 +32,7 @@ class CheckedWorkers(HashWorkerGroup):
     def __init__(self, setup: Setup) -> None:
         self.slow_guides = SlowGuides()
         options = dict(keep_trace=False, looks_ahead=setup.looks_ahead, sink_tokens=setup.sink_tokens)
+        options["kv_block_size"] = setup.config.kv_cache.block_size
         super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, eos_ids=EOS_IDS, guides=self.slow_guides, **options)
         self._guided = GuidedRows(self.slow_guides, setup.config.scheduler.max_batch_size, VOCAB)
         self._allowed: deque[list[bool]] = deque()  # what the guide of the row that runs allows for its next samples
@@ -39,7 +40,7 @@ class CheckedWorkers(HashWorkerGroup):
         self.digest = hashlib.blake2b()
         self.steps: list[StepInput] = []  # the steps of the current event; the simulator clears them
         self.has_failed = False
-        self.num_copies = 0
+        self.num_copies = self.num_swapped_in = 0
         self.on_submit: Callable[[], None] = lambda: None
 
     def submit(self, step: StepInput) -> None:
@@ -48,6 +49,7 @@ class CheckedWorkers(HashWorkerGroup):
         self._check(step)
         self.on_submit()
         self.num_copies += len(step.copies)
+        self.num_swapped_in += len(step.swap_in)
         super().submit(step)
 
     def collect(self) -> StepOutput:
@@ -69,6 +71,7 @@ class CheckedWorkers(HashWorkerGroup):
         )
         assert all(row.num_tokens > 0 for row in step.rows), "a row without tokens"
         assert step.num_blocks <= self._setup.num_blocks, f"{step.num_blocks} blocks of {self._setup.num_blocks}"
+        assert not (step.swap_out and step.swap_in), "KV moves both ways in one step"
         tables = [row.block_ids for row in step.new_rows] + [row.new_block_ids for row in step.rows]
         for table in tables:
             held = [block for block in table if block >= 0]

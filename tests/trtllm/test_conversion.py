@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
-from backend.api.config import DEBUG_INPUTS, ModelConfigSection, SpeculationConfig
+from backend.api.config import DEBUG_INPUTS, ModelConfigSection, SpeculationConfig, WorkersConfig
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
 from backend.api.config_ranges import MAX_SECONDS
 from backend.api.request import RetentionConfig, TokenRangeRetention
@@ -74,9 +74,17 @@ def tuned(*options: Any) -> trtllm.SchedulerConfig:
         ),
         ({"kv_cache_config": trtllm.KvCacheConfig(max_attention_window=[])}, "kv_cache.max_attention_window", None),
         ({"kv_cache_config": trtllm.KvCacheConfig(sink_token_length=4)}, "kv_cache.sink_tokens", 4),
+        ({"kv_cache_config": trtllm.KvCacheConfig(host_cache_size=9999)}, "kv_cache.host_cache_bytes", 9999),
+        ({"kv_cache_config": trtllm.KvCacheConfig(onboard_blocks=False)}, "kv_cache.onboard_blocks", False),
+        (
+            {"kv_cache_config": trtllm.KvCacheConfig(secondary_offload_min_priority=40)},
+            "kv_cache.secondary_offload_min_priority",
+            40,
+        ),
         ({}, "kv_cache.sink_tokens", 0),
         ({"max_queue_size": 3}, "limits.max_queue_size", 3),
-        ({"max_queue_size": 3, "enable_trt_overlap": True}, "limits.max_queue_size", 3),
+        ({"enable_trt_overlap": True}, "scheduler.look_ahead", True),
+        ({}, "scheduler.look_ahead", None),
         ({"max_queue_size": 0}, "limits.max_queue_size", 1 << 40),
         ({"max_queue_size": -1}, "limits.max_queue_size", 1 << 40),
         ({"max_num_tokens": 16}, "scheduler.max_batch_size", 16),
@@ -125,7 +133,6 @@ def kv(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (kv(host_cache_size=1), "kv_cache_config.host_cache_size is 1"),
         (kv(cross_kv_cache_fraction=0.5), "kv_cache_config.cross_kv_cache_fraction is 0.5"),
         (kv(use_uvm=True), "kv_cache_config.use_uvm is True"),
         (kv(max_gpu_total_bytes=1), "kv_cache_config.max_gpu_total_bytes is 1"),
@@ -136,7 +143,6 @@ def kv(**options: Any) -> dict[str, Any]:
             },
             "logits_post_processor_config is given",
         ),
-        ({"cache_transceiver_config": trtllm.CacheTransceiverConfig()}, "cache_transceiver_config is"),
         ({"spec_dec_config": trtllm.SpeculativeDecodingConfig(True)}, "spec_dec_config.fast_logits is True"),
         ({"use_gpu_direct_storage": True}, "use_gpu_direct_storage is True"),
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent is 0.5"),
@@ -210,12 +216,42 @@ def test_the_parallel_configuration_says_where_the_engine_runs(parallel: Any, ow
     assert runs_in_own_process(parallel) is own
 
 
+@pytest.mark.parametrize(("ids", "size"), [(None, 1), ([], 1), ([0], 1), ([4, 5], 2)])
+def test_there_are_as_many_ranks_as_participants(ids: list[int] | None, size: int) -> None:
+    config = trtllm.ExecutorConfig(parallel_config=trtllm.ParallelConfig(participant_ids=ids))
+    assert engine_config(config).workers.tensor_parallel_size == size
+
+
+@pytest.mark.parametrize(("nodes", "address"), [(None, ""), (1, ""), (2, "env")])
+def test_ranks_of_several_nodes_are_those_that_mpirun_has_started(nodes: int | None, address: str) -> None:
+    parallel = trtllm.ParallelConfig(participant_ids=[0, 1], num_nodes=nodes)
+    assert engine_config(trtllm.ExecutorConfig(parallel_config=parallel)).workers.join_address == address
+
+
+def test_several_nodes_need_several_ranks() -> None:
+    config = trtllm.ExecutorConfig(parallel_config=trtllm.ParallelConfig(num_nodes=2))
+    with pytest.raises(RuntimeError, match="num_nodes is env and there is one rank"):
+        engine_config(config)
+
+
+def test_participants_are_the_ranks_of_all_stages() -> None:
+    stages = EngineConfig(workers=WorkersConfig(pipeline_parallel_size=2))
+
+    def of(ids: list[int]) -> WorkersConfig:
+        config = trtllm.ExecutorConfig(parallel_config=trtllm.ParallelConfig(participant_ids=ids))
+        config.engine_config = stages
+        return engine_config(config).workers
+
+    assert (of([0, 1]).tensor_parallel_size, of([0, 1]).pipeline_parallel_size) == (1, 2)
+    assert of([0, 1, 2, 3]) == WorkersConfig(2, 2)
+    with pytest.raises(RuntimeError, match="participant_ids has 3 ids, and .*pipeline_parallel_size is 2; give 2 ids"):
+        of([0, 1, 2])
+
+
 @pytest.mark.parametrize(
     ("parallel", "name"),
     [
         (trtllm.ParallelConfig(device_ids=[0, 1]), r"device_ids is \[0, 1\]"),
-        (trtllm.ParallelConfig(participant_ids=[4, 5]), r"participant_ids is \[4, 5\]"),
-        (trtllm.ParallelConfig(num_nodes=2), "num_nodes is 2"),
         (
             trtllm.ParallelConfig(
                 communication_mode=ORCHESTRATOR, orchestrator_config=trtllm.OrchestratorConfig(is_orchestrator=False)

@@ -216,7 +216,6 @@ REFUSED: dict[str, Any] = {
     "cross_attention_mask": torch.ones(1),
     "skip_cross_attn_blocks": torch.ones(1),
     "language_adapter_uid": 1,
-    "context_phase_params": trtllm.ContextPhaseParams([1], 1),
 }
 
 
@@ -246,8 +245,13 @@ def test_other_refusals_name_what_is_wrong(executor: trtllm.Executor) -> None:
     drafts = trtllm.ExternalDraftTokensConfig([1], acceptance_threshold=0.5)
     error = refused(executor, PROMPT, 1, external_draft_tokens_config=drafts)
     assert "ExternalDraftTokensConfig.acceptance_threshold is not served" in error
-    context_only = trtllm.RequestType.REQUEST_TYPE_CONTEXT_ONLY
-    assert "Request.request_type is not served" in refused(executor, PROMPT, 1, type=context_only)
+    kinds = trtllm.RequestType
+    message = "kv_transfer.enabled is false"
+    assert message in refused(executor, PROMPT, 1, type=kinds.REQUEST_TYPE_CONTEXT_ONLY)
+    state = {"context_phase_params": trtllm.ContextPhaseParams([1], 1, b"x")}
+    assert message in refused(executor, PROMPT, 1, type=kinds.REQUEST_TYPE_GENERATION_ONLY, **state)
+    assert "go with REQUEST_TYPE_GENERATION_ONLY alone" in refused(executor, PROMPT, 1, **state)
+    assert "params are not given" in refused(executor, PROMPT, 1, type=kinds.REQUEST_TYPE_GENERATION_ONLY)
     encoder = trtllm.OutputConfig(return_encoder_output=True)
     assert "OutputConfig.return_encoder_output is not" in refused(executor, PROMPT, 1, output_config=encoder)
     wide = trtllm.SamplingConfig(beam_width=2)

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from backend.engine.groups import stream_seed
-from compat import trtllm
 from compat.trtllm import bindings
-from compat.trtllm.engine_config import engine_config
 from tests.trtllm.helpers import ENGINE
 
 names = bindings.tensor_names
@@ -296,12 +294,23 @@ def test_a_missing_directory_and_parameters_that_are_not_served_raise(model_path
         bindings.GptManager(model_path, FUSED, client.get, client.send, None, None, parameters(device_ids=[0, 1]))
 
 
-@pytest.mark.feature("W-03")
-def test_an_option_that_upstream_has_removed_is_taken(model_path: Path) -> None:
-    assert engine_config(trtllm.ExecutorConfig(enable_trt_overlap=True)) == engine_config(trtllm.ExecutorConfig())
-    client = Client(request(1, [1], 2))
-    client.run(model_path, enable_trt_overlap=True)
-    assert not client.errors
+@pytest.mark.feature("001-34", "W-03")
+def test_with_overlap_two_micro_batches_are_in_flight_and_alternate(model_path: Path) -> None:
+    found = []
+    for overlap in (False, True):
+        client = Client(request(1, [1, 2, 3], 9), request(2, [4, 5], 6))
+        client.run(model_path, enable_trt_overlap=overlap)
+        assert not client.errors
+        found.append(client)
+    plain, overlapped = found
+    for request_id in (1, 2):
+        (of_plain,), (of_overlapped,) = plain.sent[request_id], overlapped.sent[request_id]
+        assert torch.equal(of_overlapped[names.OUTPUT_IDS], of_plain[names.OUTPUT_IDS])
+    assert {each["MicroBatch ID"] for each in plain.stats} == {0}
+    assert [each["MicroBatch ID"] for each in overlapped.stats] == [
+        each["Iteration Counter"] % 2 for each in overlapped.stats
+    ]
+    assert {each["MicroBatch ID"] for each in overlapped.stats} == {0, 1}
 
 
 @pytest.mark.feature("001-24")

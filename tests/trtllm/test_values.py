@@ -12,6 +12,7 @@ import torch
 from backend.api import EngineConfig
 from backend.api import stats as core
 from backend.api.lora import LoraConfig
+from backend.api.request import KvOrigin
 from backend.api.tensor import TensorData
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
@@ -304,9 +305,11 @@ def test_events_of_the_cache_are_told_each_as_what_it_is() -> None:
     updated = told(3, core.BlockUpdated(5, 6))
     assert isinstance(updated, kv_cache.KVCacheUpdatedData)
     assert (updated.block_hash, updated.cache_level, updated.priority.new_value) == (5, None, 6)
-    stored = told(4, core.BlocksStored(7, [core.StoredBlock(8, [1, 2], 33), core.StoredBlock(9, [3])]))
+    stored = told(
+        4, core.BlocksStored(7, [core.StoredBlock(8, [1, 2]), core.StoredBlock(9, [3])], KvOrigin(lora_id=33))
+    )
     assert isinstance(stored, kv_cache.KVCacheStoredData) and stored.parent_hash == 7
     found = [(each.block_hash, [token.token_id for token in each.tokens], each.lora_id) for each in stored.blocks]
-    assert found == [(8, [1, 2], 33), (9, [3], None)]
+    assert found == [(8, [1, 2], 33), (9, [3], 33)]
     windowed = from_core.kv_event(core.KvEvent(5, core.BlocksCreated(1)), ModelInfo("m", 10, 64, 48))
     assert windowed.window_size == 48

@@ -172,7 +172,7 @@ def test_a_command_under_the_id_of_another_client_is_dropped(
 
 
 def test_another_user_is_hung_up_on(server: EngineServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.wire.engine_server.peer", lambda sock: OtherEnd(1, os.getuid() + 1))
+    monkeypatch.setattr("backend.wire.address.peer", lambda sock: OtherEnd(1, os.getuid() + 1))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(5)
         stranger.connect(str(tmp_path / "s"))

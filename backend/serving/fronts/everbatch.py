@@ -139,7 +139,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     check_choices(asked, asked.stream)
     prompt = _read_prompt(asked, context, tools)
     if asked.tokenize:
-        return [Work(None, Answer(_tokenized(prompt, context)))]
+        return [Work(None, Answer(_tokenized(asked, prompt, context)))]
     request = Request(
         input_token_ids=prompt.ids,
         max_tokens=fitting_tokens(context, len(prompt.ids))
@@ -182,9 +182,10 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     return [Work(request, choices_output(asked, new_sequence, render, streaming=asked.stream, joint=not asked.stream))]
 
 
-def _tokenized(prompt: _Prompt, context: ServingContext) -> Arrays:
+def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext) -> Arrays:
+    """`text` is that of the tokens where `echo` asks for it."""
     reply = Generated(
-        "",
+        prompt.text if asked.echo else "",
         prompt.ids,
         finish_reason="length",
         stop_reason=None,
@@ -215,7 +216,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     elif asked.prompt is not None:
         text, ids = asked.prompt, tools.tokenizer.encode(asked.prompt)
     else:
-        text = tools.template.render(
+        text = tools.template_for(context.model).render(
             asked.messages or [],
             asked.add_generation_prompt,
             asked.tools,

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from backend.api.errors import Unsupported
+from backend.api.output_limits import NO_HEAD
 from backend.api.pooling import Pooling, read_pooling
+from backend.core.step import ModelInfo
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
@@ -34,6 +37,12 @@ class TextTools(NamedTuple):
         tokenizer = Tokenizer.from_directory(path)
         template = ChatTemplate.from_directory(path, tokenizer, chat_template)
         return cls(tokenizer, template, read_pooling(Path(path)))
+
+    def template_for(self, model: ModelInfo) -> ChatTemplate:
+        """The chat template. Raises Unsupported for a model that generates nothing."""
+        if not model.has_head:
+            raise Unsupported(NO_HEAD)
+        return self.template
 
 
 class Front(NamedTuple):

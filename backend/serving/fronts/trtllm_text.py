@@ -133,7 +133,7 @@ def _read_prompt(
             raise InvalidRequest(
                 "text_input and messages are both given; send messages with an empty text_input, or text_input alone"
             )
-        text = tools.template.render(_read_messages(batch, row))
+        text = tools.template_for(context.model).render(_read_messages(batch, row))
         ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes special tokens
         prompt = _Prompt(text, ids, is_chat=True)
     else:

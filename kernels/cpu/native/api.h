@@ -3,6 +3,7 @@
 #include "activation.h"
 #include "attention.h"
 #include "lora.h"
+#include "ranks.h"
 #include "screen.h"
 
 extern "C" {
@@ -36,13 +37,15 @@ struct everbatch_form {
 struct everbatch_model {
     int64_t hidden, intermediate, num_layers, heads, vocab, max_seq_len;
     int64_t sink_tokens;     // the first tokens of a sequence, which layers with a window see too
+    int64_t widest_window;   // of all layers, those of other stages included; 0 = some layer sees all tokens
     everbatch::KVLayout kv;  // element_bytes says what type is computed in: 4 float32, 2 bfloat16
     everbatch_form form;
-    const void* embedding;  // [vocab][hidden] in that type
+    const void* embedding;  // [vocab][hidden] in that type; null where no step embeds tokens
     everbatch::Norm norm;   // [hidden]
-    everbatch::Linear lm_head;
+    everbatch::Linear lm_head;  // without rows where no step has logits
     everbatch::Screen screen;  // the screen of lm_head
     const everbatch_layer* layers;
+    const everbatch::Ranks* ranks;  // null: this process runs the whole model. Else heads, intermediate and layers are of its part
 };
 
 // Attention alone: one layer of a model whose other parts are run by other code.
@@ -51,6 +54,29 @@ struct everbatch_attention {
     everbatch::KVLayout kv;  // element_bytes says of what type queries, keys, values and results are
     everbatch::Scoring scoring;
     int64_t window, sink_tokens;
+};
+
+// The attention of such a model together with its linear layers.
+struct everbatch_attention_module {
+    everbatch_attention attention;
+    everbatch::Linear qkv, out;
+    everbatch::Norm q_norm, k_norm;  // RMS norms of each head, [head_dim]; without weight there is none
+    int64_t rotary_dim;              // the first dimensions of a head, which are rotated; 0: none
+    int32_t is_interleaved;          // as in everbatch_form
+    float eps;
+};
+
+struct everbatch_mlp {
+    everbatch::Linear gate_up, down;  // gate_up: of an MLP without a gate only up
+};
+
+// MLPs of the same sizes and formats, some of which are computed for each token.
+struct everbatch_mixture {
+    const everbatch_mlp* experts;
+    int64_t num_experts;
+    int64_t places;      // experts of a token
+    int32_t activation;  // an everbatch::Activation
+    int32_t is_gated;
 };
 
 struct everbatch_row {
@@ -74,6 +100,8 @@ struct everbatch_batch {
     const float* const* embedded;  // [tokens of all rows]: a token's embedding [hidden] where it is given; null: that of its id
     const int64_t* positions;      // [tokens of all rows]: by which queries and keys are rotated, and queries are scaled
                                    // Either array is null where no row has any.
+    const float* entering;  // [tokens of all rows][hidden]: hidden states that other layers have yielded; null: tokens are embedded
+    float* leaving;         // [tokens of all rows][hidden]: where those behind the last layer go; null: norm and lm_head follow
     int32_t threads;
 };
 

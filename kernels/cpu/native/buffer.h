@@ -33,4 +33,7 @@ private:
     size_t size_ = 0;
 };
 
+// Distance of rows of n float32: n rounded up to 64, and one cache line more, so that rows do not all map to the same cache sets.
+inline int64_t row_length(int64_t n) { return (n + 63) / 64 * 64 + 16; }
+
 }  // namespace everbatch

@@ -1,4 +1,4 @@
-// Weights of four bits (W4A8, V4_K), q of 0 .. 15, of one of three kinds. A weight is its scale times
+// Weights of four bits (W4A8), q of 0 .. 15, of one of three kinds. A weight is its scale times
 //
 //     EVEN      q - 8
 //     ZEROS     q - zero, where each group of a column has its zero point of 0 .. 16
@@ -44,6 +44,7 @@ struct Int4Panel {
         if constexpr (KIND == VALUES) return (IVec)look_up(table, (Bytes)bytes);
         return (IVec)nibbles;
     }
+    ALWAYS_INLINE void advance() { at += 4 * PANEL; }
 };
 
 // Rows 0 .. count of four bits, a multiple of 32 -> a packed panel of int8.
@@ -51,7 +52,7 @@ template <FourBits KIND>
 void unpack_int4(const void* data, const int8_t* values, const Scales& scales, int count, int8_t* out) {
     Int4Panel<KIND, WEIGHT_BIAS> panel(data, values);
     const Bytes offset = Bytes{} + uint8_t(KIND == EVEN ? WEIGHT_BIAS - EVEN_ZERO : 0);
-    for (int i = 0; i < count; i += 8, panel.at += 4 * PANEL) {
+    for (int i = 0; i < count; i += 8, panel.advance()) {
         if (i % PANEL == 0) panel.begin_group(scales, i);
         for (int q = 0; q < panel.QUADS; q++)
             for (int j = 0; j < COLUMN_VECS; j++) store(out + packed_at<4>(i + 4 * q, j * LANES), (Bytes)panel.read(q, j) + offset);

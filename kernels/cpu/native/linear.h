@@ -4,9 +4,11 @@
 // they are multiplied with all rows; partial sums are kept in scratch memory of the thread. Weights are read from memory once.
 #pragma once
 #include "buffer.h"
+#include "choices.h"
 #include "formats.h"
 #include "super_blocks.h"
 #include "team.h"
+#include "two_levels.h"
 
 namespace everbatch {
 
@@ -14,7 +16,7 @@ struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
     const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats and super-blocks
     const uint8_t* zeros;  // the same, of W4A8 of the kind ZEROS; else null
-    const int8_t* values;  // [4][16], of V4_K and of W4A8 of the kind VALUES; else null
+    const int8_t* values;  // [4][16], of W4A8 of the kind VALUES; else null
     const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
     int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 16 or 32 of super-blocks; 0 of floats
@@ -23,13 +25,17 @@ struct Linear {
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
     int64_t depth() const { return padded_depth(k, group); }
     int64_t groups() const { return group ? depth() / group : 0; }
-    bool has_super_blocks() const { return format >= Q4_K; }
+    bool has_super_blocks() const { return format >= Q4_K && format <= K_MIX; }
+    bool multiplies_int8() const { return format == W8A8 || format == ROTATED; }  // as it lies in memory
+    bool is_rotated() const { return format == ROTATED || format == TWO_LEVELS; }
     // Columns of the input that share a scale; 0 for inputs that are floats.
-    int input_group() const { return format == W8A8 || has_super_blocks() ? group : format == W4A8 ? PANEL : 0; }
-    // Bytes of `count` packed weights of a panel, where T is the type of float weights. Of super-blocks it is a whole number of them.
+    int input_group() const { return multiplies_int8() || has_super_blocks() || format == TWO_LEVELS ? group : format == W4A8 ? PANEL : 0; }
+    // Bytes of `count` packed weights of a panel, where T is the type of float weights. Of super-blocks, and of groups of two
+    // levels, it is a whole number.
     template <class T>
     int64_t bytes_of(int64_t count) const {
         int64_t bytes = format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(format == FLOAT16 ? sizeof(fp16) : sizeof(T));
+        if (format == TWO_LEVELS) bytes = bytes_of_levels(count / PANEL);
         with_super_blocks(format, [&](auto s) { bytes = count / (SUPER_ROWS * PANEL) * s.BYTES; });
         return bytes;
     }
@@ -57,24 +63,25 @@ struct Operand {
     }
 };
 
-// Rows of a piece of a panel. A piece fits the first-level cache (SHORT_PIECE) where the products are that fast (bfloat16 on AMX) or
-// where rows share the work of unpacking; otherwise the second-level cache is fast enough (LONG_PIECE).
-constexpr int SHORT_PIECE = 256, LONG_PIECE = 2048;
 constexpr int MAX_ROWS = 512;  // rows of one pass over the weights
-// Up to so many rows multiply four bits that are unpacked in registers. Vector instructions unpack while they multiply, at no loss for any
-// number of rows (measured on Zen 4); tiles need int8 in memory, and take longer than vectors for a few rows (not measured).
+
+// Vector instructions read int8 as it lies in memory and unpack a few bits in registers; tiles need int8 in memory. Without tiles vectors multiply any
+// number of rows: unpacking while they multiply is no loss (measured on Zen 4). With tiles it depends on the rows: their set-up, stores and scaling
+// take about as long for one as for sixteen. The bits are the same on both sides.
+inline bool multiplies_by_vectors([[maybe_unused]] const Linear& l, [[maybe_unused]] int rows) {
 #if defined(EVERBATCH_AMX)
-constexpr int DIRECT_ROWS = 4;
+    return l.input_group() && rows <= (l.multiplies_int8() ? choices.vector_rows_of_int8 : choices.vector_rows_of_bits);
 #else
-constexpr int DIRECT_ROWS = MAX_ROWS;
+    return l.input_group();
 #endif
-#if defined(EVERBATCH_AMX)
-constexpr int PIECE_OF_HALVES = SHORT_PIECE;
-#else
-constexpr int PIECE_OF_HALVES = LONG_PIECE;
-#endif
+}
+
+// Rows of a piece of a panel. A piece fits the first-level cache where the products are that fast (bfloat16 on AMX) or where rows share the work of
+// unpacking; otherwise the second-level cache is fast enough.
+constexpr int MOST_UNPACKED = 256;  // rows, of bfloat16; of int8 twice as many, for a group of two levels may have them
 inline int64_t longest_piece(Format format, bool unpacks) {
-    return unpacks ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
+    const int64_t unpacked = std::min(MOST_UNPACKED, choices.short_piece);
+    return unpacks ? format == TWO_LEVELS ? 2 * unpacked : unpacked : format == BFLOAT16 ? choices.halves_piece : choices.long_piece;
 }
 constexpr int HELD_ROWS = 96;  // rows whose sums of a panel fit the first-level cache until put() takes them
 
@@ -101,12 +108,8 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
     }
 }
 
-// Distance of prefetching in bytes, if one tile has all rows: measured on Zen 4; the one for AMX was measured by others.
-#if defined(EVERBATCH_AMX)
-constexpr int64_t fetch_ahead(int) { return 8192; }
-#else
-constexpr int64_t fetch_ahead(int rows) { return rows < 4 ? 4096 : 8192; }
-#endif
+// Distance of prefetching in bytes, if one tile has all rows.
+inline int64_t fetch_ahead(int rows) { return rows < 4 ? choices.ahead_of_few : choices.ahead; }
 
 // The number of panels in an item of work (at most 4 share a pass over many rows) that makes the threads' shares most even.
 inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
@@ -118,6 +121,9 @@ inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     return best;
 }
 
+// The greatest power of two that is at most n.
+constexpr int greatest_power(int n) { return n < 2 ? 1 : 2 * greatest_power(n / 2); }
+
 // The product of up to MAX_ROWS rows with some of a layer's panels, panel_at(0 .. panels), AT_ONCE at a time. T is bf16 for BFLOAT16,
 // float for FLOAT16, the type that INT8 is unpacked to, and float for the others.
 //
@@ -128,8 +134,8 @@ class Pass {
 public:
     Pass(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t panels, At& panel_at, Put& put, int threads)
         : l_(l), a_(a), row0_(row0), rows_(rows), panels_(panels), panel_at_(panel_at), put_(put) {
-        const int64_t unit = l.has_super_blocks() ? SUPER_ROWS : l.format == W8A8 ? std::max(64, l.group) : 64;
-        const int64_t longest = longest_piece(Format(l.format), unpacks_);
+        const int64_t unit = l.has_super_blocks() ? SUPER_ROWS : l.multiplies_int8() || l.format == TWO_LEVELS ? std::max(64, l.group) : 64;
+        const int64_t longest = std::max(unit, longest_piece(Format(l.format), unpacks_) / unit * unit);
         const int64_t pieces = (depth_ + longest - 1) / longest;
         piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
         // All panels of an item are multiplied with a piece of the rows while the caches hold it.
@@ -140,7 +146,7 @@ public:
     size_t scratch_size() const { return size_t(waits() ? together_ * rows_ : AT_ONCE * held_ * tile_rows_) * PANEL; }
 
     void run(int64_t item, float* scratch) const {
-        alignas(64) T unpacked[AT_ONCE][SHORT_PIECE * PANEL];
+        alignas(64) T unpacked[AT_ONCE][MOST_UNPACKED * PANEL];
         const int64_t i0 = item * together_, i1 = std::min(panels_, i0 + together_);
         for (int64_t first = 0; first < depth_; first += piece_) {
             const int64_t count = std::min(piece_, depth_ - first);
@@ -189,7 +195,9 @@ private:
         if (!unpacks_) return {packed, packed, scales, data + next};
         int8_t* to = reinterpret_cast<int8_t*>(unpacked);
         if (l_.has_super_blocks())
-            with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), l_.values, int(count / SUPER_ROWS), to); });
+            with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), int(count / SUPER_ROWS), to); });
+        else if (l_.format == TWO_LEVELS)
+            unpack_levels(static_cast<const uint8_t*>(packed), l_.group, count, to);
         else if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
@@ -212,54 +220,68 @@ private:
         }
     }
 
-    // c (+)= a tile times rows first .. first + count of a panel. The first tiles prefetch the next read.
+    // c (+)= a tile of rows times rows first .. first + count of a panel. The first tiles prefetch the next read.
     void product_of(int tile, const Part& part, int64_t first, int64_t count, float* c) const {
-        const int64_t row = row0_ + first_row(tile);
-        const int n = first_row(tile + 1) - first_row(tile);
+#if defined(EVERBATCH_AMX)
+        if (by_tiles_) return product_by_tiles(tile, part, first, count, c);
+#endif
         const bool in_half = tiles_ > 1 && !unpacks_;  // two tiles share the prefetching; unpacked rows have twice the bytes
         const char* next = part.next + (in_half ? tile * l_.bytes_of<T>(count * PANEL) / 2 : 0);
-        auto run = [&](auto lines) {
-            auto of_int8 = [&](auto weights) {
-                product_int8<lines()>(a_.int8(row, first, first / input_group_), weights, part.scales, input_group_, int(count / input_group_),
-                                      c, PANEL, first == 0, n, next);
-            };
-            if (l_.has_super_blocks())
-                of_super_blocks(lines, row, part, first, count, c, n, next);
-            else if (is_direct_)
-                with_kind([&](auto kind) { of_int8(Int4Panel<kind()>(part.rows, l_.values)); });
-            else if (input_group_)
-                of_int8(Int8Panel{static_cast<const int8_t*>(part.rows)});
-            else
-                of_floats(lines, a_.row<T>(row) + first, part.rows, int(count), c, n, next, first == 0);
-        };
         if (tiles_ == 1 && !unpacks_)
-            run(std::integral_constant<int, 2>());
+            product_by_vectors(std::integral_constant<int, 2>(), tile, part, first, count, c, next);
         else if (tile == 0 || (tile == 1 && in_half))
-            run(std::integral_constant<int, 1>());
+            product_by_vectors(std::integral_constant<int, 1>(), tile, part, first, count, c, next);
         else
-            run(std::integral_constant<int, 0>());
+            product_by_vectors(std::integral_constant<int, 0>(), tile, part, first, count, c, next);
     }
+
+    // LINES: as `prefetch` has it.
+    template <class Lines>
+    void product_by_vectors(Lines lines, int tile, const Part& part, int64_t first, int64_t count, float* c, const char* next) const {
+        const int64_t row = row0_ + first_row(tile);
+        const int n = first_row(tile + 1) - first_row(tile);
+        if (!input_group_) return of_floats(lines, a_.row<T>(row) + first, part.rows, int(count), c, n, next, first == 0);
+        const Int8Rows x = a_.int8(row, first, first / input_group_);
+        const int groups = int(count / input_group_);
+        const uint8_t* packed = static_cast<const uint8_t*>(part.packed);
+        auto of_int8 = [&](auto weights) {
+            product_int8<lines()>(x, weights, part.scales, input_group_, groups, c, PANEL, first == 0, n, next);
+        };
+        if (l_.has_super_blocks())
+            with_super_blocks(l_.format, [&](auto s) {
+                product_super<decltype(s)>(x, packed, int(count / SUPER_ROWS), c, PANEL, first == 0, n, next, lines());
+            });
+        else if (l_.format == TWO_LEVELS)
+            product_levels(x, packed, part.scales, input_group_, groups, c, PANEL, first == 0, n, next, lines());
+        else if (l_.format == W4A8)
+            with_kind([&](auto kind) { of_int8(Int4Panel<kind()>(packed, l_.values)); });
+        else
+            of_int8(Int8Panel{static_cast<const int8_t*>(part.packed)});
+    }
+
+#if defined(EVERBATCH_AMX)
+    void product_by_tiles(int tile, const Part& part, int64_t first, int64_t count, float* c) const {
+        const int64_t row = row0_ + first_row(tile);
+        const int n = first_row(tile + 1) - first_row(tile), lines = few_ ? ALL_LINES : tile < fetching_tiles_ ? lines_of_tile() : 0;
+        const char* next = part.next + (few_ ? 0 : tile * (l_.bytes_of<T>(count * PANEL) / fetching_tiles_));
+        if constexpr (sizeof(T) == 2)
+            if (!input_group_) return product_amx(a_.row<T>(row) + first, a_.ld, static_cast<const T*>(part.rows), int(count), c, PANEL, first == 0, n, next, lines);
+        const auto of_int8 = [&](auto scaling, int group) {
+            product_int8_amx(a_.int8(row, first, first / input_group_), static_cast<const int8_t*>(part.rows), scaling, group, int(count / group), c, PANEL,
+                             first == 0, n, next, lines);
+        };
+        if (!l_.has_super_blocks()) return of_int8(TableScaling{part.scales, input_group_}, input_group_);
+        with_super_blocks(l_.format, [&](auto s) { of_int8(SuperScaling<decltype(s)>{static_cast<const uint8_t*>(part.packed)}, s.GROUP); });
+    }
+    // Of 2 KB of a panel as it is multiplied, which takes half the bytes where it is packed.
+    int lines_of_tile() const { return (unpacks_ ? ALL_LINES / 2 : ALL_LINES) / fetching_tiles_; }
+#endif
 
     template <class Lines>
     void of_floats(Lines lines, const T* a, const void* rows, int count, float* c, int n, const char* next, bool first) const {
         if constexpr (sizeof(T) == 4)
             if (l_.format == FLOAT16) return product<lines()>(a, a_.ld, static_cast<const fp16*>(rows), count, c, PANEL, first, n, next);
         product<lines()>(a, a_.ld, static_cast<const T*>(rows), count, c, PANEL, first, n, next);
-    }
-
-    // LINES: as `prefetch` has it.
-    template <class Lines>
-    void of_super_blocks(Lines lines, int64_t row, const Part& part, int64_t first, int64_t count, float* c, int n, const char* next) const {
-        const Int8Rows x = a_.int8(row, first, first / input_group_);
-        const uint8_t* packed = static_cast<const uint8_t*>(part.packed);
-        with_super_blocks(l_.format, [&](auto s) {
-            using S = decltype(s);
-            if (is_direct_) return product_super<S>(x, packed, l_.values, int(count / SUPER_ROWS), c, PANEL, first == 0, n, next, lines());
-#if defined(EVERBATCH_AMX)
-            product_int8_amx<lines()>(x, static_cast<const int8_t*>(part.rows), SuperScaling<S>{packed}, S::GROUP, int(count / S::GROUP), c, PANEL,
-                                      first == 0, n, next);
-#endif
-        });
     }
 
     void hand_over(int64_t i, int r0, int r1, float** sums) const {
@@ -284,13 +306,17 @@ private:
     const int64_t panels_;
     At& panel_at_;
     Put& put_;
-    const bool is_direct_ = l_.format >= W4A8 && rows_ <= DIRECT_ROWS;  // reads a few bits without unpacking them to memory
-    const bool unpacks_ = l_.format == INT8 || (l_.format >= W4A8 && !is_direct_);
+    const bool by_vectors_ = multiplies_by_vectors(l_, rows_);
+    const bool unpacks_ = (l_.format == INT8 || l_.format == W4A8 || l_.format == TWO_LEVELS || l_.has_super_blocks()) && !by_vectors_;  // to memory
     const int64_t depth_ = l_.depth();
     const int input_group_ = l_.input_group();
-    const int tile_rows_ = is_direct_ ? W8A8_ROWS : input_group_ ? INT8_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;
+    const int tile_rows_ = by_vectors_ ? l_.format == TWO_LEVELS ? LEVEL_ROWS : W8A8_ROWS : input_group_ ? TILE_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;
     const int held_ = std::max(1, HELD_ROWS / tile_rows_);  // tiles
     const bool few_ = tiles_ == 1 && !unpacks_;
+#if defined(EVERBATCH_AMX)
+    const bool by_tiles_ = input_group_ ? !by_vectors_ : sizeof(T) == 2;
+    const int fetching_tiles_ = greatest_power(std::min(tiles_, choices.fetching_tiles));
+#endif
     int64_t piece_, together_;
 };
 

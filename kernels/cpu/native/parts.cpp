@@ -1,11 +1,17 @@
 // Packing, and single kernels for tests and benchmarks; step.cpp uses the same functions.
 #include "api.h"
+#include "peak.h"
+
+#include <numeric>
 
 using namespace everbatch;
 
 extern "C" {
 
 int64_t everbatch_lanes() { return LANES; }
+
+// Before any product is computed, or while none is.
+void everbatch_choose(const Choices* made) { choices = *made; }
 
 // Bytes of the packed form of a weight [n][k], without scales.
 int64_t everbatch_packed_bytes(int64_t n, int64_t k, int32_t format, int64_t group) {
@@ -78,11 +84,28 @@ void everbatch_pack_super(const uint8_t* q, const int8_t* s, const uint8_t* m, c
     });
 }
 
+// int8 weights [n][k] of two levels (two_levels.h), k a multiple of `group` -> packed panels. Columns beyond n become zero. Returns the number of runs
+// of CHUNK columns that are no levels of one multiple; where there are any, the panels are of no use.
+int64_t everbatch_pack_levels(const int8_t* weight, int64_t n, int64_t k, int64_t group, void* packed, int32_t threads) {
+    const LevelFinder finder;
+    const int64_t panels = (n + PANEL - 1) / PANEL;
+    std::vector<int64_t> others(size_t(panels), 0);
+    run_team(threads, [&](Team& team) {
+        team.for_each(panels, [&](int64_t p) {
+            uint8_t* panel = static_cast<uint8_t*>(packed) + p * bytes_of_levels(k);
+            memset(panel, 0, size_t(bytes_of_levels(k)));
+            for (int64_t i = p * PANEL; i < std::min<int64_t>(n, (p + 1) * PANEL); i++)
+                others[size_t(p)] += finder.pack(weight + i * k, k, group, int(i % PANEL), panel);
+        });
+    });
+    return std::accumulate(others.begin(), others.end(), int64_t(0));
+}
+
 // out [rows][n] = x [rows][k] times the layer; computes in float32 or, with element_bytes 2, in bfloat16.
 void everbatch_linear(const Linear* l, const float* x, int64_t rows, int32_t element_bytes, float* out, int32_t threads) {
     OperandBuffer operand;
     operand.shape(*l, rows, size_t(element_bytes));
-    run_team(threads, [&](Team& team) {
+    run_team(threads_for(rows * l->n * l->k, threads), [&](Team& team) {
         const TilesOfThread tiles;
         std::vector<float> row(size_t(l->depth()));
         team.for_each(rows, [&](int64_t r) {
@@ -130,6 +153,15 @@ int64_t everbatch_read(const void* memory, int64_t bytes, int32_t passes, int32_
             for (int l = 0; l < LANES; l++) total += s[l];
     }
     return total;
+}
+
+// Multiplies `rounds` times in a bare loop on all threads, by the dot-product instruction that weights of a format are multiplied by: FLOAT32,
+// BFLOAT16 or INT8. Returns multiply-adds x 2. Nothing is read from memory, so nothing that multiplies in this way is faster.
+int64_t everbatch_multiply(int32_t format, int64_t rounds, int32_t threads) {
+    int64_t operations = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : operations)
+    operations += format == FLOAT32 ? multiply_floats(rounds) : format == BFLOAT16 ? multiply_bf16(rounds) : multiply_int8(rounds);
+    return operations;
 }
 
 // x [rows][n]

@@ -1,20 +1,24 @@
-// Rounds weights to four bits of given values (kernels/common/four_bits.py, whose `round_weight` is the reference).
+// Rounds weights to four bits: of given values (kernels/common/four_bits.py), and with two levels of scales (kernels/common/two_levels.py). The
+// `round_weight` of either is the reference.
 #include "buffer.h"
+#include "rotation.h"
 #include "simd.h"
 #include "team.h"
+#include "two_levels.h"
 
 using namespace everbatch;
 
 namespace {
 
-constexpr int SUPER_GROUP = 32, SUPER_GROUPS = 8;  // groups of this size share a scale where all columns are in super-blocks (super_blocks.h)
+constexpr int64_t MOST_CHUNKS = 16;  // of a group of two levels
 constexpr int FEWEST = 20, MOST = 28;  // 25ths of the least or greatest value, which the largest number is mapped to
 
 struct Values {
     float of[16], middle[15], step[15];  // values, rising; half-way between a value and the next; the next less this one
 
-    explicit Values(const int8_t* values) {
-        for (int i = 0; i < 16; i++) of[i] = values[i];
+    template <class Number>
+    explicit Values(const Number* values) {
+        for (int i = 0; i < 16; i++) of[i] = float(values[i]);
         for (int i = 0; i < 15; i++) middle[i] = (of[i] + of[i + 1]) / 2, step[i] = of[i + 1] - of[i];
     }
     Vec nearest(Vec x) const {
@@ -48,14 +52,6 @@ float best_scale(const float* x, int64_t n, const Values& values) {
     return scale;
 }
 
-// The scales of the groups of a super-block become multiples, of -127 .. 127, of one bfloat16.
-void share_scale(float* scales) {
-    float largest = 0;
-    for (int g = 0; g < SUPER_GROUPS; g++) largest = std::max(largest, std::fabs(scales[g]));
-    const float shared = to_float(to_bf16(largest / 127.0f));
-    for (int g = 0; g < SUPER_GROUPS; g++) scales[g] = shared != 0 ? std::nearbyint(scales[g] / shared) * shared : 0.0f;
-}
-
 // Rounds x[0 .. n) to values times the scale. x is as best_scale has it.
 void round_group(const float* x, int64_t n, const Values& values, int8_t* q, float scale) {
     const int64_t end = (n + LANES - 1) / LANES * LANES;
@@ -67,12 +63,67 @@ void round_group(const float* x, int64_t n, const Values& values, int8_t* q, flo
     }
 }
 
+// The levels of each multiple as values, rising.
+struct LevelValues {
+    std::vector<Values> of;
+
+    LevelValues() {
+        for (int m = -MOST_MULTIPLE; m <= MOST_MULTIPLE; m++) {
+            int levels[16];
+            for (int q = 0; q < 16; q++) levels[m < 0 ? 15 - q : q] = LEVELS.at(int8_t(m))[q] - LEVEL_ZERO;
+            of.emplace_back(levels);
+        }
+    }
+    const Values& at(int m) const { return of[size_t(m + MOST_MULTIPLE)]; }
+};
+
+// The multiple for a chunk that leaves the least squared error, which is stored. `nearest` is the one to begin with; it and its neighbours are tried.
+int best_multiple(const float* x, const LevelValues& levels, float scale, float nearest, float* error) {
+    const Vec inverse = splat(1.0f / scale), unit = splat(scale);
+    int best = 0;
+    *error = INFINITY;
+    for (int step = -1; step <= 1; step++) {
+        const int multiple = int(std::max(-float(MOST_MULTIPLE), std::min(float(MOST_MULTIPLE), std::nearbyint(nearest) + float(step))));
+        Vec squares{};
+        for (int i = 0; i < CHUNK; i += LANES) {
+            const Vec v = load<Vec>(x + i), lost = levels.at(multiple).nearest(v * inverse) * unit - v;
+            squares = fma(lost, lost, squares);
+        }
+        if (const float sum = reduce_add(squares); sum < *error) *error = sum, best = multiple;
+    }
+    return best;
+}
+
+// Rounds a group x[0 .. n) of a row to levels q times the scale that is returned, a bfloat16.
+float round_to_levels(const float* x, int64_t n, const Values& values, const LevelValues& levels, int8_t* q) {
+    float ideal[MOST_CHUNKS], largest = 0, least = INFINITY, scale = 0;
+    int multiples[MOST_CHUNKS] = {};
+    const int64_t chunks = n / CHUNK;
+    for (int64_t c = 0; c < chunks; c++) {
+        ideal[c] = best_scale(x + c * CHUNK, CHUNK, values);
+        largest = std::max(largest, std::fabs(ideal[c]));
+    }
+    for (float part : {1.0f, 0.95f}) {
+        const float tried = to_float(to_bf16(largest * (128.0f / float(MOST_MULTIPLE)) * part));
+        if (!(tried > 0)) break;
+        int found[MOST_CHUNKS];
+        float error = 0;
+        for (int64_t c = 0; c < chunks; c++) {
+            float of_chunk;
+            found[c] = best_multiple(x + c * CHUNK, levels, tried, ideal[c] * 128.0f / tried, &of_chunk);
+            error += of_chunk;
+        }
+        if (error < least) least = error, scale = tried, std::copy(found, found + chunks, multiples);
+    }
+    for (int64_t c = 0; c < chunks; c++) round_group(x + c * CHUNK, CHUNK, levels.at(scale != 0 ? multiples[c] : 0), q + c * CHUNK, scale);
+    return scale;
+}
+
 }  // namespace
 
 extern "C" {
 
-// w [rows][k] float32 -> q, which holds some of values[16], rising, and scales [rows][ceil(k / group)], each a bfloat16, or in groups of 32 of
-// whole super-blocks multiples of one.
+// w [rows][k] float32 -> q, which holds some of values[16], rising, and scales [rows][ceil(k / group)], each a bfloat16.
 void everbatch_round(const float* w, int64_t rows, int64_t k, int64_t group, const int8_t* values, int8_t* q, float* scales, int32_t threads) {
     const Values made(values);
     const int64_t groups = (k + group - 1) / group;
@@ -90,11 +141,27 @@ void everbatch_round(const float* w, int64_t rows, int64_t k, int64_t group, con
                 }
             };
             for_each_group([&](int64_t g, int64_t, int64_t count) { of_row[g] = best_scale(x.data(), count, made); });
-            if (group == SUPER_GROUP && groups % SUPER_GROUPS == 0 && groups * group == k)
-                for (int64_t g = 0; g < groups; g += SUPER_GROUPS) share_scale(of_row + g);
             for_each_group([&](int64_t g, int64_t first, int64_t count) { round_group(x.data(), count, made, q + r * k + first, of_row[g]); });
         });
     });
+}
+
+// w [rows][k] float32, rotated -> q int8 of two levels (two_levels.h) and scales [rows][k / group], each a bfloat16. k is a multiple of `group`, which is
+// one of CHUNK and at most CHUNK * MOST_CHUNKS.
+void everbatch_round_levels(const float* w, int64_t rows, int64_t k, int64_t group, int8_t* q, float* scales, int32_t threads) {
+    const Values values(LevelTables::VALUES);
+    const LevelValues levels;
+    run_team(threads, [&](Team& team) {
+        team.for_each(rows, [&](int64_t r) {
+            for (int64_t first = 0; first < k; first += group)
+                scales[(r * k + first) / group] = round_to_levels(w + r * k + first, group, values, levels, q + r * k + first);
+        });
+    });
+}
+
+// x [rows][k] -> out [rows][k], rotated; k a multiple of 64.
+void everbatch_rotate(const float* x, int64_t rows, int64_t k, float* out, int32_t threads) {
+    run_team(threads, [&](Team& team) { team.for_each(rows, [&](int64_t r) { rotate(x + r * k, k, out + r * k); }); });
 }
 
 }  // extern "C"

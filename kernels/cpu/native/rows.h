@@ -1,6 +1,7 @@
 // Work on single rows between the products: norms, and the conversion to operands of linear layers.
 #pragma once
 #include "linear.h"
+#include "rotation.h"
 
 namespace everbatch {
 
@@ -79,7 +80,8 @@ public:
     // Makes room for `rows` rows in the form that layers like `l` read.
     void shape(const Linear& l, int64_t rows, size_t element_bytes) {
         const int64_t depth = l.depth();
-        k_ = l.k, depth_ = depth, group_ = l.input_group(), sum_factor_ = l.format == W8A8 ? DOT_BIAS : 1;
+        k_ = l.k, depth_ = depth, group_ = l.input_group(), sum_factor_ = l.format == TWO_LEVELS ? LEVEL_ZERO : l.multiplies_int8() ? DOT_BIAS : 1;
+        rotates_ = l.is_rotated();
         bytes_ = group_ ? 1 : element_bytes;
         const size_t ld = size_t(depth) + 64 / bytes_;  // so that rows start in different cache sets
         data_.grow(size_t(rows) * ld * bytes_);
@@ -100,13 +102,14 @@ public:
         } else if (bytes_ == 2) {
             for (int64_t i = 0; i < depth_; i += LANES) store_bf16(reinterpret_cast<bf16*>(to) + i, load<Vec>(x + i));
         } else {
+            if (rotates_) x = rotated(x);
             for (size_t g = 0; g < view_.groups; g++)
                 quantize(x + g * group_, group_, reinterpret_cast<int8_t*>(to) + g * group_, size_t(r) * view_.groups + g);
         }
     }
 
-    // Whether put_panel may be used: a panel must not cut a group.
-    bool takes_panels() const { return k_ % PANEL == 0 && (!group_ || PANEL % group_ == 0); }
+    // Whether put_panel may be used: a panel must not cut a group or a block that is rotated.
+    bool takes_panels() const { return k_ % PANEL == 0 && (!group_ || PANEL % group_ == 0) && !rotates_; }
 
     // Stores columns column .. column + PANEL of row r.
     void put_panel(int64_t r, int64_t column, const float* x) {
@@ -128,6 +131,13 @@ public:
     const Operand& view() const { return view_; }
 
 private:
+    // A copy, because others may read x afterwards. A rotated layer has no padding: its groups divide k.
+    float* rotated(const float* x) const {
+        static thread_local Buffer<float> out;
+        out.grow(size_t(k_));
+        rotate(x, k_, out.data());
+        return out.data();
+    }
     // `at`: the index of the group in the tables of all groups.
     void quantize(const float* x, int64_t n, int8_t* q, size_t at) {
         quantize_group(x, n, q, scales_.data() + at, sums_.data() + at);
@@ -140,6 +150,7 @@ private:
     Operand view_;
     int64_t k_ = 0, depth_ = 0, group_ = 0;
     int32_t sum_factor_ = 1;
+    bool rotates_ = false;
     size_t bytes_ = 0;
 };
 

@@ -216,18 +216,33 @@ ALWAYS_INLINE IVec dot_quads(IVec acc, IVec w, const int8_t* x) {
     return acc;
 #endif
 }
-// The same for weights of 0 .. 127, to which nothing has been added.
+// acc + the four products of bytes of w, 0 .. 127, and of x, int8 that are not -128.
+ALWAYS_INLINE IVec dot_bytes(IVec acc, Bytes w, Bytes x) {
+#if defined(__AVX512VNNI__)
+    return (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(__AVX512BW__)
+    return acc + (IVec)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, (__m512i)x), _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    return acc + (IVec)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
+#else
+    for (int i = 0; i < 4; i++) acc += (((IVec)w << (24 - 8 * i)) >> 24) * (((IVec)x << (24 - 8 * i)) >> 24);
+    return acc;
+#endif
+}
+// The same for four int8 that all lanes share.
 ALWAYS_INLINE IVec dot_nibbles(IVec acc, IVec w, const int8_t* x) {
-#if !defined(__AVX512VNNI__) && (defined(__AVX512BW__) || defined(__AVX2__))
     int32_t quad;
     memcpy(&quad, x, 4);
-#if defined(__AVX512BW__)
-    return acc + (IVec)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(quad)), _mm512_set1_epi16(1));
+    return dot_bytes(acc, (Bytes)w, (Bytes)splat(quad));
+}
+// 16 bytes, again and again.
+ALWAYS_INLINE Bytes repeated(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Bytes)_mm512_broadcast_i32x4(load<__m128i>(p));
+#elif defined(__AVX2__)
+    return (Bytes)_mm256_broadcastsi128_si256(load<__m128i>(p));
 #else
-    return acc + (IVec)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(quad)), _mm256_set1_epi16(1));
-#endif
-#else
-    return dot_quads(acc, w, x);
+    return load<Bytes>(p);
 #endif
 }
 

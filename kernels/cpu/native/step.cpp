@@ -6,48 +6,31 @@
 // Some models have more: a norm of q and k over all heads after the qkv product, a norm of a product before it is added to x. In a parallel
 // block the MLP comes first, because both halves read the x that was there before.
 // A product of rows that have adapters is preceded by a phase of its own, and adds their part to its sums (lora.h).
+// Where several ranks share the layers (ranks.h), they meet behind the out product and the down product, whose sums they add up, and at the
+// end. Where a step has some of the layers only, hidden states enter and leave it as floats, which x is made of, so nothing is rounded.
 // An operand is the form in which a linear layer reads its input. After the attention of the last layer, only tokens whose logits
 // are wanted go on.
+#include <optional>
+
+#include "mlp.h"
+#include "rotary.h"
 #include "workspace.h"
 
 using namespace everbatch;
 
 namespace {
 
-struct Best {
-    float value;
-    int64_t id;
-};
-
-// Distance of rows of n float32: n rounded up to 64, and one cache line more, so that rows do not all map to the same cache sets.
-int64_t row_length(int64_t n) { return (n + 63) / 64 * 64 + 16; }
-
-// Of `half` pairs: dimensions i and i + half.
-void rotate(const float* x, const float* cos, const float* sin, int64_t half, float* __restrict out) {
-    for (int64_t i = 0; i < half; i++) {
-        out[i] = x[i] * cos[i] - x[i + half] * sin[i];
-        out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
-    }
-}
-// The same of neighbours.
-void rotate_neighbours(const float* x, const float* cos, const float* sin, int64_t half, float* __restrict out) {
-    for (int64_t i = 0; i < half; i++) {
-        out[2 * i] = x[2 * i] * cos[i] - x[2 * i + 1] * sin[i];
-        out[2 * i + 1] = x[2 * i + 1] * cos[i] + x[2 * i] * sin[i];
-    }
-}
-
-constexpr int64_t MANY_ROWS = 64;  // from here on arithmetic, not reading weights, limits a product
-
 template <class T>
 class Step {
 public:
     Step(const everbatch_model& m, const everbatch_batch& b, everbatch_workspace& w)
         : m_(m), b_(b), w_(w), lora_(w.lora(T())), attention_(b, m.kv, m.heads, w.attention) {
+        if (m.ranks && m.ranks->size > 1) meeting_.emplace(*m.ranks);
+        if (m.ranks && m.ranks->stages > 1) handover_.emplace(*m.ranks);
         for (int64_t r = 0; r < b.num_rows; r++) {
             const everbatch_row& row = b.rows[r];
             for (int t = 0; t < row.num_tokens; t++) all_.push_back(int64_t(all_.size()));
-            for (int t = row.num_logits; t > 0; t--) sampled_.push_back(int64_t(all_.size()) - t);
+            for (int t = b.leaving ? 0 : row.num_logits; t > 0; t--) sampled_.push_back(int64_t(all_.size()) - t);
         }
         tokens_ = int64_t(all_.size());
         const int64_t qkv = (m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim;
@@ -85,9 +68,11 @@ public:
     void run() {
         run_team(b_.threads, [&](Team& team) {
             const TilesOfThread tiles;
-            embed(team);
+            b_.entering ? enter(team) : embed(team);
             for (int64_t l = 0; l < m_.num_layers; l++) layer(team, l);
+            if (b_.leaving) return leave(team);
             if (!sampled_.empty()) head(team);
+            if (meeting_) end_together(team);
         });
     }
 
@@ -114,6 +99,16 @@ private:
                 for (int64_t i = 0; i < m_.hidden; i++) x[i] = to_float(from[i]) * m_.form.embedding_scale;
             }
         });
+    }
+
+    void enter(Team& team) {
+        team.for_each(tokens_, [&](int64_t t) { memcpy(w_.x.data() + t * x_ld_, b_.entering + t * m_.hidden, size_t(m_.hidden) * sizeof(float)); });
+    }
+
+    // All ranks of a stage have the same hidden states, and one of them hands them on.
+    void leave(Team& team) {
+        if (meeting_ && m_.ranks->rank) return;
+        team.for_each(tokens_, [&](int64_t t) { memcpy(b_.leaving + t * m_.hidden, w_.x.data() + t * x_ld_, size_t(m_.hidden) * sizeof(float)); });
     }
 
     float* scratch(Team& team) { return w_.rows[size_t(team.id)].data(); }
@@ -145,14 +140,27 @@ private:
         linear<T>(team, l, operand.view(), rows, [&](int64_t r, int64_t column, const float* given) {
             alignas(64) float own[PANEL];
             const float* sums = with_lora(adapted, r, column, given, own);
+            if (meeting_) return void(memcpy(meeting_->own_sums(r) + column, sums, PANEL * sizeof(float)));
             if (norm.weight) return void(memcpy(w_.delta.data() + r * x_ld_ + column, sums, PANEL * sizeof(float)));
             float* x = w_.x.data() + picked[r] * x_ld_ + column;
             for (int j = 0; j < PANEL; j += LANES) store(x + j, fma(load<Vec>(sums + j), scale, load<Vec>(x + j)));
         });
+        if (meeting_) return add_all_to_x(team, norm, picked);
         if (!norm.weight) return;
         team.for_each(rows, [&](int64_t r) {
             float *x = w_.x.data() + picked[r] * x_ld_, *delta = scratch(team);
             normalise(norm, w_.delta.data() + r * x_ld_, m_.hidden, delta);
+            for (int64_t i = 0; i < m_.hidden; i++) x[i] += delta[i] * m_.form.residual_scale;
+        });
+    }
+
+    // x += the sums of all ranks, normalised where there is a norm.
+    void add_all_to_x(Team& team, const Norm& norm, const std::vector<int64_t>& picked) {
+        team.for_each(1, [&](int64_t) { meeting_->meet_with_sums(int64_t(picked.size())); });
+        team.for_each(int64_t(picked.size()), [&](int64_t r) {
+            float *x = w_.x.data() + picked[r] * x_ld_, *delta = scratch(team);
+            meeting_->add_up(r, delta);
+            if (norm.weight) normalise(norm, delta, m_.hidden, delta);
             for (int64_t i = 0; i < m_.hidden; i++) x[i] += delta[i] * m_.form.residual_scale;
         });
     }
@@ -187,11 +195,12 @@ private:
 
     void layer(Team& team, int64_t index) {
         const everbatch_layer& l = m_.layers[index];
+        if (handover_) handover_->beat();
         const LoraRows* adapted = has_lora_ ? &lora_rows_ : nullptr;
         prepare_normed(team, w_.normed[l.qkv.format], l.attention_norm, all_, adapted);
         to_y(team, l.qkv, tokens_, {adapted, index, &LoraLayer::qkv});
         if (m_.form.norms_rows) norm_rows(team, l);
-        const bool is_last = index + 1 == m_.num_layers;
+        const bool is_last = index + 1 == m_.num_layers && !b_.leaving;
         const std::vector<int64_t>& picked = is_last ? sampled_ : all_;
         attend(team, l, b_.pools[index], !picked.empty());
         if (picked.empty()) return;
@@ -223,17 +232,8 @@ private:
         OperandBuffer& activated = w_.activated[l.down.format];
         const Operand& input = w_.normed[l.gate_up.format].view();
         const auto kind = Activation(m_.form.activation);
-        if (rows >= MANY_ROWS && activated.takes_panels() && !adapted.rows) {
-            const auto put = [&](int64_t r, int64_t column, float* gate, const float* up) {
-                everbatch::activate(kind, gate, up, PANEL, gate);
-                activated.put_panel(r, column, gate);
-            };
-            if (m_.form.is_gated)
-                linear_of_halves<T>(team, l.gate_up, input, rows, put);
-            else
-                linear<T>(team, l.gate_up, input, rows, [&](int64_t r, int64_t column, float* up) { put(r, column, up, nullptr); });
-            return;
-        }
+        if (takes_many_rows(rows, activated) && !adapted.rows)
+            return activate_panels<T>(team, l.gate_up, kind, m_.form.is_gated, input, rows, activated);
         to_y(team, l.gate_up, rows, adapted);
         team.for_each(rows, [&](int64_t r) {
             const float* y = w_.y.data() + r * y_ld_;
@@ -279,7 +279,7 @@ private:
         const int64_t d = m_.kv.head_dim, half = l.rotary_dim / 2, turned = l.cos ? l.rotary_dim : 0;
         alignas(64) float normed[MAX_HEAD_DIM];
         if (norm.weight && !m_.form.norms_rows) normalise(norm, x, d, normed), x = normed;
-        if (turned) (m_.form.is_interleaved ? rotate_neighbours : rotate)(x, l.cos + angle * half, l.sin + angle * half, half, out);
+        if (turned) (m_.form.is_interleaved ? rotate_neighbours : rotate_halves)(x, l.cos + angle * half, l.sin + angle * half, half, out);
         if (turned < d) memcpy(out + turned, x + turned, size_t(d - turned) * sizeof(float));
     }
 
@@ -303,25 +303,40 @@ private:
         }
         team.for_each(n, [&](int64_t r) {
             Best of_all = best_[r];
-            for (int t = 1; t < team.size; t++) {
-                const Best& other = best_[t * n + r];
-                if (other.value > of_all.value || (other.value == of_all.value && other.id < of_all.id)) of_all = other;
-            }
+            for (int t = 1; t < team.size; t++) of_all.take(best_[t * n + r]);
             b_.greedy[r] = of_all.id;
+            if (meeting_) meeting_->best(m_.ranks->rank, r) = of_all;
         });
     }
+
+    // The last meeting: no rank reads token ids or block tables any more. Rank 0 then has the greatest logit of all ranks, and all logits.
+    void end_together(Team& team) {
+        const int64_t num_logits = b_.logits ? m_.lm_head.n : 0;
+        team.for_each(1, [&](int64_t) { meeting_->meet_with_logits(int64_t(sampled_.size()), m_.ranks->first_token, num_logits); });
+        if (m_.ranks->rank) return;
+        team.for_each(int64_t(sampled_.size()), [&](int64_t r) {
+            Best of_all = meeting_->best(0, r);
+            for (int rank = 1; rank < m_.ranks->size; rank++) of_all.take(meeting_->best(rank, r));
+            b_.greedy[r] = of_all.id;
+            const int64_t own = m_.lm_head.n;
+            if (b_.logits) memcpy(b_.logits + r * m_.vocab + own, meeting_->logits(r) + own, size_t(m_.vocab - own) * sizeof(float));
+        });
+    }
+
+    // Where this rank puts the logits of row r, [vocab].
+    float* logits(int64_t r) { return meeting_ && m_.ranks->rank ? meeting_->logits(r) : b_.logits + r * m_.vocab; }
 
     // A put() that keeps the greatest logit of each row that this thread has seen, and stores the logits if they are wanted. It compares what
     // lm_head yields: the scale of logits is greater than zero, and it and the cap keep their order.
     auto find_best(Team& team) {
         return [this, best = best_.data() + team.id * int64_t(sampled_.size())](int64_t r, int64_t column, const float* sums) {
-            const int count = int(std::min<int64_t>(PANEL, m_.vocab - column));
-            if (b_.logits) put_logits(sums, count, b_.logits + r * m_.vocab + column);
+            const int count = int(std::min<int64_t>(PANEL, m_.lm_head.n - column));
+            const int64_t token = (m_.ranks ? m_.ranks->first_token : 0) + column;
+            if (b_.logits) put_logits(sums, count, logits(r) + token);
             Vec maxima = load<Vec>(sums);
             for (int j = LANES; j < PANEL; j += LANES) maxima = vmax(maxima, load<Vec>(sums + j));
             if (count == PANEL && reduce_max(maxima) < best[r].value) return;
-            for (int j = 0; j < count; j++)
-                if (sums[j] > best[r].value || (sums[j] == best[r].value && column + j < best[r].id)) best[r] = {sums[j], column + j};
+            for (int j = 0; j < count; j++) best[r].take({sums[j], token + j});
         };
     }
 
@@ -376,6 +391,8 @@ private:
     everbatch_workspace& w_;
     Lora<T>& lora_;
     BatchAttention<T> attention_;
+    std::optional<Meeting> meeting_;    // where several ranks share the layers
+    std::optional<Handover> handover_;  // where others have other layers
     const bool has_lora_ = b_.adapter_of;
     LoraRows lora_rows_, lora_sampled_;  // of all tokens, of those whose logits are wanted
     int64_t tokens_, x_ld_, y_ld_, att_ld_;
@@ -389,8 +406,7 @@ private:
 
 // The first row that names a token or a block that does not exist, or -1.
 int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
-    Sight widest{1, m.sink_tokens};
-    for (int64_t i = 0; i < m.num_layers && widest.window; i++) widest.window = m.layers[i].window ? std::max(widest.window, m.layers[i].window) : 0;
+    const Sight widest{m.widest_window, m.sink_tokens};
     int64_t flat = 0;
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
@@ -404,6 +420,12 @@ int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
     return -1;
 }
 
+int64_t num_tokens(const everbatch_batch& b) {
+    int64_t sum = 0;
+    for (int64_t r = 0; r < b.num_rows; r++) sum += b.rows[r].num_tokens;
+    return sum;
+}
+
 }  // namespace
 
 extern "C" {
@@ -411,15 +433,41 @@ extern "C" {
 everbatch_workspace* everbatch_new_workspace() { return new everbatch_workspace; }
 void everbatch_free_workspace(everbatch_workspace* w) { delete w; }
 
-// Runs a step and returns -1. If a row names a token or a block that does not exist, returns its index and writes nothing.
+int64_t everbatch_ranks_bytes(const Ranks* ranks) { return RanksMemory(*ranks).num_bytes(); }
+
+// Where in that memory the hidden states lie that a stage hands on, [rows][hidden].
+int64_t everbatch_hidden_at(const Ranks* ranks, int32_t stage) { return RanksMemory(*ranks).hidden_at(stage); }
+
+// Makes the ranks wait no longer for the rank of this number, whose process has ended.
+void everbatch_lose_rank(const Ranks* ranks, int32_t number) { RanksMemory(*ranks).give_up(number); }
+
+// Connections to so many ranks, this one included; each gets a socket.
+Links* everbatch_new_links(int32_t ranks) { return new Links(ranks); }
+void everbatch_link_rank(Links* links, int32_t number, int32_t socket) { links->connect(number, socket); }
+void everbatch_free_links(Links* links) { delete links; }
+
+// Takes what the rank of this number sends, until the connection to it ends.
+void everbatch_receive_from_rank(const Ranks* ranks, int32_t number) { RanksMemory(*ranks).receive(number); }
+
+// The first row that names a token or a block that does not exist, or -1.
+int64_t everbatch_check(const everbatch_model* m, const everbatch_batch* b) { return first_bad_row(*m, *b); }
+
+// Runs a step and returns -1. If a row names a token or a block that does not exist, returns its index and writes nothing. If a rank is lost,
+// returns -2 - its number. Where the layers are split into stages, hidden states come from the stage before and go to the next one.
 int64_t everbatch_step(const everbatch_model* m, const everbatch_batch* b, everbatch_workspace* w) {
     const int64_t bad = first_bad_row(*m, *b);
     if (bad >= 0) return bad;
-    if (m->kv.element_bytes == 4)
-        Step<float>(*m, *b, *w).run();
-    else
-        Step<bf16>(*m, *b, *w).run();
-    return -1;
+    const Ranks* ranks = m->ranks;
+    const auto lost = [&] { return ranks ? RanksMemory(*ranks).lost() : -1; };
+    if (ranks && b->entering) Handover(*ranks).take();
+    if (lost() < 0) {
+        if (m->kv.element_bytes == 4)
+            Step<float>(*m, *b, *w).run();
+        else
+            Step<bf16>(*m, *b, *w).run();
+    }
+    if (ranks && b->leaving && !ranks->rank) Handover(*ranks).hand_on(b->leaving, num_tokens(*b));
+    return lost() < 0 ? -1 : -2 - lost();
 }
 
 }  // extern "C"

@@ -1,12 +1,11 @@
-// Weights in super-blocks of 256 rows of a column of a panel: llama.cpp's (ggml-quants.c), in as many bits as in its files, and our own.
+// Weights in super-blocks of 256 rows of a column of a panel: llama.cpp's (ggml-quants.c), in as many bits as in its files.
 //
 //     Q4_K     4 bits, groups of 32    w = (d * s) * q - (e * m)
 //     Q5_K     5 bits, groups of 32    the same
 //     Q6_K     6 bits, groups of 16    w = (d * s) * (q - 32)
 //     K_MIX    6 bits, groups of 16    w = (d * s) * (q - 32) - (e * m), for a layer whose rows are of several of the types above
-//     V4_K     4 bits, groups of 32    w = (d * s) * values[q], 16 int8 that the layer chooses
 //
-// d and e, one for a super-block, are float16, but of V4_K bfloat16; s (int8) and m (0 .. 127) are a group's. Nothing is rounded.
+// d and e, one for a super-block, are float16; s (int8) and m (0 .. 127) are a group's. Nothing is rounded.
 //
 // A super-block of a panel is one run of bytes: d [32]; e [32] if there are minima m; s [groups][32]; m [groups][32]; then eight times, for
 // 32 rows each, the low four bits in the order of four_bits.h [4][32 columns][4], and the bits above them: [32][4] bytes with a bit for each four
@@ -24,25 +23,21 @@ constexpr int SUPER_ROWS = 256, CHUNK_ROWS = 32;
 
 constexpr int CHUNKS = SUPER_ROWS / CHUNK_ROWS;
 
-template <int BITS, int GROUP_, bool MINIMA_, bool VALUES_ = false>
+template <int BITS, int GROUP_, bool MINIMA_>
 struct SuperBlocks {
     static constexpr int GROUP = GROUP_, GROUPS_OF_CHUNK = CHUNK_ROWS / GROUP, GROUPS = SUPER_ROWS / GROUP, QUADS = GROUP / 4;
-    static constexpr bool MINIMA = MINIMA_, VALUES = VALUES_;
+    static constexpr bool MINIMA = MINIMA_;
     static constexpr int CENTRE = BITS == 6 ? 32 : 0, HIGH_BITS = BITS - 4;
     static constexpr int TABLES = 2 * PANEL * (1 + MINIMA), HEAD = TABLES + GROUPS * PANEL * (1 + MINIMA);
     static constexpr int LOW = 4 * 4 * PANEL, CHUNK = LOW + 4 * PANEL * HIGH_BITS, BYTES = HEAD + CHUNKS * CHUNK;
 
-    // The values plus `bias`, for `stands_for`.
-    ALWAYS_INLINE static Bytes table(const int8_t* values, int bias) { return VALUES ? load<Bytes>(values) + uint8_t(bias) : Bytes{}; }
-    ALWAYS_INLINE static IVec stands_for(IVec q, Bytes table) { return VALUES ? (IVec)look_up(table, (Bytes)q) : q; }
     // What a group's integer sum begins with, if `sum` is minus that of the activations.
-    ALWAYS_INLINE static IVec start(int32_t sum) { return VALUES ? splat(DOT_BIAS * sum) : CENTRE ? splat(CENTRE * sum) : IVec{}; }
-    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return VALUES ? dot_quads(acc, w, x) : dot_nibbles(acc, w, x); }
+    ALWAYS_INLINE static IVec start(int32_t sum) { return CENTRE ? splat(CENTRE * sum) : IVec{}; }
 
-    // q of the quad-th four of a chunk's rows, for columns j * LANES .. + LANES; with VALUES in the low four bits of each byte.
+    // q of the quad-th four of a chunk's rows, for columns j * LANES .. + LANES.
     ALWAYS_INLINE static IVec read(const uint8_t* chunk, int quad, int j) {
         UVec q = load<UVec>(chunk + quad / 2 * 4 * PANEL + 4 * j * LANES) >> (quad % 2 * 4);
-        if constexpr (!VALUES) q &= 0x0f0f0f0fu;
+        q &= 0x0f0f0f0fu;
         if constexpr (HIGH_BITS > 0) {
             constexpr int QUADS_OF_BYTE = 8 / HIGH_BITS;
             constexpr uint32_t MASK = HIGH_BITS == 1 ? 0x10101010u : 0x30303030u;
@@ -58,8 +53,7 @@ struct SuperBlocks {
     }
     ALWAYS_INLINE static Vec minimum(Vec e, const uint8_t* block, int group, int j) { return scale(e, block, GROUPS + group, j); }
     ALWAYS_INLINE static Vec of_block(const uint8_t* block, int table, int j) {
-        const uint16_t* at = reinterpret_cast<const uint16_t*>(block) + table * PANEL + j * LANES;
-        return VALUES ? load_bf16(at) : load_half(at);
+        return load_half(reinterpret_cast<const uint16_t*>(block) + table * PANEL + j * LANES);
     }
 };
 
@@ -71,17 +65,15 @@ ALWAYS_INLINE void with_super_blocks(int32_t format, F f) {
         case Q5_K: return f(SuperBlocks<5, 32, true>());
         case Q6_K: return f(SuperBlocks<6, 16, false>());
         case K_MIX: return f(SuperBlocks<6, 16, true>());
-        case V4_K: return f(SuperBlocks<4, 32, false, true>());
     }
 }
 
-// c (+)= activations times `count` super-blocks of a panel. `values`: of V4_K, four times in a row. Of every 128 bytes that are read, `lines` cache lines ahead are fetched.
+// c (+)= activations times `count` super-blocks of a panel. Of every 128 bytes that are read, `lines` cache lines ahead are fetched.
 template <class S, int ROWS>
-__attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, const int8_t* values, int count, float* c, size_t ldc, bool first,
-                                                  const char* ahead, int lines) {
+__attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, int count, float* c, size_t ldc, bool first, const char* ahead,
+                                                  int lines) {
     Sums<ROWS> sums(c, ldc, first);
     const int64_t fetched = S::BYTES / CHUNKS * lines / 2;
-    const Bytes table = S::table(values, DOT_BIAS);
     for (int g = 0; count > 0; count--, w += S::BYTES) {
         Vec d[COLUMN_VECS], e[COLUMN_VECS];
 #pragma GCC unroll 8
@@ -103,11 +95,11 @@ __attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, 
                 for (int quad = 0; quad < S::QUADS; quad++) {
                     IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) wv[j] = S::stands_for(S::read(bits, of_chunk * S::QUADS + quad, j), table);
+                    for (int j = 0; j < COLUMN_VECS; j++) wv[j] = S::read(bits, of_chunk * S::QUADS + quad, j);
 #pragma GCC unroll 16
                     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                        for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = S::dot(whole[r][j], wv[j], a.data + r * a.ld + 4 * quad);
+                        for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = dot_nibbles(whole[r][j], wv[j], a.data + r * a.ld + 4 * quad);
                 }
                 Vec ws[COLUMN_VECS], wm[COLUMN_VECS];
 #pragma GCC unroll 8
@@ -132,22 +124,21 @@ __attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, 
 }
 
 template <class S>
-void product_super(Int8Rows a, const uint8_t* w, const int8_t* values, int count, float* c, size_t ldc, bool first, int rows, const char* ahead,
-                   int lines) {
-    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_super_rows<S, n()>(a, w, values, count, c, ldc, first, ahead, lines); });
+void product_super(Int8Rows a, const uint8_t* w, int count, float* c, size_t ldc, bool first, int rows, const char* ahead, int lines) {
+    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_super_rows<S, n()>(a, w, count, c, ldc, first, ahead, lines); });
 }
 
 // `count` super-blocks of a panel -> a packed panel of int8.
 template <class S>
-void unpack_super(const uint8_t* w, const int8_t* values, int count, int8_t* out) {
-    const Bytes offset = Bytes{} + uint8_t(WEIGHT_BIAS - S::CENTRE), table = S::table(values, 0);
+void unpack_super(const uint8_t* w, int count, int8_t* out) {
+    const Bytes offset = Bytes{} + uint8_t(WEIGHT_BIAS - S::CENTRE);
     for (int b = 0, row = 0; b < count; b++, w += S::BYTES) {
         const uint8_t* bits = w + S::HEAD;
         for (int chunk = 0; chunk < CHUNKS; chunk++, bits += S::CHUNK)
 #pragma GCC unroll 8
             for (int quad = 0; quad < CHUNK_ROWS / 4; quad++, row += 4)
                 for (int j = 0; j < COLUMN_VECS; j++)
-                    store(out + packed_at<4>(row, j * LANES), (Bytes)S::stands_for(S::read(bits, quad, j), table) + offset);
+                    store(out + packed_at<4>(row, j * LANES), (Bytes)S::read(bits, quad, j) + offset);
     }
 }
 

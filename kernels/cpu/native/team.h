@@ -93,6 +93,9 @@ private:
     uint32_t phase_ = 0;  // the next phase of this thread; others may be ahead
 };
 
+// How many threads are worth waking up for so many multiplications: one for what takes it less time than waking others.
+inline int32_t threads_for(int64_t multiplications, int32_t threads) { return multiplications < (1 << 17) ? 1 : threads; }
+
 // Runs body(team) on each of `threads` threads. All threads must make the same calls of the team, and write shared memory only inside them.
 template <class F>
 void run_team(int threads, F body) {

@@ -40,6 +40,12 @@ constexpr size_t packed_at(int64_t row, int64_t column) {
 // Prefetch LINES cache lines of 64 bytes, from `at` on, for every 128 bytes of a panel that are used. For one or two rows the hardware
 // prefetcher does as well; for more rows it does not run far enough ahead. Lines go to the second-level cache; on machines with AMX, those
 // of a panel that is used once (LINES = 2) go to the first level, which was measured to be fastest there (and slower on Zen 4).
+//
+// Tiles fetch `lines` of them for every 2 KB of a panel, so that many tiles of rows can share the work.
+constexpr int ALL_LINES = 32;
+inline void fetch(const char*& at, int lines, bool is_near) {
+    for (int i = 0; i < lines; i++, at += 64) is_near ? __builtin_prefetch(at, 0, 3) : __builtin_prefetch(at, 0, 2);
+}
 template <int LINES>
 ALWAYS_INLINE void prefetch(const char*& at) {
 #if defined(EVERBATCH_AMX)
@@ -138,8 +144,7 @@ ALWAYS_INLINE void with_rows(int rows, F f) {
 }
 
 #if defined(EVERBATCH_AMX)
-template <int LINES>
-void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead) {
+inline void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead, int lines) {
     amx::configure(rows, 64);
     const bool two = rows > 16;
     if (first) {
@@ -150,7 +155,7 @@ void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* c, size
         if (two) amx::load<2>(c + 16 * ldc, ldc * 4), amx::load<3>(c + 16 * ldc + 16, ldc * 4);
     }
     for (int i = 0; i < k; i += 32, w += 1024) {
-        for (int pair = 0; pair < 16; pair++) prefetch<LINES>(ahead);
+        fetch(ahead, lines, lines == ALL_LINES);
         amx::load<4>(a + i, lda * 2);
         amx::load<6>(w, 64), amx::load<7>(w + 512, 64);
         amx::dot_bf16<0, 4, 6>(), amx::dot_bf16<1, 4, 7>();
@@ -168,7 +173,7 @@ void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* c, size
 template <int LINES = 0>
 void product(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead = nullptr) {
 #if defined(EVERBATCH_AMX)
-    product_amx<LINES>(a, lda, w, k, c, ldc, first, rows, ahead);
+    product_amx(a, lda, w, k, c, ldc, first, rows, ahead, LINES * ALL_LINES / 2);
 #else
     with_rows<TILE_ROWS>(rows, [&](auto n) { product_rows<LINES, n()>(a, lda, w, k, c, ldc, first, ahead); });
 #endif
@@ -185,7 +190,7 @@ constexpr int rows_at_once() {
 // ------------------------------------------------------------------------------------------------------- int8 x int8
 
 // Rows of int8 activations: a value is data * the scale of its group. `sums` holds minus the sum of each group's
-// data, times DOT_BIAS for weights of W8A8.
+// data, times what has been added to weights before they are multiplied: DOT_BIAS for W8A8, LEVEL_ZERO for two levels.
 struct Int8Rows {
     const int8_t* data;
     size_t ld;
@@ -209,13 +214,23 @@ struct Scales {
 struct Int8Panel {
     static constexpr int QUADS = 1;  // rows in 4 * PANEL bytes, in fours
     const int8_t* at;
+#if defined(EVERBATCH_AMX)
+    uint32_t row = 0;
+#endif
 
     ALWAYS_INLINE void begin_group(const Scales&, int) {}
     // What a group's integer sum begins with, if `sum` is that of the activations.
     ALWAYS_INLINE IVec start(int32_t sum) const { return DOT_BIAS ? splat(sum) : IVec{}; }
     ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return dot_quads(acc, w, x); }
     // The dwords of columns j * LANES .. + LANES, of the four rows q.
+#if defined(EVERBATCH_AMX)
+    ALWAYS_INLINE IVec read(int, int j) const { return load<IVec>(at + packed_at<4>(row, j * LANES)) ^ BIASED; }
+    ALWAYS_INLINE void advance() { row += 4; }
+    static constexpr int32_t BIASED = DOT_BIAS == WEIGHT_BIAS ? 0 : int32_t(0x80808080);  // adds DOT_BIAS to each byte
+#else
     ALWAYS_INLINE IVec read(int, int j) const { return load<IVec>(at + 4 * j * LANES); }
+    ALWAYS_INLINE void advance() { at += 4 * PANEL; }
+#endif
 };
 
 // c (+)= sum over groups of `group` rows of (integer product of the group) * scale of the row's group * scale of the column.
@@ -243,7 +258,7 @@ __attribute__((noinline)) void product_int8_rows(Int8Rows a, Weights w, Scales s
 #pragma GCC unroll 8
                     for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = w.dot(whole[r][j], wv[j], a.data + r * a.ld + i + 4 * q);
             }
-            w.at += 4 * PANEL;
+            w.advance();
         }
         Vec ws[COLUMN_VECS];
 #pragma GCC unroll 8
@@ -299,9 +314,9 @@ void add_scaled(Int8Rows a, Scaling scaling, int g, const WholeSums& whole, floa
 
 // Tiles cannot multiply by scales, and their stores can be loaded only once they have reached the cache. So groups are taken in pairs:
 // while the tiles multiply one group of a pair, vectors scale half of the rows of the pair before it.
-template <int LINES, class Scaling>
+template <class Scaling>
 void product_int8_amx(Int8Rows a, const int8_t* w, Scaling scaling, int group, int num_groups, float* c, size_t ldc, bool first,
-                      int rows, const char* ahead) {
+                      int rows, const char* ahead, int lines) {
     const bool two = rows > 16;
     const int depth = std::min(64, group & -group), middle = two ? 16 : (rows + 1) / 2;
     WholeSums whole[2];  // sums of the pair that the tiles multiply, and of the one before
@@ -312,7 +327,7 @@ void product_int8_amx(Int8Rows a, const int8_t* w, Scaling scaling, int group, i
             amx::zero<0>(), amx::zero<1>();
             if (two) amx::zero<2>(), amx::zero<3>();
             for (int i = g * group; i < (g + 1) * group; i += depth) {
-                for (int quad = 0; quad < depth / 4; quad++) prefetch<LINES>(ahead);
+                fetch(ahead, lines * depth / 64, lines == ALL_LINES);
                 const int8_t* at = w + packed_at<4>(i, 0);
                 amx::load<4>(a.data + i, a.ld);
                 amx::load<6>(at, 64), amx::load<7>(at + 1024, 64);
@@ -340,18 +355,10 @@ void product_int8_amx(Int8Rows a, const int8_t* w, Scaling scaling, int group, i
 }
 #endif
 
-// rows <= INT8_ROWS for Int8Panel, else W8A8_ROWS; group a multiple of 32.
+// By vectors: rows <= W8A8_ROWS; group a multiple of 32. With AMX, product_int8_amx yields the same bits.
 template <int LINES, class Weights>
 void product_int8(Int8Rows a, Weights w, Scales scales, int group, int num_groups, float* c, size_t ldc, bool first, int rows, const char* ahead) {
-#if defined(EVERBATCH_AMX)
-    if constexpr (Weights::QUADS == 1) return product_int8_amx<LINES>(a, w.at, TableScaling{scales, group}, group, num_groups, c, ldc, first, rows, ahead);
-#endif
     with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<LINES, n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
 }
-#if defined(EVERBATCH_AMX)
-constexpr int INT8_ROWS = 32;
-#else
-constexpr int INT8_ROWS = W8A8_ROWS;
-#endif
 
 }  // namespace everbatch

@@ -32,8 +32,10 @@ Make = Callable[..., EngineCore]
 def check(
     path: Path, requests: list[Request], make: Make = make_core, **options: object
 ) -> list[tuple[Result, Result]]:
-    """Tokens with drafts are those without; some were right and some were wrong. Returns the results without and with drafts."""
-    without = finish(make(path, "triton", Replays()), requests)
+    """Tokens with drafts are those of the torch tier without, which costs a tenth of the interpreter's time; some were right
+    and some wrong. Returns the results without and with drafts.
+    """
+    without = finish(make(path, "torch"), requests)
     plain = [result.output_token_ids[0] for result in without]
     core = make(path, "triton", Replays(), **options)
     core.scheduler._drafter = Prompter(dict(enumerate(plain)))
@@ -78,7 +80,7 @@ def test_beside_rows_with_a_post_processor(directory: Path) -> None:  # noqa: F8
     plain = [request(9 + 5 * n, NUM_TOKENS, n) for n in range(3)]
     processed = replace(plain[0], logits_post_processor="reverse", speculation=False)
     told = check(directory, [processed, *plain[1:]], make)
-    assert told[0][1].output_token_ids != finish(make(directory, "triton", Replays()), plain[:1])[0].output_token_ids
+    assert told[0][1].output_token_ids != finish(make(directory, "torch"), plain[:1])[0].output_token_ids
 
 
 def test_a_post_processor_that_fails_beside_drafts_ends_its_own_request(directory: Path) -> None:  # noqa: F811
@@ -89,7 +91,7 @@ def test_a_post_processor_that_fails_beside_drafts_ends_its_own_request(director
             raise KeyError("secret")
 
     requests = [request(9, NUM_TOKENS, n) for n in range(2)]
-    plain = finish(make_core(directory, "triton"), requests)[1].output_token_ids[0]
+    plain = finish(make_core(directory, "torch"), requests)[1].output_token_ids[0]
     core = make_core(directory, "triton", processors=PostProcessors({"fail": fail}), look_ahead=False)
     core.enqueue(0, replace(requests[0], logits_post_processor="fail"))
     core.enqueue(1, replace(requests[1], draft_tokens=plain[:6]))
@@ -115,7 +117,7 @@ def test_beside_rows_with_guides(directory: Path) -> None:  # noqa: F811
 
 def test_a_request_brings_its_own(directory: Path) -> None:  # noqa: F811
     """Six of eight tokens are drafts: the first comes from the prompt's step, and the second step verifies the other five."""
-    plain = finish(make_core(directory, "triton"), [request(9, NUM_TOKENS)])[0].output_token_ids[0]
+    plain = finish(make_core(directory, "torch"), [request(9, NUM_TOKENS)])[0].output_token_ids[0]
     core = make_core(directory, "triton", look_ahead=False)
     result = finish(core, [replace(request(9, NUM_TOKENS), draft_tokens=plain[:6])])[0]
     assert result.output_token_ids[0] == plain

@@ -31,7 +31,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": dict(dtype="float32", quantization="int8"),
     "w8a8": dict(dtype="bfloat16", quantization="w8a8"),
     "w4a8": dict(dtype="bfloat16", quantization="w4a8"),
-    "w4a8 in super-blocks": dict(dtype="bfloat16", quantization="w4a8"),
+    "w4a8 in two levels": dict(dtype="bfloat16", quantization="w4a8"),
     "Q4_K": dict(dtype="bfloat16"),
     "Q6_K": dict(dtype="float32"),
     "Q8_0": dict(dtype="bfloat16"),
@@ -43,7 +43,7 @@ def of_format(name: str, tmp_path: Path) -> Path:
     if name.startswith("Q"):
         directory = make_random_model(tmp_path / "model", **WIDE)
         return write_gguf(directory, tmp_path / "model.gguf", name)
-    if "super" in name:
+    if "levels" in name:
         return make_random_model(tmp_path / "model", **WIDE)
     tied = "tied" in name
     return make_random_model(

@@ -1,0 +1,73 @@
+"""A command that has not had its final response, and what its client has had of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from backend.api.request import Request, RequestId
+from backend.api.response import Response, Result
+from backend.core.messages import Cancel, Command, Resume, Submit
+
+OnResponse = Callable[[Response], None]
+
+
+@dataclass(slots=True)
+class Output:
+    """One sequence of a request."""
+
+    token_ids: list[int] = field(
+        default_factory=list
+    )  # that the client has had, where the request goes on from its middle
+    num_tokens: int = 0  # how many it has had
+    cum_log_prob: float = 0.0
+    has_ended: bool = False
+    num_here: int = 0  # tokens of responses of the present engine, where the request began anew
+    num_before: int = 0  # num_tokens when the present engine took over
+
+
+@dataclass(slots=True)
+class Live:
+    """A command that has not had its final response."""
+
+    request_id: RequestId  # that its caller knows
+    on_response: OnResponse
+    command: Command
+    accepted_s: float
+    num_held_bytes: int | None = 0  # None: it is not held, because too much is
+    outputs: dict[int, Output] = field(default_factory=dict)
+    num_responses: int = 0  # that the client has had
+    num_repeated: int = 0  # responses of beams that the present engine gives once more
+    first_token_ns: int = 0
+    cancels: list[Cancel] = field(default_factory=list)
+    num_cancels_sent: int = 0  # to the present engine
+    num_crashes: int = 0  # ends of engines in a row during which it was in flight
+    num_lives: int = 1
+    is_held: bool = False
+
+    @property
+    def request(self) -> Request | None:
+        return self.command.request if isinstance(self.command, Submit) else None
+
+    def take_up(self, resume: Resume) -> None:
+        """Another process has had it begun already."""
+        for index, each in enumerate(resume.delivered):
+            tokens = list(each.token_ids)
+            self.outputs[index] = Output(tokens, len(tokens), each.cum_log_prob, each.has_ended, 0, len(tokens))
+        self.num_responses, self.first_token_ns = 1, resume.first_token_ns
+
+    def note(self, result: Result, now_ns: int) -> None:
+        """The client gets a result."""
+        output = self.outputs.setdefault(result.sequence_index, Output())
+        output.has_ended = output.has_ended or result.is_sequence_final
+        self.num_responses += 1
+        self.first_token_ns = self.first_token_ns or now_ns
+        request, tokens = self.request, result.output_token_ids[0]
+        if request is None or not request.streaming:
+            return
+        if result.cum_log_probs:
+            output.cum_log_prob = result.cum_log_probs[0]
+        if request.return_all_generated_tokens:
+            output.token_ids = []
+        output.token_ids += tokens
+        output.num_tokens = len(output.token_ids)

@@ -1,0 +1,365 @@
+"""How fast one linear layer is, and how far from what the machine could multiply at most.
+
+    ./everbatch bench linear                                          every format, number of rows and instruction set
+    ./everbatch bench linear --formats bf16,w8a8 --rows 1,256         some of them
+    ./everbatch bench linear --isas avx512bf16,amx --save linear.json --plot linear.png
+
+G = 10^9 multiply-adds x 2 a second of `everbatch_linear` alone, which also rounds the inputs; the best of many calls. Each
+instruction set is measured in a process of its own. Beside them: the same product by oneDNN, as torch packs its weights, and the
+peak: a bare loop of the instruction that multiplies inputs of that type (native/peak.h). Share = G over that peak.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import CDLL, byref
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from backend.layers.linear import QuantizedWeight, Weight
+from backend.worker.native_tier import PackLinears
+from benchmarks.machine import describe
+from benchmarks.pictures import pyplot
+from kernels.common import two_levels
+from kernels.common.four_bits import VALUES
+from kernels.common.rotation import group_of
+from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks
+from kernels.cpu.isa import ISA_VARIABLE, supported_isas
+from kernels.cpu.library import load_kernels
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8
+from kernels.w4a16 import Weight4
+
+ROOT = Path(__file__).resolve().parents[1]
+ONEDNN = "onednn"  # measured like an instruction set, and by itself
+ROUNDS = 200_000  # of the peak's loop: some milliseconds
+PEAKS = {"f32": FLOAT32, "bf16": BFLOAT16, "int8": INT8}  # type of the inputs -> format of everbatch_multiply
+console = Console() if sys.stdout.isatty() else Console(width=150)
+
+
+class Format(NamedTuple):
+    """A way to hold the weight. `make`: (n, k) -> random numbers in it."""
+
+    inputs: str  # a key of PEAKS: the type that is multiplied
+    make: Callable[[int, int], Weight]
+
+
+class Rate(NamedTuple):
+    """G of one format on one instruction set."""
+
+    isa: str
+    format: str
+    peak: float | None  # G of the bare loop
+    rates: list[float]  # for each number of rows
+
+    @property
+    def share(self) -> float | None:
+        """Of the peak, at the greatest number of rows."""
+        return self.rates[-1] / self.peak if self.peak else None
+
+
+def _floats(dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    return lambda n, k: torch.randn(n, k).half().to(dtype)
+
+
+def _int8(format: Any, group: int | None) -> Callable[[int, int], QuantizedWeight]:
+    def make(n: int, k: int) -> QuantizedWeight:
+        columns = group or k
+        scales = torch.rand(n, -(-k // columns)).bfloat16().float()
+        return QuantizedWeight(torch.randint(-127, 128, (n, k), dtype=torch.int8), scales, columns, format)
+
+    return make
+
+
+def _rotated(n: int, k: int) -> QuantizedWeight:
+    group = group_of(k)
+    assert group is not None, "main() refuses such k"
+    return _int8("w8a8", group)(n, k)._replace(is_rotated=True)
+
+
+def _two_levels(n: int, k: int) -> QuantizedWeight:
+    group = group_of(k)
+    assert group is not None, "main() refuses such k"
+    multiples = torch.randint(-two_levels.MOST, two_levels.MOST + 1, (n, k // two_levels.CHUNK))
+    places = torch.randint(16, (n, k // two_levels.CHUNK, two_levels.CHUNK))
+    q = two_levels.levels_of(multiples).gather(2, places).flatten(1).char()
+    return QuantizedWeight(q, torch.rand(n, k // group).bfloat16().float(), group, "w4a8", True)
+
+
+def _values(n: int, k: int) -> QuantizedWeight:
+    q = torch.tensor(VALUES, dtype=torch.int8)[torch.randint(16, (n, k))]
+    return QuantizedWeight(q, torch.rand(n, k // 32).bfloat16().float(), 32, "w4a8")
+
+
+def _four_bits(group: int) -> Callable[[int, int], Weight4]:
+    def make(n: int, k: int) -> Weight4:
+        packed = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+        groups = k // group, n
+        return Weight4(packed, torch.rand(groups).bfloat16(), torch.randint(17, groups).bfloat16(), group)
+
+    return make
+
+
+def _super_blocks(kind: Kind) -> Callable[[int, int], SuperBlocks]:
+    def make(n: int, k: int) -> SuperBlocks:
+        bits, groups, blocks = {"Q5_K": 5, "Q6_K": 6}.get(kind, 4), (n, k // GROUP[kind]), (n, k // COLUMNS)
+        q, scales = torch.randint(2**bits, (n, k), dtype=torch.uint8), torch.randint(1, 64, groups, dtype=torch.int8)
+        if kind == "Q6_K":
+            return SuperBlocks(kind, q, scales, None, torch.rand(blocks).half(), None)
+        minima = torch.randint(64, groups, dtype=torch.uint8)
+        return SuperBlocks(kind, q, scales, minima, torch.rand(blocks).half(), torch.rand(blocks).half())
+
+    return make
+
+
+FORMATS = {
+    "f32": Format("f32", lambda n, k: torch.randn(n, k)),
+    "f16": Format("f32", _floats(torch.float32)),
+    "bf16": Format("bf16", _floats(torch.bfloat16)),
+    "int8": Format("bf16", _int8("int8", 64)),
+    "w8a8": Format("int8", _rotated),  # as model.quantization=w8a8 makes it; the others are those of checkpoints
+    "w8a8-32": Format("int8", _int8("w8a8", 32)),
+    "w8a8-128": Format("int8", _int8("w8a8", 128)),
+    "w8a8-row": Format("int8", _int8("w8a8", None)),
+    "w4a8": Format("int8", _two_levels),  # as model.quantization=w4a8 makes it
+    "w4a8-32": Format("int8", _values),  # of columns that are not rotated
+    "awq-128": Format("int8", _four_bits(128)),
+    "q4_k": Format("int8", _super_blocks("Q4_K")),
+    "q5_k": Format("int8", _super_blocks("Q5_K")),
+    "q6_k": Format("int8", _super_blocks("Q6_K")),
+}
+
+
+def fastest(call: Callable[[], object], seconds: float) -> float:
+    """Seconds of the fastest of at least three calls, and of as many as fit into `seconds`."""
+    best, end, calls = float("inf"), time.perf_counter() + seconds, 0
+    while calls < 3 or time.perf_counter() < end:
+        started = time.perf_counter()
+        call()
+        best, calls = min(best, time.perf_counter() - started), calls + 1
+    return best
+
+
+def peak_of(library: CDLL, inputs: str, threads: int, seconds: float) -> float:
+    """G of the bare loop of the instruction that multiplies such inputs."""
+    operations = library.everbatch_multiply(PEAKS[inputs], ROUNDS, threads)
+    multiply = lambda: library.everbatch_multiply(PEAKS[inputs], ROUNDS, threads)
+    return operations / fastest(multiply, seconds) / 1e9
+
+
+def rates_of(
+    call: Callable[[int], Callable[[], object]], n: int, k: int, rows: Sequence[int], seconds: float
+) -> list[float]:
+    """G for each number of rows. call(rows) makes what is called."""
+    return [2 * n * k * count / fastest(call(count), seconds) / 1e9 for count in rows]
+
+
+def ours(names: Iterable[str], n: int, k: int, rows: Sequence[int], threads: int, seconds: float) -> list[Rate]:
+    """Every format on the instruction set that EVERBATCH_ISA names."""
+    library = load_kernels(progress=lambda line: print(line, file=sys.stderr))
+    measured_peaks = [_peaks(library, threads, seconds)]
+    found = {}
+    for name in names:
+        inputs, make = FORMATS[name]
+        layer = PackLinears(library)(make(n, k), None)
+        call = partial(_call, library, layer, inputs, threads)
+        found[name] = rates_of(call, n, k, rows, seconds)
+    measured_peaks.append(_peaks(library, threads, seconds))  # again, for other processes may have disturbed the first
+    peaks = {inputs: max(measured[inputs] for measured in measured_peaks) for inputs in PEAKS}
+    return [Rate(library.isa, name, peaks[FORMATS[name].inputs], rates) for name, rates in found.items()]
+
+
+def _peaks(library: CDLL, threads: int, seconds: float) -> dict[str, float]:
+    return {inputs: peak_of(library, inputs, threads, seconds) for inputs in PEAKS}
+
+
+def _call(library: CDLL, layer: PackedLinear, inputs: str, threads: int, rows: int) -> Callable[[], object]:
+    n, k = layer.shape
+    x, out = torch.randn(rows, k), torch.empty(rows, n)
+    width = 4 if inputs == "f32" else 2
+    return lambda: library.everbatch_linear(byref(layer.struct), x.data_ptr(), rows, width, out.data_ptr(), threads)
+
+
+def onednn(names: Iterable[str], n: int, k: int, rows: Sequence[int], threads: int, seconds: float) -> list[Rate]:
+    """oneDNN's products with packed weights, those that run here: f32, bf16, and int8 with a scale a row and none for tokens."""
+    torch.set_num_threads(threads)
+    found = []
+    for inputs, make in (
+        ("f32", _onednn_floats(torch.float32)),
+        ("bf16", _onednn_floats(torch.bfloat16)),
+        ("int8", _onednn_int8),
+    ):
+        try:
+            with torch.inference_mode():
+                found.append(Rate(ONEDNN, inputs, None, rates_of(make(n, k), n, k, rows, seconds)))
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            print(f"oneDNN {inputs} is skipped: {str(error).splitlines()[0]}", file=sys.stderr)
+    return found
+
+
+def _onednn_floats(dtype: torch.dtype) -> Callable[[int, int], Callable[[int], Callable[[], object]]]:
+    def make(n: int, k: int) -> Callable[[int], Callable[[], object]]:
+        weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(n, k, dtype=dtype))
+
+        def of_rows(rows: int) -> Callable[[], object]:
+            x = torch.randn(rows, k, dtype=dtype)
+            return lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+        return of_rows
+
+    return make
+
+
+def _onednn_int8(n: int, k: int) -> Callable[[int], Callable[[], object]]:
+    weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, (n, k), dtype=torch.int8), None)
+    scales, zeros = torch.rand(n), torch.zeros(n, dtype=torch.int32)
+
+    def of_rows(rows: int) -> Callable[[], object]:
+        x = torch.randint(256, (rows, k), dtype=torch.uint8)
+        no_more = (
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )  # bias, scale and zero point of the output, its type, nothing after it
+        return lambda: torch.ops.onednn.qlinear_pointwise(x, 0.1, 128, weight, scales, zeros, *no_more)
+
+    return of_rows
+
+
+def in_process(isa: str, arguments: Sequence[str]) -> list[Rate]:
+    """The rates of one instruction set, or oneDNN's, measured in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.linear", *arguments, "--measure", isa]
+    environment = os.environ | ({} if isa == ONEDNN else {ISA_VARIABLE: isa})
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{isa} cannot be measured, see above; leave it out by --isas")
+    return [Rate(*rate) for rate in json.loads(done.stdout.splitlines()[-1])]
+
+
+def table_of(rates: Sequence[Rate], rows: Sequence[int], title: str) -> Table:
+    """A line for each format: G for each number of rows, the peak, and the share of it at the most rows."""
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for name in ("instructions", "weights"):
+        table.add_column(name, no_wrap=True)
+    for name in (*(f"{count} rows" for count in rows), "peak", f"share at {rows[-1]}"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rate, following in zip(rates, [*rates[1:], None], strict=True):
+        share = "-" if rate.share is None else f"{rate.share:.0%}"
+        peak = "-" if rate.peak is None else f"{rate.peak:,.1f}"
+        is_last = following is not None and following.isa != rate.isa
+        cells = (f"{value:,.1f}" for value in rate.rates)
+        table.add_row(rate.isa, rate.format, *cells, peak, share, end_section=is_last)
+    return table
+
+
+def plot(rates: Sequence[Rate], rows: Sequence[int], path: Path, title: str) -> None:
+    """An axis for each instruction set: G over rows, peaks as dotted lines, oneDNN dashed in every axis."""
+    plt = pyplot()
+    isas = [isa for isa in dict.fromkeys(rate.isa for rate in rates) if isa != ONEDNN] or [ONEDNN]
+    theirs = [rate for rate in rates if rate.isa == ONEDNN]
+    colours = {name: plt.get_cmap("tab20")(place) for place, name in enumerate(FORMATS)}
+    figure, axes = plt.subplots(1, len(isas), figsize=(7.5 * len(isas), 5.5), squeeze=False, layout="constrained")
+    for of_isa, isa in zip(axes[0], isas, strict=True):
+        own = [rate for rate in rates if rate.isa == isa != ONEDNN]
+        for rate in own:
+            of_isa.plot(rows, rate.rates, marker="o", markersize=3, color=colours[rate.format], label=rate.format)
+        for rate in theirs:
+            label = f"oneDNN {rate.format}"
+            of_isa.plot(
+                rows, rate.rates, linestyle="--", marker="x", markersize=4, color=colours[rate.format], label=label
+            )
+        for inputs, peak in sorted({(FORMATS[rate.format].inputs, rate.peak) for rate in own}):
+            of_isa.axhline(peak, color="black", linestyle=":", linewidth=0.9)
+            of_isa.annotate(f"peak of {inputs}", (rows[0], peak), fontsize=7, va="bottom")
+        of_isa.set_xscale("log", base=2)
+        of_isa.set_xticks(rows, [str(count) for count in rows])
+        of_isa.set_ylim(bottom=0)
+        of_isa.set(title=isa, xlabel="rows", ylabel="G = 10^9 multiply-adds x 2 a second")
+        of_isa.grid(alpha=0.3)
+        of_isa.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _names(text: str, known: Iterable[str], option: str) -> list[str]:
+    """The comma-separated names of an option. Raises BadParameter for one that is not known."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in set(known)]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}; name some of these", param_hint=option)
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of --rows, rising. Raises BadParameter."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or not 1 <= numbers[0] <= numbers[-1] <= 4096:
+        raise typer.BadParameter(
+            f"{text!r} are not numbers of 1 to 4,096 with commas between them", param_hint="--rows"
+        )
+    return numbers
+
+
+def main(
+    n: Annotated[int, typer.Option(help="Outputs of the layer.", min=32, max=1 << 17)] = 6656,
+    k: Annotated[
+        int,
+        typer.Option(help="Inputs of the layer; formats in super-blocks need a multiple of 256.", min=128, max=1 << 16),
+    ] = 1280,
+    rows: Annotated[str, typer.Option(help="Numbers of rows of the input.")] = "1,2,4,8,16,32,128,256",
+    formats: Annotated[str, typer.Option(help="Of the weight, from " + ", ".join(FORMATS) + ".")] = ",".join(FORMATS),
+    isas: Annotated[str, typer.Option(help="Instruction sets; without it all that this machine has.")] = "",
+    threads: Annotated[int, typer.Option(help="Of a product.", min=1)] = len(os.sched_getaffinity(0)),
+    seconds: Annotated[float, typer.Option(help="Of each measurement, at least.", min=0.0)] = 0.2,
+    save: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+    plot_to: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG).")] = None,
+    measure: Annotated[str, typer.Option(hidden=True, help="Measure this one in this process, and print JSON.")] = "",
+) -> None:
+    """Measure one layer in every format, and print a table."""
+    counts, names = _numbers(rows), _names(formats, FORMATS, "--formats")
+    of_256 = [name for name in names if isinstance(FORMATS[name].make(32, COLUMNS), SuperBlocks)]
+    if k % 128 or (k % COLUMNS and of_256):
+        raise typer.BadParameter(
+            f"{k} is no multiple of {COLUMNS if of_256 else 128}; use {-(-k // COLUMNS) * COLUMNS}", param_hint="--k"
+        )
+    if measure:
+        measured = (onednn if measure == ONEDNN else ours)(names, n, k, counts, threads, seconds)
+        print(json.dumps(measured))
+        return
+    chosen = _names(isas, supported_isas(), "--isas") if isas else supported_isas()
+    passed = {"--n": n, "--k": k, "--rows": rows, "--formats": formats, "--threads": threads, "--seconds": seconds}
+    arguments = [str(word) for pair in passed.items() for word in pair]
+    rates = [rate for isa in (*chosen, ONEDNN) for rate in in_process(isa, arguments)]
+    machine = describe()
+    title = f"G of a layer of {n:,} x {k:,}, {threads} threads; {machine.summary}"
+    console.print(table_of(rates, counts, title))
+    if save:
+        document = {"machine": machine._asdict(), "n": n, "k": k, "threads": threads, "rows": counts}
+        document["measured"] = [rate._asdict() | {"share": rate.share} for rate in rates]
+        save.write_text(json.dumps(document, indent=1) + "\n")
+    if plot_to:
+        plot(rates, counts, plot_to, title)
+
+
+if __name__ == "__main__":
+    typer.run(main)

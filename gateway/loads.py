@@ -1,0 +1,120 @@
+"""Routes for routers in front of several servers: the version, the model, and the load of this server.
+
+The names are those of vLLM (/version) and SGLang (/server_info, /v1/loads), which smg and sglang-router read. What a server of
+one process on one machine does not have is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+
+from gateway.core import Gateway
+from gateway.counters import triton_page
+from gateway.errors import unavailable
+from gateway.openapi import answer_of, as_json
+from gateway.request_context import visit_of
+
+_SAMPLE = re.compile(
+    r'^nv_trt_llm_(request|kv_cache_block)_metrics\{[^}]*_type="(\w+)"[^}]*\} ([0-9.e+]+)$', re.MULTILINE
+)
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ServerInfo(BaseModel):
+    version: str
+    model_path: str
+    served_model_name: str
+    max_model_len: int | None
+    tp_size: int
+    dp_size: int
+
+
+class Load(BaseModel):
+    dp_rank: int
+    timestamp: float
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float  # part of the KV cache that running requests use
+    max_running_requests: int
+    utilization: float  # part of the places of the batch that are taken
+
+
+class Loads(BaseModel):
+    timestamp: str
+    version: str
+    dp_rank_count: int
+    loads: list[Load]
+    aggregate: dict[str, float]
+
+
+def add_load_routes(api: FastAPI, gateway: Gateway) -> None:
+    @api.get("/version", responses=answer_of(Version))
+    async def version() -> Response:
+        return as_json({"version": gateway.settings.server_version})
+
+    @api.get("/server_info", responses=answer_of(ServerInfo))
+    async def server_info(request: Request) -> Response:
+        names = gateway.models(visit_of(request.scope).client)
+        name = names[0] if names else ""
+        length = await gateway.max_model_len()
+        told = {
+            "version": gateway.settings.server_version,
+            "model_path": name,
+            "served_model_name": name,
+            "max_model_len": length,
+        }
+        return as_json({**told, "tp_size": 1, "dp_size": 1})
+
+    @api.get("/v1/loads", responses=answer_of(Loads))
+    async def loads(request: Request) -> Response:
+        gateway.check_may_read_metrics(visit_of(request.scope).client)
+        url = gateway.settings.metrics_url
+        page = None if url is None else await triton_page(url)
+        if (load := load_of(page or "")) is None:
+            raise unavailable("the load is not known: Triton's page of metrics does not answer, or is switched off")
+        return as_json(loads_body(load, gateway.settings.server_version))
+
+
+def load_of(page: str) -> Load | None:
+    """Reads the engine's load from Triton's page of metrics; None without the metrics that it needs."""
+    told = {f"{family} {kind}": int(float(value)) for family, kind, value in _SAMPLE.findall(page)}
+    try:
+        running, waiting, places = (told[f"request {kind}"] for kind in ("active", "waiting", "max"))
+        used, blocks, size = (told[f"kv_cache_block {kind}"] for kind in ("used", "max", "tokens_per"))
+    except KeyError:
+        return None
+    return Load(
+        dp_rank=0,
+        timestamp=time.time(),
+        num_running_reqs=running - waiting,
+        num_waiting_reqs=waiting,
+        num_used_tokens=used * size,
+        max_total_num_tokens=blocks * size,
+        token_usage=used / max(1, blocks),
+        max_running_requests=places,
+        utilization=(running - waiting) / max(1, places),
+    )
+
+
+def loads_body(load: Load, version: str) -> dict[str, Any]:
+    """One rank, and the sums over all ranks, which are the same."""
+    sums = {
+        "total_running_reqs": load.num_running_reqs,
+        "total_waiting_reqs": load.num_waiting_reqs,
+        "total_reqs": load.num_running_reqs + load.num_waiting_reqs,
+        "avg_token_usage": load.token_usage,
+        "avg_utilization": load.utilization,
+    }
+    told = {"timestamp": datetime.now(UTC).isoformat(), "version": version, "dp_rank_count": 1}
+    return {**told, "loads": [load.model_dump()], "aggregate": sums}

@@ -1,0 +1,40 @@
+"""Messages of clients that only want tokens or text, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from gateway.messages import ChatMessage, ModelRequest, Text, TokenIds, Tool
+
+
+class TokenizeRequest(ModelRequest):
+    """POST /tokenize: the tokens of a prompt, or of a conversation as the chat template writes it."""
+
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Known and refused, but for their neutral values.
+    add_special_tokens: bool | None = None  # as the model takes them: true with a prompt, false with messages
+    return_token_strs: Literal[False] | None = None
+
+
+class DetokenizeRequest(ModelRequest):
+    """POST /detokenize"""
+
+    tokens: Annotated[TokenIds, Field(min_length=1)]
+
+
+class TokenizeBody(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: None
+
+
+class DetokenizeBody(BaseModel):
+    prompt: str

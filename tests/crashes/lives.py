@@ -1,0 +1,88 @@
+"""Engines in this process, one after the other: the first is dropped at a moment of the test's choice, as if it were killed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from backend.api import Request, RequestId, Response
+from backend.core.messages import CLIENT_SHIFT, Command, Hello, Resume, Submit
+from backend.engine.core import EngineCore
+from backend.engine.loop import EngineLoop
+from backend.engine.restoring import restore_sessions
+from backend.engine.session_files import in_memory
+from backend.executor.replay import Replay
+
+
+@dataclass
+class Client:
+    """What a client has had of one request."""
+
+    responses: list[Response] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.responses) and self.responses[-1].is_final
+
+
+class Lives:
+    """One client of an engine that may die."""
+
+    def __init__(self, make: Callable[[], EngineCore], keeps_sessions: bool = True) -> None:
+        self._make, self._now_s = make, 0.0
+        self._files = in_memory() if keeps_sessions else None
+        self.replay = Replay()
+        self._counter, self._number = itertools.count(1), 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.core = self._make()
+        if self._files is not None:
+            restore_sessions(self.core, self._files)
+        self.loop = EngineLoop(self.core)
+        self._number += 1
+        self.index = 3 * self._number  # another one at each engine
+        hello = Hello(self.index, self.core.model, "", self.core.config, engine=str(self._number))
+        assert self.replay.greet(hello) == []
+        for command in self.replay.again(self._now_s):
+            self.tell(command)
+        for command in self.replay.let_go(self._now_s):
+            self.tell(command)
+
+    def tell(self, command: Command) -> None:
+        self.loop._apply(command, self.core.clock.monotonic_ns())
+
+    def ask(self, request: Request, resume: Resume | None = None) -> Client:
+        client, request_id = Client(), RequestId(self.index << CLIENT_SHIFT | next(self._counter))
+        if resume is None and request.session is not None:
+            resume = Resume(turn=f"turn-{request_id}")
+        command = Submit(request_id, request, resume)
+        self.replay.add(request_id, client.responses.append, command, self._now_s)
+        self.tell(command)
+        return client
+
+    def step(self) -> None:
+        self.core.begin_poll()
+        self.loop._advance_trials()
+        self.loop._cancel_late()
+        responses = self.core.step()
+        self.core.sessions.flush()
+        for response in responses:
+            told = self.replay.take(response, 1)
+            if told is not None:
+                on_response, response = told
+                on_response(response)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        for _ in range(5000):
+            if until():
+                return
+            self.step()
+        raise AssertionError("it does not end")
+
+    def crash(self) -> None:
+        """The engine is dropped with all it has, and another one takes over."""
+        self.core.close()
+        self.replay.hold(self._now_s)
+        self._begin()

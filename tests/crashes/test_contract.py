@@ -1,0 +1,187 @@
+"""The contract of docs/replay.md: every field is in its tables, and each does what its row says when the engine dies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import Struct
+from torch import Tensor
+
+from backend.api import SessionConfig
+from backend.api.config import (
+    EngineConfig,
+    KvCacheConfig,
+    KvTransferConfig,
+    LoraSection,
+    ModelConfigSection,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from backend.engine.core import EngineCore
+from backend.engine.resume import goes_on
+from backend.executor.load import workers_of
+from tests.crashes.contract import ANEW, EXACT, PROMPT, REFUSED, STRUCTS, WAYS, cases, plain
+from tests.crashes.lives import Client, Lives
+from tests.model.adapters import make_adapter
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = re.compile(r"^\| `(\w+\.\w+)` \| ([^|]+?) \|", re.MULTILINE)
+# The engine dies when the client of a request has had so many responses. Beams run when all others have ended.
+MOMENTS = (("Request.input_token_ids", 1), ("Request.input_token_ids", 5), ("SamplingConfig.beam_width", 4))
+
+
+def table() -> dict[str, str]:
+    """Field -> way, of the page."""
+    return dict(ROW.findall((ROOT / "docs" / "replay.md").read_text()))
+
+
+def fields() -> set[str]:
+    return {f"{name}.{field}" for name, kind in STRUCTS.items() for field in kind.__struct_fields__}
+
+
+def test_every_field_of_a_request_has_its_row_and_its_case(tmp_path: Path) -> None:
+    assert set(table()) == fields(), "docs/replay.md says of each field what happens to it when the engine dies"
+    assert set(cases(tmp_path)) == fields()
+    assert set(table().values()) <= set(WAYS)
+
+
+def test_rows_say_of_each_case_what_the_engine_does(tmp_path: Path) -> None:
+    """A field whose request goes on from its middle is replayed, one whose request does not is run again."""
+    for name, request in cases(tmp_path).items():
+        way = table()[name]
+        if way in (EXACT, ANEW):
+            assert goes_on(request) == (way == EXACT), name
+
+
+def shift(request_id: int, logits: Tensor, token_ids: list[list[int]], stream: int, client_id: int | None) -> None:
+    """Prefers tokens that depend on what is there."""
+    logits[..., (sum(token_ids[0]) * 7) % 4096] += 8.0
+
+
+class Runs:
+    """All cases together, undisturbed and with an engine that dies."""
+
+    def __init__(self, adapter: Path) -> None:
+        self._config = EngineConfig(
+            model=ModelConfigSection(
+                dtype="float32",
+                num_threads=1,
+                gather_context_logits=True,
+                gather_generation_logits=True,
+                additional_outputs=("hidden_states",),
+            ),
+            kv_cache=KvCacheConfig(max_tokens=8192),
+            scheduler=SchedulerConfig(max_batch_size=64, max_beam_width=4),
+            lora=LoraSection(enabled=True),
+            speculation=SpeculationConfig(mode="lookup"),
+            kv_transfer=KvTransferConfig(enabled=True),
+        )
+        self.begun: dict[tuple[str, int], set[str]] = {}  # that had had something, and not all
+        self.cases = cases(adapter)
+        self.cases["Request.kv_state"] = plain(kv_state=self._state())
+        self.undisturbed = self._run(None)
+        self.disturbed = {moment: self._run(moment) for moment in MOMENTS}
+
+    def _make(self) -> EngineCore:
+        workers = workers_of(self._config, named={"shift": shift})
+        core = EngineCore(self._config, workers)
+        workers.guides.start()
+        return core
+
+    def _state(self) -> bytes:
+        lives = Lives(self._make)
+        client = lives.ask(plain(context_only=True))
+        lives.run(lambda: client.has_ended)
+        return client.responses[-1].result.kv_state
+
+    def _run(self, moment: tuple[str, int] | None) -> dict[str, Client]:
+        lives = Lives(self._make)
+        ids = {request.session.id for request in self.cases.values() if request.session is not None}
+        first = [
+            lives.ask(plain(input_token_ids=PROMPT, max_tokens=5, session=SessionConfig(each, start=True)))
+            for each in ids
+        ]
+        lives.run(lambda: all(each.has_ended for each in first))
+        clients = {name: lives.ask(request) for name, request in self.cases.items()}
+        if moment is not None:
+            lives.run(lambda: len(clients[moment[0]].responses) >= moment[1])
+            self.begun[moment] = {name for name, each in clients.items() if each.responses and not each.has_ended}
+            lives.crash()
+        lives.run(lambda: all(each.has_ended for each in clients.values()))
+        lives.core.check_integrity()
+        return clients
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    adapter = make_adapter(ROOT / "models" / "default", tmp_path_factory.mktemp("adapter"), seed=3)
+    yield Runs(adapter)
+
+
+def told(client: Client) -> list[object]:
+    """What a client has had, of each sequence its own, without what depends on the moment."""
+    by_sequence: dict[int, list[Struct]] = {}
+    for response in client.responses:
+        if response.has_error():
+            return [response.error_msg]
+        figures = dict(is_final=False, perf_metrics=None, decoding_iter=0, kv_state=None)  # of one engine
+        result = msgspec.structs.replace(response.result, **figures)
+        by_sequence.setdefault(result.sequence_index, []).append(result)
+    return [response.client_id for response in client.responses[:1]] + [
+        by_sequence[index] for index in sorted(by_sequence)
+    ]
+
+
+def joined(client: Client) -> list[object]:
+    """The same with the tokens of all responses together: with drafts, how many share one depends on the engine's guesses."""
+    parts = told(client)
+    if len(parts) == 1:
+        return parts
+    return [
+        parts[0],
+        *(
+            [
+                [token for each in sequence for token in each.output_token_ids[0]],
+                [value for each in sequence for value in (each.log_probs or [[]])[0]],
+                [value for each in sequence for value in each.top_log_probs or []],
+                [each.finish_reasons for each in sequence if each.is_sequence_final],
+                b"".join(each.generation_logits.data for each in sequence if each.generation_logits),
+                [each.history_token_ids for each in sequence if each.history_token_ids],
+                [each.prompt_log_probs for each in sequence if each.prompt_log_probs],
+                [each.prompt_logits for each in sequence if each.prompt_logits],
+                [each.prompt_hidden_states for each in sequence if each.prompt_hidden_states],
+                sequence[-1].cum_log_probs,
+            ]
+            for sequence in parts[1:]
+        ),
+    ]
+
+
+def test_engines_die_in_the_midst_of_streams(runs: Runs) -> None:
+    assert [len(runs.begun[moment]) > 20 for moment in MOMENTS] == [True, True, False]
+    assert "SamplingConfig.beam_width" in runs.begun[MOMENTS[2]]
+
+
+@pytest.mark.parametrize("name", sorted(fields()))
+def test_a_client_gets_the_same_bytes_as_without_the_death(runs: Runs, name: str) -> None:
+    right = runs.undisturbed[name]
+    is_refused = right.responses[-1].has_error()
+    assert is_refused == (table()[name] == REFUSED), right.responses[-1]
+    request = runs.cases[name]
+    shows_all = not is_refused and (request.sampling_config.beam_width > 1 or request.return_all_generated_tokens)
+    for moment in MOMENTS:
+        disturbed = runs.disturbed[moment][name]
+        if shows_all:
+            assert [each.output_token_ids for each in told(disturbed)[1]] == [
+                each.output_token_ids for each in told(right)[1]
+            ]
+            assert [each.cum_log_probs for each in told(disturbed)[1]] == [
+                each.cum_log_probs for each in told(right)[1]
+            ]
+        else:
+            assert joined(disturbed) == joined(right), f"the engine died after {moment[1]} responses of {moment[0]}"
+        assert sum(each.is_final for each in disturbed.responses) == 1
