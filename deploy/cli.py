@@ -4,7 +4,6 @@ failure.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -27,9 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Language models behind Triton Inference Server: a persistent batch over a KV cache that forgets no token.",
 )
-# Random schedules of the engine simulation, of which a full run has 600, and random texts, of which it has 2,000.
-QUICK_SEARCHES = {"EVERBATCH_SCHEDULES": "300", "EVERBATCH_EXAMPLES": "500"}
-MOST_TEST_WORKERS = 4  # some tests take turns at what all share: more processes would wait
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -160,35 +156,19 @@ def test_command(
         bool,
         typer.Option("--features", help="Run nothing: print which promised features have tests, and what is open."),
     ] = False,
+    again_alone: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Run up to this many failed tests once more, one after the other; say which passed then."
+        ),
+    ] = 0,
 ) -> None:
     """Run the test-suite on a CPU, tritonserver included. Further arguments go to pytest."""
-    variables = dict(os.environ)
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # each of the hundreds of processes would compile the modules again
-    if schedules is not None:
-        variables["EVERBATCH_SCHEDULES"] = str(schedules)
-    if quick:
-        variables = QUICK_SEARCHES | variables
     if not (ROOT / "tests").is_dir():
         raise fail(UserError("the tests are not installed with the packages; run ./everbatch test in a checkout"))
-    if features:
-        raise typer.Exit(
-            subprocess.run([sys.executable, "-m", "tests.feature_coverage"], cwd=ROOT, check=False).returncode
-        )
-    cores = len(os.sched_getaffinity(0))
-    command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args, cores)]
-    raise typer.Exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
+    from deploy import testing
 
-
-def pytest_arguments(given: list[str], cores: int) -> list[str]:
-    """`given`, with the whole suite in front unless it names files or directories: file by file on up to MOST_TEST_WORKERS cores.
-
-    The last of several values counts for pytest, so `-n 0` runs all in one process.
-    """
-    names_paths = any(
-        Path(ROOT, argument.split("::", 1)[0]).exists() for argument in given if not argument.startswith("-")
-    )
-    workers = ["-n", str(min(cores, MOST_TEST_WORKERS)), "--dist", "loadfile", "--no-loadscope-reorder"]
-    return given if names_paths else ["tests", *workers, *given]
+    raise typer.Exit(testing.show_features() if features else testing.run(context.args, quick, schedules, again_alone))
 
 
 @app.command("doctor")

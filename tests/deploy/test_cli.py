@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from backend.api import EngineConfig
 from deploy import ROOT, __version__, cli, environment, serve
-from deploy.cli import app, pytest_arguments
+from deploy.cli import app
 from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.report import differences, effective
@@ -159,52 +159,6 @@ def test_only_changed_settings_are_listed_as_changed() -> None:
     lines = effective(config)
     assert len(lines) == len(EngineConfig.__struct_fields__)
     assert len({line.index("=") - len(line.split()[1].split("=")[0]) for line in lines}) == 1, "all begin in one column"
-
-
-def test_further_test_arguments_replace_the_suite_only_when_they_name_paths() -> None:
-    whole = pytest_arguments(["-k", "name", "-n", "0"], 2)
-    assert whole[:3] == ["tests", "-n", "2"] and whole[-4:] == ["-k", "name", "-n", "0"]
-    assert pytest_arguments([], 64)[:3] == ["tests", "-n", "4"]
-    assert pytest_arguments(["tests/deploy", "-x"], 2) == ["tests/deploy", "-x"]
-    one = "tests/deploy/test_cli.py::test_the_version_is_printed"
-    assert pytest_arguments([one], 2) == [one]
-
-
-def test_schedules_reach_the_simulation_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, str] = {}
-
-    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
-        seen.update(env)
-        return subprocess.CompletedProcess(command, 5)
-
-    monkeypatch.setattr(cli.subprocess, "run", run)
-    assert CliRunner().invoke(app, ["test", "--schedules", "100000"]).exit_code == 5
-    assert seen["EVERBATCH_SCHEDULES"] == "100000"
-
-
-@pytest.mark.parametrize("given, quick", [(["--quick", "-x"], True), (["-x"], False)])
-def test_a_quick_run_is_the_suite_with_an_option_of_its_own(
-    given: list[str], quick: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[list[str], dict[str, str]]] = []
-    done = subprocess.CompletedProcess([], 0)
-    for name in cli.QUICK_SEARCHES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cli.subprocess, "run", lambda command, *, env, **_: calls.append((command, env)) or done)
-    assert CliRunner().invoke(app, ["test", *given]).exit_code == 0
-    ((command, variables),) = calls
-    assert ("--quick" in command) == quick and "tests" in command and command[-1] == "-x"
-    given_searches = {name: variables[name] for name in cli.QUICK_SEARCHES if name in variables}
-    assert given_searches == (cli.QUICK_SEARCHES if quick else {})
-
-
-def test_processes_of_a_run_keep_the_bytecode_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, str]] = []
-    done = subprocess.CompletedProcess([], 0)
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setattr(cli.subprocess, "run", lambda command, *, env, **_: seen.append(env) or done)
-    assert CliRunner().invoke(app, ["test"]).exit_code == 0
-    assert "PYTHONDONTWRITEBYTECODE" not in seen[0] and seen[0]["PATH"] == os.environ["PATH"]
 
 
 @pytest.mark.parametrize("host, warned", [("127.0.0.1", False), ("0.0.0.0", True)])
