@@ -221,7 +221,8 @@ class EngineProcess:
     def _count_death(self, now_s: float) -> float | None:
         """Count a death. Returns the seconds to wait before the next start, or None when there will be none."""
         if self._ready_at_s is None:  # it may have been what is in the pool that has ended it
-            self._kept.empty_pool()
+            with self._lock:
+                self._kept.empty_pool()
         served_s = 0.0 if self._ready_at_s is None else now_s - self._ready_at_s - self._stuck_s
         if (
             self._is_on_trial

@@ -2,7 +2,8 @@
 
     unbacked --grow--> free --allocate--> active --release(keep=True)--> cached --evict--> free
                         ^                   |  ^                            |
-                        +--release(False)---+  +----------lock--------------+
+                        |--release(False)---+  +----------lock--------------+
+                        +--inherit, at the start only: KV of an engine before--> cached
 
 Order of preference for a new block: free, then growth of the backed part of the pool, then eviction of the cached block of the
 lowest priority that was used least recently. Invariant: free + cached + active == num_blocks, where free counts the unbacked

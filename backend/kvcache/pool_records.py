@@ -35,7 +35,6 @@ class Due(NamedTuple):
     handle: BlockHandle
     record: BlockRecord
     key: bytes
-    stamp: int
 
 
 class _Inherited(NamedTuple):
@@ -51,7 +50,6 @@ class PoolRecords:
         self._inherited: dict[bytes, _Inherited] = {}  # key -> a block that nobody has asked for yet
         self._due: list[Due] = []
         self._lock = threading.Lock()  # held to write a record, or to forget one
-        self._next_stamp = 1
         self.num_adopted = 0  # inherited blocks that sequences have found
         self.num_dropped = (
             0  # blocks of the engine before that were of no use: torn, damaged, or without those before them
@@ -80,8 +78,7 @@ class PoolRecords:
                 self._blocks.discard(self._inherited[prefix].handle.block_id)
             self._keys[handle.block_id] = prefix
             if len(self._due) < MAX_DUE:
-                self._due.append(Due(handle, record, prefix, self._next_stamp))
-                self._next_stamp += 1
+                self._due.append(Due(handle, record, prefix))
 
     def take_due(self) -> list[Due]:
         """Blocks that are to have a record. All steps that write to them have ended when the next step begins."""
@@ -90,7 +87,7 @@ class PoolRecords:
 
     def record(self, due: Due) -> None:
         """Write the record of a block, unless it has been forgotten meanwhile. Any thread may call it."""
-        content = self._file.form.encode_record(due.record, self._file.checksum(due.handle.block_id), due.stamp)
+        content = self._file.form.encode_record(due.record, self._file.checksum(due.handle.block_id), stamp=0)
         with self._lock:
             if self._keys.get(due.handle.block_id) == due.key and self._blocks.is_current(due.handle):
                 self._file.write(due.handle.block_id, content)
@@ -139,24 +136,19 @@ class PoolRecords:
 
     def _inherit(self) -> None:
         """Hold the blocks of the engine before this one that can be found: those with all blocks before them."""
-        newest: dict[bytes, tuple[BlockId, KeptRecord]] = {}
-        num_found = 0
+        found: dict[bytes, tuple[BlockId, KeptRecord]] = {}
+        written = []
         for block_id, kept in self._file.records():
-            num_found += 1
-            if kept is None:
-                self._file.erase(block_id)
-                continue
-            self._next_stamp = max(self._next_stamp, kept.stamp + 1)
-            key = kept.block.key
-            if key not in newest or newest[key][1].stamp < kept.stamp:
-                newest[key] = BlockId(block_id), kept
-        usable = self._reachable(newest)
+            written.append(BlockId(block_id))
+            if kept is not None:
+                found[kept.block.key] = BlockId(block_id), kept
+        usable = self._reachable(found)
         handles = self._blocks.inherit([block_id for _, block_id, _ in reversed(usable)])
         for key, block_id, kept in usable:
             self._keys[block_id] = key
             self._inherited[key] = _Inherited(handles[block_id], kept)
-        self.num_dropped = num_found - len(usable)
-        for block_id, _ in self._file.records():
+        self.num_dropped = len(written) - len(usable)
+        for block_id in written:
             if block_id not in self._keys:
                 self._file.erase(block_id)
 

@@ -95,7 +95,12 @@ class Machine:
         return start + block * 8 * SIZE
 
     def check(self) -> None:
+        """Each record is of a block that can be found, or that nobody has asked for yet."""
         self.core.check_integrity()
+        self.settle()
+        records = self.core.kv._records
+        waiting = set() if records is None else {each.handle.block_id for each in records._inherited.values()}
+        assert all(block in waiting or self.core.kv.state.trie.holds(block) for block in self.recorded())
 
 
 @pytest.fixture
@@ -263,8 +268,22 @@ def test_inherited_blocks_are_evicted_like_others() -> None:
         prompt = [600 + number, *range(30)]
         assert tokens_of(machine.fill(prompt)) == right(prompt)
         machine.check()
-    assert tokens_of(machine.fill()) == right(PROMPT) and machine.adopted == 0
+    assert tokens_of(machine.fill()) == right(PROMPT)
+    assert machine.adopted == machine.dropped == 0
     machine.core.close()
+
+
+def test_a_block_that_is_given_away_before_its_record_is_written_gets_none(machine: Machine) -> None:
+    client = machine.ask(PROMPT, 1)
+    machine.finish(client)
+    records = machine.core.kv._records
+    assert records is not None
+    due = records.take_due()
+    assert len(due) == 10
+    machine.core.kv.lose_everything()
+    for each in due:
+        records.record(each)
+    assert machine.recorded() == []
 
 
 def test_a_pool_that_grows_in_chunks_takes_them_all() -> None:
