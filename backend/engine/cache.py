@@ -28,7 +28,7 @@ class Cache(NamedTuple):
     kv: KVCacheManager
     level: LevelTraffic | NoLevel
     keeper: PoolKeeper | NoKeeper
-    free_bytes: int  # of memory after the weights, before the pool was made
+    free_bytes: int  # free memory after the weights, before the pool was made
 
     def advance(self, is_busy: bool) -> None:
         """Move KV beside the steps. Called before each, when the steps that had been collected have been booked."""

@@ -53,7 +53,7 @@ class PoolKeeper:
         self._waiting.join()
 
     def close(self) -> None:
-        """What waits is left: the process ends."""
+        """End the thread. Blocks that wait get no record."""
         self._is_closed = True
         with suppress(queue.Full):  # then the thread is awake
             self._waiting.put_nowait(None)

@@ -18,7 +18,7 @@ class KeptFiles(NamedTuple):
 
     @staticmethod
     def make(config: EngineConfig) -> KeptFiles:
-        """What the engine of this configuration needs. Nothing where several engines stand behind one address."""
+        """Make the memory that the engine of this configuration needs: none where several engines stand behind one address."""
         if config.workers.has_replicas:
             return KeptFiles()
         keeps_pool = config.kv_cache.keeps_pool and config.workers.num_ranks == 1

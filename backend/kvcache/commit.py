@@ -1,4 +1,4 @@
-"""What follows for the workers from a KVPlan that has been committed."""
+"""KVCommit: the changes that the workers make once a KVPlan has been committed."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class PoolRecords:
     def __init__(self, file: PoolFile, fingerprint: str) -> None:
         """`fingerprint`: of the model."""
         self._file, self._fingerprint = file, digest_of(fingerprint)
-        self._keys: dict[BlockId, bytes] = {}  # of blocks that the trie knows, and of inherited ones
-        self._inherited: dict[bytes, _Inherited] = {}  # key -> a block that nobody has asked for yet
+        self._keys: dict[BlockId, bytes] = {}  # the keys of blocks that the trie knows, and of inherited ones
+        self._inherited: dict[bytes, _Inherited] = {}  # key -> a block that no sequence has asked for yet
         self._due: list[Due] = []
         self._lock = threading.Lock()  # held to write a record, or to forget one
         self.num_adopted = 0  # inherited blocks that sequences have found

@@ -70,7 +70,7 @@ class PrefixTrie:
         self._block_size = block_size
         self._evicted = evicted
         self._events = events
-        self.records: BlockRecords | None = None  # of a pool that outlives the engine; hears of whole blocks
+        self.records: BlockRecords | None = None  # where the pool outlives the engine: which blocks hold what
         self._roots: dict[str, TrieNode] = {}
         self._nodes: dict[BlockId, TrieNode] = {}
 

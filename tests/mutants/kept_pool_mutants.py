@@ -53,7 +53,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         POOL,
     ),
     "a_torn_record_is_not_counted": (
-        change(PoolRecords, "_inherit", ("written.append(BlockId(block_id))", "written += [BlockId(block_id)] * (kept is not None)")),
+        change(
+            PoolRecords,
+            "_inherit",
+            ("written.append(BlockId(block_id))", "written += [BlockId(block_id)] * (kept is not None)"),
+        ),
         POOL,
     ),
     "kv_that_is_computed_once_more_is_held_twice": (
