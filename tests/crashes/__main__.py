@@ -1,6 +1,7 @@
 """`python -m tests.crashes --kills 100 [--streams 64 | --served] [--plot FILE]`: kills engines; no byte may differ.
 
-The moments are random. Through the Executor, or with --served through a real tritonserver: tritonclient's gRPC and the OpenAI endpoint.
+The moments are random. Through the Executor, or with --served through a real tritonserver: tritonclient's gRPC and the
+OpenAI endpoint.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ def main() -> int:
 
 def show(result: Result) -> None:
     print(f"\n{sum(result.heard.counts.values()):,} requests, {result.num_kills} kills of the engine")
+    for name in result.bugs:
+        print(f"  tritonserver ended by a bug of its own: {name}")
     for name, number in sorted(result.heard.counts.items()):
         print(f"  {number:8,}  {name}")
     for name, (first, last) in growth(result.samples).items():
@@ -57,6 +59,7 @@ def show(result: Result) -> None:
 def as_json(result: Result) -> dict[str, object]:
     return {
         "kills": result.num_kills,
+        "ends by bugs of Triton": result.bugs,
         "pauses_s": [round(last - first, 2) for first, last in result.pauses.spans],
         "requests": dict(result.heard.counts),
         "samples": result.samples,

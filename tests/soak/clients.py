@@ -1,4 +1,4 @@
-"""The clients of a soak: honest ones, whose answers must not change, ones that leave midway, and ones that send malformed requests."""
+"""The clients of a soak: honest ones, whose answers must not change, ones that leave midway, and ones with malformed requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hostile.case import Case
 from tests.hostile.cycles import cancel_case
 from tests.hostile.mix import Mix
 from tests.hostile.send import Sender
-from tests.hostile.target import Target
+from tests.hostile.target import Target, wait_until
 
 REFUSED = (
     "UNAVAILABLE",
@@ -28,6 +28,7 @@ REFUSED = (
 )  # texts of what may be sent again
 BAD = (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED)
 DEADLINE_S = 60.0
+GONE_S = 0.5
 
 
 @dataclass
@@ -119,6 +120,14 @@ class Clients:
             if answer != self._right[name]:
                 self._heard.problem(f"{name}: other bytes than on an undisturbed server")
 
+    def _server_is_gone(self) -> bool:
+        """Whether tritonserver has died, which a client sees a moment before its parent does. All clients stop then."""
+        if wait_until(lambda: not self._target.server.running(), GONE_S):
+            self._heard.count("lost with tritonserver")
+            self._stop.set()
+            return True
+        return False
+
     def _refused_or_wrong(self, name: str, error: Exception, begun: float) -> None:
         """New requests may be refused while the engine is away and while the queue is full."""
         text = str(error)
@@ -127,7 +136,7 @@ class Clients:
         if full or away:
             self._heard.count("honest: refused while the engine was away" if away else "honest: refused, queue full")
             self._stop.wait(0.2)
-        else:
+        elif not self._server_is_gone():
             self._heard.problem(f"{name}: {type(error).__name__}: {text[:300]}")
 
     def _leaving(self, rng: random.Random) -> None:
@@ -146,6 +155,8 @@ class Clients:
                 begun = time.monotonic()
                 reply = sender.send(case)
                 found = answers.classify(case, reply)
+                if reply.ending in ("cut", "none") and not case.incomplete and self._server_is_gone():
+                    return
                 self._heard.count(f"{who}: {found}")
                 if found in BAD and not self._pauses.touch(begun, time.monotonic()):
                     said = f"{reply.status}: {reply.errors or reply.other}"
