@@ -54,7 +54,14 @@ class Heard:
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    num_told: int = 0  # problems that `news` has given
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def news(self) -> list[str]:
+        """The problems since the last call."""
+        with self.lock:
+            new, self.num_told = self.problems[self.num_told :], len(self.problems)
+        return new
 
     def count(self, what: str) -> None:
         with self.lock:

@@ -135,6 +135,8 @@ def _rest(target: Target, canary: Canary, result: Result, began: float, tell: Ca
     """All clients are gone: answers are as at the start, nothing is in use; measure."""
     for problem in canary.check():
         result.heard.problem(f"at rest: {problem}")
+    for problem in result.heard.news():
+        tell(f"problem: {problem}")
     files = [file for file in shared_memory_files(target.server.run_id) if file.exists()]
     sample = {
         **target.memory(),
