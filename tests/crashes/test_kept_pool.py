@@ -286,6 +286,21 @@ def test_a_block_that_is_given_away_before_its_record_is_written_gets_none(machi
     assert machine.recorded() == []
 
 
+def test_records_go_with_the_block_ahead_of_theirs(machine: Machine) -> None:
+    machine.fill()
+    head = machine.core.kv.state.trie.match("", PROMPT, 4, False)[0][0]
+    machine.core.kv.state.blocks.discard(head.block_id)
+    assert machine.recorded() == []
+
+
+def test_a_damaged_block_is_tried_once(machine: Machine) -> None:
+    machine.fill(count=1)
+    machine.flip(machine.offset_of_kv(machine.core.kv.state.trie.match("", PROMPT, 4, False)[0][0].block_id))
+    machine.lives.crash()
+    machine.finish(machine.ask(PROMPT), machine.ask(PROMPT))
+    assert machine.dropped == 1
+
+
 def test_a_pool_that_grows_in_chunks_takes_them_all() -> None:
     machine = Machine(kv_cache={"chunk_blocks": 3})
     machine.fill()
