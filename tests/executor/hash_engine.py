@@ -50,7 +50,11 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config)
     kept = KeptFiles.of(arguments)
-    core = EngineCore(config, HangingWorkerGroup(keep_trace=False), pool_descriptor=kept.pool)
+    core = EngineCore(
+        config,
+        HangingWorkerGroup(keep_trace=False, kv_block_size=config.kv_cache.block_size),
+        pool_descriptor=kept.pool,
+    )
     if kept.sessions:
         restore_sessions(core, (kept.sessions[0], kept.sessions[1]))
     loop = EngineLoop(core, clients_hold=config.triton.resume_requests)

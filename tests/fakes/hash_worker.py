@@ -180,6 +180,7 @@ class HashWorkerGroup:
         self.max_blocks, self.block_size = max_blocks, block_size
         self.cells: list[list[int]] | GivenCells = []
         if layers is not None:
+            assert len(layers[0]) == 8 * block_size * max_blocks, "kv_block_size is not that of the configuration"
             self.cells, self.num_backed = GivenCells(layers[0], block_size), max_blocks
         self._grow(num_blocks)
 
