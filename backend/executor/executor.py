@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from backend.api.config import EngineConfig
 from backend.api.errors import EngineUnavailable, EverbatchError
 from backend.api.request import Request, RequestId, SessionId
@@ -271,9 +273,13 @@ class Executor(ResponseReader, RecordReader):
 
     def _submit(self, request: Request, on_response: OnResponse, resume: Resume | None, mailbox: bool) -> RequestId:
         def command(request_id: RequestId) -> Submit:
-            if resume is None and request.session is not None:
-                return Submit(request_id, request, Resume(turn=f"{self._name}-{request_id & COUNTER}"))
-            return Submit(request_id, request, resume)
+            if request.session is None or (resume is not None and resume.is_again):
+                return Submit(request_id, request, resume)
+            known = resume or Resume()
+            turn = (
+                known.turn + f"{self._name}-{request_id & COUNTER}"
+            )  # behind the client's part of the name, if there is one
+            return Submit(request_id, request, replace(known, turn=turn))
 
         return self._send(command, on_response, mailbox)
 

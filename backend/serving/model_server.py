@@ -48,6 +48,7 @@ from backend.serving.requests import (
     read_parameters,
     read_request_id,
 )
+from backend.serving.resuming import resume_of
 from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
 from backend.serving.text_pool import Job, TextPool
@@ -252,7 +253,8 @@ class ModelServer:
                 row.request_id = self._executor.name_adapter(*work.request, on_response)
             else:
                 self._load.enter()
-                row.request_id = self._executor.submit(work.request, on_response)
+                resume = resume_of(work.request, work.delivered, stream.client_request_id)
+                row.request_id = self._executor.submit(work.request, on_response, resume)
         except EverbatchError as error:
             on_response(Response(RequestId(0), error_or_none=error.message, error_code=error.code))
 

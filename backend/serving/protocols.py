@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from backend.api import EngineStats, Request, RequestId, Response, SessionId
 from backend.api.stats import PauseCounts
-from backend.core.messages import Hello
+from backend.core.messages import Hello, Resume
 from backend.serving.reading import NamedTensor
 from backend.serving.requests import RequestHeader
 
@@ -36,7 +36,7 @@ class EngineClient(Protocol):
     @property
     def hello(self) -> Hello | None: ...
 
-    def submit(self, request: Request, on_response: OnResponse) -> RequestId: ...
+    def submit(self, request: Request, on_response: OnResponse, resume: Resume | None = None) -> RequestId: ...
 
     def cancel_request(
         self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
