@@ -189,7 +189,7 @@ class ModelServer:
         if self._draining:
             raise EngineUnavailable(SHUTTING_DOWN)
         hello = self._executor.hello
-        if hello is None or (self._model.check_text is not None and not self._executor.is_ready()):
+        if hello is None or (self._model.check_text is not None and not self._executor.can_enqueue_requests()):
             raise EngineUnavailable(NOT_READY)
         config = self._model.configure(hello.config) if self._model.configure else self._config
         adapters = {**self._executor.adapters, **self._model.adapters}

@@ -57,6 +57,10 @@ class EngineClient(Protocol):
 
     def is_ready(self) -> bool: ...
 
+    def can_enqueue_requests(self) -> bool:
+        """True while it is ready, and while requests may wait until it is."""
+        ...
+
     def why_not_ready(self) -> str:
         """One clause for a person; empty while it is ready."""
         ...

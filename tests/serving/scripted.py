@@ -99,6 +99,9 @@ class ScriptedExecutor:
     def why_not_ready(self) -> str:
         return "" if self.is_ready() else "no sign of life"
 
+    def can_enqueue_requests(self) -> bool:
+        return self.is_ready()
+
     def is_ready(self) -> bool:
         return self.hello is not None and not self.was_shut_down
 
