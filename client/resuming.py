@@ -20,7 +20,7 @@ _LOST = re.compile("^the connection to .* broke|without a final response")
 
 
 class Progress:
-    """What has come of a request over all its attempts."""
+    """The output so far of a request, over all its attempts."""
 
     def __init__(self) -> None:
         self._characters: Counter[int] = Counter()  # by sequence
@@ -42,7 +42,7 @@ class Progress:
         self._tokens_here.clear()
 
     def take(self, chunk: TextChunk) -> TextChunk | None:
-        """What is new of a chunk; None if nothing is."""
+        """The new part of a chunk; None if there is none."""
         index, num_tokens = chunk.sequence, chunk.num_output_tokens or 0
         self._num_here += 1
         if chunk.texts:  # beams, from their beginnings

@@ -26,11 +26,11 @@ OnWait = Callable[[], Awaitable[None]]
 
 
 async def nothing() -> None:
-    """For clients that are told nothing while they wait."""
+    """The default: the client is not notified while it waits."""
 
 
 class Progress:
-    """What has come of a job."""
+    """The output so far of a job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

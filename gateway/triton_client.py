@@ -45,7 +45,7 @@ class Job:
     namespace: str
     choices: int = 1
     origin: GuideOrigin | None = None
-    resumed: int = 0  # of the choices, those that had ended before (gateway/resuming.py)
+    resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 
 class Usage(msgspec.Struct, gc=False):

@@ -36,7 +36,7 @@ def check_resumed(
 
 
 def resume_of(request: Request, delivered: Sequence[Delivered], request_id: str) -> Resume | None:
-    """What the engine is told of a request: None where it is new, and no turn of a session that may come back.
+    """The Resume that the engine gets; None for a new request, unless it is a session's turn that a client may resume.
 
     `request_id`: the client's. A turn of a session is known by it, so that a turn that was recorded, while its end was lost, is
     undone before it goes on. Raises InvalidRequest for a turn without one.

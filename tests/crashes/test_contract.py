@@ -12,7 +12,7 @@ import pytest
 from msgspec import Struct
 from torch import Tensor
 
-from backend.api import Request, Response, SessionConfig
+from backend.api import Request, Response, SessionConfig, Unsupported
 from backend.api.config import (
     EngineConfig,
     KvCacheConfig,
@@ -24,21 +24,27 @@ from backend.api.config import (
 )
 from backend.core.messages import Delivered, Resume
 from backend.engine.core import EngineCore
-from backend.engine.resume import goes_on
+from backend.engine.resume import check_resume, goes_on
 from backend.executor.load import workers_of
-from tests.crashes.contract import ANEW, EXACT, PROMPT, REFUSED, STRUCTS, WAYS, cases, plain
+from tests.crashes.contract import ANEW, EXACT, NOT_APPLICABLE, PROMPT, REFUSED, STRUCTS, WAYS, cases, plain
 from tests.crashes.lives import Client, Lives
 from tests.model.adapters import make_adapter
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"^\| `(\w+\.\w+)` \| ([^|]+?) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+\.\w+)` \| ([^|]+?) \| ([^|]+?) \|", re.MULTILINE)
+OF_CLIENTS = {EXACT: "goes on", ANEW: "sent again", REFUSED: "refused", NOT_APPLICABLE: "not applicable"}
 # The engine dies when the client of a request has had so many responses. Beams run when all others have ended.
 MOMENTS = (("Request.input_token_ids", 1), ("Request.input_token_ids", 5), ("SamplingConfig.beam_width", 4))
 
 
 def table() -> dict[str, str]:
     """Field -> way, of the page."""
-    return dict(ROW.findall((ROOT / "docs" / "replay.md").read_text()))
+    return {field: way for field, way, _ in rows()}
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Field, what becomes of it when the engine dies, and for a client that comes back to another server."""
+    return ROW.findall((ROOT / "docs" / "replay.md").read_text())
 
 
 def fields() -> set[str]:
@@ -57,6 +63,18 @@ def test_rows_say_of_each_case_what_the_engine_does(tmp_path: Path) -> None:
         way = table()[name]
         if way in (EXACT, ANEW):
             assert goes_on(request) == (way == EXACT), name
+
+
+def test_rows_say_of_each_case_what_becomes_of_a_client_that_comes_back(tmp_path: Path) -> None:
+    of_clients = {field: way for field, _, way in rows()}
+    assert of_clients == {field: OF_CLIENTS[way] for field, way in table().items()}
+    for name, request in cases(tmp_path).items():
+        delivered = [Delivered([1])] * (request.sampling_config.num_return_sequences or 1)
+        if of_clients[name] == "sent again":
+            with pytest.raises(Unsupported, match="^resume: this request cannot go on from its middle"):
+                check_resume(Resume(delivered), request, 8192, 2048)
+        elif of_clients[name] == "goes on":
+            check_resume(Resume(delivered), request, 8192, 2048)
 
 
 def shift(request_id: int, logits: Tensor, token_ids: list[list[int]], stream: int, client_id: int | None) -> None:

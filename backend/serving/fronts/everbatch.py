@@ -86,9 +86,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
-    resume: list[Resumed] | None = (
-        None  # of each of the n sequences; with `stream`, and the seed that the answer began with
-    )
+    resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
 
 
 class Resumed(Struct, frozen=True, forbid_unknown_fields=True):
@@ -263,7 +261,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
 def renderer(
     asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer, seed: int | None = None
 ) -> Render:
-    """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for. `seed`: to be told."""
+    """`texts`: token texts of each sequence, for its log-probabilities; empty without. `seed`: the one to report, if any."""
     untold = iter(()) if seed is None else iter((seed,))
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
 

@@ -35,8 +35,8 @@ class RowSettings(NamedTuple):
     num_sequences: int = 1  # names of additional outputs that the request asks for
     has_beams: bool = False
     max_repeated_bytes: int = 0  # bytes of context logits that later responses of a stream may repeat
-    delivered: Sequence[Delivered] = ()  # what the client has had of each sequence
-    delivered_log_probs: Sequence[NDArray[np.float32]] = ()  # of these tokens
+    delivered: Sequence[Delivered] = ()  # the output so far of each sequence that a client resumes
+    delivered_log_probs: Sequence[NDArray[np.float32]] = ()  # the log-probabilities of these tokens
 
 
 def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:

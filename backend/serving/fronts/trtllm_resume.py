@@ -15,7 +15,10 @@ PADDING = -1
 
 
 class Come(NamedTuple):
-    """Of each sequence; both empty for a request that is new. `log_probs`: of the tokens, empty if they are not asked for."""
+    """The output so far of each sequence; both lists are empty for a new request.
+
+    `log_probs`: one for each token; empty if the request returns none.
+    """
 
     delivered: list[Delivered]
     log_probs: list[NDArray[np.float32]]

@@ -85,7 +85,7 @@ _RETENTION = (
     Input("retention_decode_duration_ms", "INT32", ONE, "request"),
 )
 
-# What has come of each sequence of a stream whose server has ended: rows padded with -1, as `output_ids` are.
+# The output so far of each sequence of a stream whose server has ended: rows padded with -1, like `output_ids`.
 _RESUME = (
     Input("resume_output_ids", "INT32", (-1, -1), "request"),
     Input("resume_log_probs", "FP32", (-1, -1), "request"),  # their `output_log_probs`, with return_log_probs
