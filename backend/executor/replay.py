@@ -77,7 +77,7 @@ class Replay:
         return len(prompts), sum(prompts)
 
     def overdue(self, now_s: float, limit_s: float) -> list[RequestId]:
-        """Of these the ones that have waited for more than `limit_s`, or are too large to be kept."""
+        """The new requests that have waited for more than `limit_s`, or are too large to be kept."""
         new = (live for live in self._live.values() if not live.num_lives)
         return [each.request_id for each in new if now_s - each.accepted_s > limit_s or each.num_held_bytes is None]
 

@@ -16,7 +16,8 @@ from deploy.ports import Ports
 from deploy.processes import Process, processes_of_run
 from tests.e2e.conftest import EXACT
 
-WORDS = {"engine": b"backend.executor.engine_process", "gateway": b"gateway", "server": b"bin/tritonserver"}
+# Words in the command lines of what may be killed.
+WORDS = {"server": (b"bin/tritonserver",), "stub": (b"/everbatch/1/model.py", b"/tensorrt_llm/1/model.py")}
 
 
 class Launched:

@@ -21,15 +21,11 @@ from tests.e2e.wire import eventually
 
 TEXT = "def main():\n    for line in open("
 NUM_TOKENS = 400
-VICTIMS = {
-    "tritonserver": b"bin/tritonserver",
-    "stub": b"/everbatch/1/model.py",
-    "stub of tokens": b"/tensorrt_llm/1/model.py",
-}
+VICTIMS = {"tritonserver": b"bin/tritonserver", "stub": b"/everbatch/1/model.py"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Launched]:
+def supervised() -> Iterator[Launched]:
     with launched() as server:
         yield server
 
@@ -121,8 +117,8 @@ def answers(server: Launched, when_all_have_begun: Callable[[], None] = lambda: 
 
 
 @pytest.fixture(scope="module")
-def right(server: Launched) -> dict[str, Any]:
-    found = answers(server)
+def right(supervised: Launched) -> dict[str, Any]:
+    found = answers(supervised)
     assert not [each for each in found.values() if isinstance(each, Exception)], found
     return found
 
@@ -130,14 +126,14 @@ def right(server: Launched) -> dict[str, Any]:
 @pytest.mark.feature("002-34")
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_all_clients_get_the_bytes_that_they_would_have_had(
-    victim: str, server: Launched, right: dict[str, Any]
+    victim: str, supervised: Launched, right: dict[str, Any]
 ) -> None:
     def kill() -> None:
-        pid = server.pid_of(VICTIMS[victim])
+        pid = supervised.pid_of(VICTIMS[victim])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
-    found = answers(server, kill)
+    found = answers(supervised, kill)
     for name, answer in found.items():
         assert answer == right[name], name
-    assert eventually(lambda: server.pid_of(VICTIMS[victim]) is not None, 60)
+    assert eventually(lambda: supervised.pid_of(VICTIMS[victim]) is not None, 60)

@@ -90,7 +90,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Resumed(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client has had of one sequence: all its token ids, and whether its finish_reason has come."""
+    """The output so far of one sequence: all token ids, and whether the client has received its finish_reason."""
 
     token_ids: list[int] = []
     ended: bool = False
