@@ -377,3 +377,15 @@ def test_a_cancel_of_a_turn_that_waits_for_its_guide_keeps_what_the_client_has_h
     guides.tell(request_id)
     lives.run(lambda: client.has_ended)
     assert list(lives.core.sessions.get(("", 7)).token_ids) == [1, 4, 5]
+
+
+def test_output_that_a_client_brings_back_takes_its_place_in_the_queue() -> None:
+    config = replace(CONFIG, limits=LimitsConfig(max_queued_tokens=16))
+    lives = Lives(lambda: EngineCore(config, HashWorkerGroup()))
+    output = oracle([1, 2], 15, 1000)
+    refused = lives.ask(stream([1, 2]), Resume([Delivered(output)]))
+    fits = lives.ask(stream([1, 2]), Resume([Delivered(output[:14])]))
+    lives.run(lambda: refused.has_ended and fits.has_ended)
+    assert "the limit is 16 (limits.max_queued_tokens)" in refused.responses[-1].error_msg
+    tokens = [token for each in fits.responses for token in each.result.output_token_ids[0]]
+    assert output[:14] + tokens == oracle([1, 2], 20, 1000)

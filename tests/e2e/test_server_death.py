@@ -112,7 +112,7 @@ def answers(server: Launched, when_all_have_begun: Callable[[], None] = lambda: 
         thread.start()
     for thread in threads:
         thread.join(600)
-    assert is_done.is_set()
+    assert is_done.is_set(), found
     return found
 
 

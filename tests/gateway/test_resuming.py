@@ -208,3 +208,11 @@ def test_replies_that_have_ended_are_not_waited_for_again() -> None:
     rest = noted(Progress(job(2)), Piece(0, "x", [1], finish_reason="stop"), Piece(1, "y", [2])).rest()
     assert rest is not None and rest.resumed == 1
     assert [one["ended"] for one in rest.request["resume"]] == [True, False]
+
+
+def test_a_choice_that_had_ended_is_not_asked_for_again(served: Served, triton: FakeTriton) -> None:
+    lost(triton, 0)
+    right = ask(served, "completions n = 3", 10, stream=True)
+    lost(triton, 1)
+    assert events(ask(served, "completions n = 3", 10, stream=True)[1]) == events(right[1])
+    assert [one["ended"] for one in triton.last().body["resume"]] == [True, False, False]
