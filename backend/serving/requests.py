@@ -81,13 +81,17 @@ class NameAdapter(NamedTuple):
     directory: str | None = None
 
 
+class Look(NamedTuple):
+    """What does the engine do at this moment?"""
+
+
 class Work(NamedTuple):
     """One row, ready to be handed to the executor. Without a request the row is answered at once.
 
     `delivered`: of a request that another server began, what its client has had of each sequence (serving/resuming.py).
     """
 
-    request: Request | StopSession | NameAdapter | None
+    request: Request | StopSession | NameAdapter | Look | None
     output: RowOutput
     delivered: Sequence[Delivered] = ()
 

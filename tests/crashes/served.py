@@ -132,11 +132,11 @@ def _run_launched(num_kills: int, rng: random.Random, of: str, outcome: Outcome)
     with launched() as server, openai.OpenAI(base_url=server.url, api_key="none", timeout=600) as client:
         all_asks = asks(server.grpc_url, client, over_ends=True)
         started = time.monotonic()
-        right = _answers(all_asks)
+        right = answers_of(all_asks)
         length_s = time.monotonic() - started
         while outcome.num_kills < num_kills:
             moment_s, word = rng.uniform(0.1, 0.7) * length_s, rng.choice(WORDS[of])
-            answers = _answers(all_asks, partial(_kill_launched, server, word, moment_s, outcome))
+            answers = answers_of(all_asks, partial(_kill_launched, server, word, moment_s, outcome))
             _compare(answers, right, outcome)
 
 
@@ -159,11 +159,11 @@ def _compare(answers: dict[str, object], right: dict[str, object], outcome: Outc
 
 def _rounds(server: TritonServer, all_asks: dict[str, Ask], number: int, rng: random.Random, outcome: Outcome) -> None:
     started = time.monotonic()
-    right = _answers(all_asks)
+    right = answers_of(all_asks)
     length_s = time.monotonic() - started
     for _ in range(number):
         moment = rng.uniform(0.1, 0.7) * length_s
-        answers = _answers(all_asks, partial(_kill, server, moment, outcome))
+        answers = answers_of(all_asks, partial(_kill, server, moment, outcome))
         _compare(answers, right, outcome)
         assert eventually(lambda: health(server)["tensorrt_llm"].state == "ready", 60)
 
@@ -180,7 +180,7 @@ def _kill(server: TritonServer, moment_s: float, outcome: Outcome) -> None:
     outcome.num_kills += 1
 
 
-def _answers(all_asks: dict[str, Ask], meanwhile: Callable[[], None] = lambda: None) -> dict[str, object]:
+def answers_of(all_asks: dict[str, Ask], meanwhile: Callable[[], None] = lambda: None) -> dict[str, object]:
     """Send all at once. An exception of a client counts as its answer."""
     answers: dict[str, object] = {}
 
