@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.e2e.resuming import PATIENCE_S, tokens_over_ends
 from tests.e2e.wire import eventually
 
 TEXT = "def main():\n    for line in open("
-NUM_TOKENS = 400
+NUM_TOKENS = 700
 VICTIMS = {"tritonserver": b"bin/tritonserver", "stub": b"/everbatch/1/model.py"}
 
 
@@ -30,6 +30,7 @@ def supervised() -> Iterator[Launched]:
         yield server
 
 
+FIRST = "OpenAI, chat with a schema"  # it takes its time to begin
 OnToken = Callable[[], None]
 
 
@@ -79,19 +80,21 @@ def asks(server: Launched) -> dict[str, Callable[[OnToken], Any]]:
 
     tokens = partial(tokens_over_ends, server.grpc_url, [40, 300, 17, 923, 40], NUM_TOKENS)
     return {
+        FIRST: chat,
         "OpenAI, not streaming": whole,
         "OpenAI, sampled": partial(completion, temperature=2.0, seed=5),  # with parts of characters
         "OpenAI, n = 2, logprobs": partial(completion, n=2, logprobs=2, temperature=1.0, seed=9),
         "OpenAI, stop": partial(completion, temperature=0.9, seed=3, stop=["return", "self.", "\n\n\n"]),
-        "OpenAI, chat with a schema": chat,
         "gRPC": partial(tokens, return_log_probs=True, temperature=1.2, runtime_top_k=40, seed=7),
         "gRPC, penalties": partial(tokens, repetition_penalty=1.3),
         "Python client": python_client,
     }
 
 
-def answers(server: Launched, when_all_have_begun: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """All at once. What is to be done then is done once 60 tokens have come."""
+def answers(
+    server: Launched, when_all_have_begun: Callable[[Iterable[str]], None] = lambda ended: None
+) -> dict[str, Any]:
+    """All at once. `when_all_have_begun` is called once, with the names of those that have ended by then."""
     found: dict[str, Any] = {}
     all_asks, begun, counter, is_done = asks(server), set(), iter(range(1 << 30)), threading.Event()
 
@@ -99,7 +102,7 @@ def answers(server: Launched, when_all_have_begun: Callable[[], None] = lambda: 
         begun.add(name)
         if next(counter) >= 60 and len(begun) == len(all_asks) and not is_done.is_set():
             is_done.set()
-            when_all_have_begun()
+            when_all_have_begun(found)
 
     def run(name: str, ask: Callable[[OnToken], Any]) -> None:
         try:
@@ -108,8 +111,9 @@ def answers(server: Launched, when_all_have_begun: Callable[[], None] = lambda: 
             found[name] = error
 
     threads = [threading.Thread(target=run, args=each) for each in all_asks.items()]
-    for thread in threads:
+    for index, thread in enumerate(threads):
         thread.start()
+        assert index or eventually(lambda: FIRST in begun or FIRST in found, 120)
     for thread in threads:
         thread.join(600)
     assert is_done.is_set(), found
@@ -128,12 +132,16 @@ def right(supervised: Launched) -> dict[str, Any]:
 def test_all_clients_get_the_bytes_that_they_would_have_had(
     victim: str, supervised: Launched, right: dict[str, Any]
 ) -> None:
-    def kill() -> None:
-        pid = supervised.pid_of(VICTIMS[victim])
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+    dead = supervised.pid_of(VICTIMS[victim])
+    assert dead is not None
+    had_ended: list[str] = []
+
+    def kill(ended: Iterable[str]) -> None:
+        os.kill(dead, signal.SIGKILL)
+        had_ended.extend(ended)
 
     found = answers(supervised, kill)
+    assert len(found) - len(had_ended) >= 4, f"before the kill {had_ended} had ended"
     for name, answer in found.items():
         assert answer == right[name], name
-    assert eventually(lambda: supervised.pid_of(VICTIMS[victim]) is not None, 60)
+    assert eventually(lambda: supervised.pid_of(VICTIMS[victim]) not in (None, dead), 120)
