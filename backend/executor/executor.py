@@ -224,9 +224,10 @@ class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
 
     def _submit(self, request: Request, on_response: OnResponse, resume: Resume | None, mailbox: bool) -> RequestId:
         def command(request_id: RequestId) -> Submit:
-            if request.session is None or (resume is not None and resume.is_again):
-                return Submit(request_id, request, resume)
             known = resume or Resume()
+            is_named = bool(known.turn) and not known.turn.endswith("/")
+            if request.session is None or is_named:
+                return Submit(request_id, request, resume)
             turn = (
                 known.turn + f"{self._name}-{request_id & COUNTER}"
             )  # behind the client's part of the name, if there is one

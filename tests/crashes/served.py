@@ -129,7 +129,10 @@ def run_served(num_kills: int, seed: int = 0, of: str = "engine") -> Outcome:
 
 
 def _run_launched(num_kills: int, rng: random.Random, of: str, outcome: Outcome) -> None:
-    with launched() as server, openai.OpenAI(base_url=server.url, api_key="none", timeout=600) as client:
+    with (
+        launched() as server,
+        openai.OpenAI(base_url=server.url, api_key="none", timeout=600, max_retries=60) as client,
+    ):
         all_asks = asks(server.grpc_url, client, over_ends=True)
         started = time.monotonic()
         right = answers_of(all_asks)

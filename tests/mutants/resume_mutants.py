@@ -124,7 +124,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     # Requests that come while there is no engine.
     "newcomers_are_blamed": (
-        change(Replay, "_blame", ("            if not live.num_lives:\n                continue\n", "")),
+        change(Replay, "_blame", ("        if not live.num_lives:\n            continue\n", "")),
         NEWCOMERS,
     ),
     "newcomers_have_a_place_for_sure": (
