@@ -17,6 +17,8 @@ from tests.executor.helpers import POOL
 from tests.executor.test_replay import Heard, kill, stream
 from tests.fakes.hash_worker import oracle
 
+WAITS = msgspec.structs.replace(POOL, triton=TritonConfig(hold_new_s=60))
+
 
 def kill_for_a_while(owner: Executor) -> None:
     """No engine is there for the next seconds."""
@@ -25,7 +27,8 @@ def kill_for_a_while(owner: Executor) -> None:
 
 
 @pytest.mark.feature("002-34")
-def test_a_request_that_comes_while_no_engine_is_there_waits_for_the_next_one(owner: Executor) -> None:
+def test_a_request_that_comes_while_no_engine_is_there_waits_for_the_next_one(launch: Callable[..., Executor]) -> None:
+    owner = launch(WAITS)
     running = Heard(owner, stream([1, 7], 300))
     running.wait(3)
     kill_for_a_while(owner)
@@ -36,7 +39,8 @@ def test_a_request_that_comes_while_no_engine_is_there_waits_for_the_next_one(ow
     assert owner.pauses.resumed_requests == 1, "a new one is not resumed"
 
 
-def test_one_that_is_cancelled_while_it_waits_ends(owner: Executor) -> None:
+def test_one_that_is_cancelled_while_it_waits_ends(launch: Callable[..., Executor]) -> None:
+    owner = launch(WAITS)
     kill_for_a_while(owner)
     late = Heard(owner, stream([1, 5], 5000))
     owner.cancel_request(late.request_id)
@@ -91,7 +95,7 @@ def test_those_that_have_waited_for_too_long_are_named() -> None:
 
 
 def test_as_many_wait_as_the_queue_of_the_engine_holds(launch: Callable[..., Executor]) -> None:
-    owner = launch(msgspec.structs.replace(POOL, limits=LimitsConfig(max_queue_size=2)))
+    owner = launch(msgspec.structs.replace(WAITS, limits=LimitsConfig(max_queue_size=2)))
     kill_for_a_while(owner)
     heard = [Heard(owner, stream([i, 2], 5)) for i in range(2)]
     with pytest.raises(EngineUnavailable, match="2 new requests wait for the engine"):
