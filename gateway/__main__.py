@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         ("max-body-bytes", int, "of one request"),
         ("body-timeout-s", float, "for a body to arrive"),
         ("request-timeout-s", float, "for a reply to be complete"),
+        ("resume-timeout-s", float, "for a server that has ended to be back, until a reply is given up; 0: at once"),
         ("max-requests", int, "POST requests at once; more get 429"),
         ("max-choices", int, "replies at once; more get 429"),
         ("max-choices-per-request", int, "prompts times n, or best_of, of one request"),

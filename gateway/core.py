@@ -85,7 +85,8 @@ class Gateway:
     async def linked(self) -> AsyncIterator[None]:
         """While the application runs: the link, which belongs to its event loop."""
         settings = self.settings
-        self.link = TritonLink(settings.triton, settings.triton_model, settings.request_timeout_s, self.turns)
+        timeout_s, patience_s = settings.request_timeout_s, settings.resume_timeout_s
+        self.link = TritonLink(settings.triton, settings.triton_model, timeout_s, self.turns, patience_s)
         yield
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self.link.close()
@@ -173,7 +174,7 @@ class Gateway:
     async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:
         """The cheap path of a token: one event, one write. Clients that take each HTTP chunk for an event, as
         perf_analyzer and genai-perf do, cannot read two in one."""
-        async with aclosing(pieces(self.link, jobs, context)) as source:
+        async with aclosing(pieces(self.link, jobs, context, out.waiting)) as source:
             async for index, piece in source:
                 for event in chunks.of(index, piece):
                     await out.event(event)
@@ -188,7 +189,7 @@ class Gateway:
     ) -> None:
         """A reply of /v1/responses, kept for later turns unless `store` is false."""
         message = asked.message
-        async with aclosing(pieces(self.link, [job], context)) as source:
+        async with aclosing(pieces(self.link, [job], context, out.waiting)) as source:
             async for _, piece in source:
                 if not message.stream:
                     writer.take(piece)

@@ -36,6 +36,7 @@ _STATUS_OF_CODE = {
 _OVERLOAD = re.compile(r"queue|max_queue_size|overload|too many", re.IGNORECASE)
 _GUIDE = re.compile(r"guide((?:\.\w+|\[\d+\])*): ")  # the model's errors about a guide begin with the place in it
 _NO_GUIDES = "GuidedDecoder"  # the first word where no guide is taken at all
+_DEAD_STUB = re.compile(r"Stub process '.*' is not healthy")  # Triton's words until the launcher has started it again
 _CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
 # keys of the Triton model that clients know, and what OpenAI calls those that have another name there
 _SAME_NAME = (
@@ -104,6 +105,14 @@ class GatewayError(Exception):
         return _TYPES.get(self.status, "server_error")
 
 
+class ConnectionLost(GatewayError):
+    """The server has ended, or its connection broke. `was_taken`: it may have had the request by then."""
+
+    def __init__(self, message: str, was_taken: bool = True) -> None:
+        super().__init__(503, message, code="service_unavailable", retry_after=RETRY_UNAVAILABLE_S)
+        self.was_taken = was_taken
+
+
 def overloaded(message: str) -> GatewayError:
     return GatewayError(429, message, code="rate_limit_exceeded", retry_after=RETRY_OVERLOAD_S)
 
@@ -124,6 +133,8 @@ def from_triton(text: str, origin: GuideOrigin | None = None) -> GatewayError:
     `origin`: what the guide of the request was made of.
     """
     found = _CODED.match(text)
+    if _DEAD_STUB.search(text):
+        return ConnectionLost("the model's process has ended; try again when /health answers 200")
     if found is None:
         if "unknown model" in text or "is not ready" in text or "unavailable" in text:
             return unavailable("the model is not loaded; try again when /health answers 200")

@@ -35,6 +35,7 @@ class Settings:
     max_body_bytes: int = 4 * MIB
     body_timeout_s: float = 30.0  # for the whole body to arrive
     request_timeout_s: float = 600.0  # for the whole reply
+    resume_timeout_s: float = 120.0  # a reply whose server ends waits so long for the next one; 0: it gets an error
     max_requests: int = 256  # POST requests at once
     max_choices: int = 512  # replies (choices) that are generated at once, of all requests together
     max_choices_per_request: int = 128  # prompts times n, or best_of, of one request

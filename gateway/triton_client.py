@@ -16,7 +16,7 @@ import grpc  # type: ignore[import-untyped]
 import msgspec
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from gateway.errors import GatewayError, from_triton, unavailable
+from gateway.errors import ConnectionLost, GatewayError, from_triton, unavailable
 from gateway.origin import GuideOrigin
 from gateway.turns import Turns
 
@@ -30,6 +30,7 @@ _OPTIONS = [
 ]
 MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
 LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in a turn
+ENDED_EARLY = "the server ended this reply early; try again"
 _READY_TIMEOUT_S = 2.0
 
 
@@ -44,6 +45,7 @@ class Job:
     namespace: str
     choices: int = 1
     origin: GuideOrigin | None = None
+    resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -66,6 +68,7 @@ class Piece(msgspec.Struct):
     max_model_len: int | None = None  # in the answer to a request that only tokenises
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
+    seed: int | None = None  # in the first piece of a stream that samples, where the request names none
     score: float = 0.0  # how relevant a document is to a query, 0 to 1
 
     @property
@@ -80,8 +83,10 @@ _decoder = msgspec.json.Decoder(Piece)
 class TritonLink:
     """Belongs to the event loop it is made in."""
 
-    def __init__(self, url: str, model: str, timeout_s: float, turns: Turns) -> None:
+    def __init__(self, url: str, model: str, timeout_s: float, turns: Turns, patience_s: float = 0.0) -> None:
+        """`patience_s`: how long a reply whose server has ended waits for the next one; 0: it ends with an error."""
         self._model, self._timeout_s, self._turns = model, timeout_s, turns
+        self.patience_s = patience_s
         self._asking: asyncio.Task[bool] | None = None
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -93,7 +98,7 @@ class TritonLink:
         """
         call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
         try:
-            open_choices = job.choices
+            open_choices = job.choices - job.resumed
             while (answer := await call.read()) is not grpc.aio.EOF:
                 data = _contents(answer, job.origin)
                 for piece in _pieces(data):
@@ -103,7 +108,7 @@ class TritonLink:
                     open_choices -= piece.finish_reason is not None
                 if not open_choices:
                     return
-            raise unavailable("the server ended this reply early; try again")
+            raise ConnectionLost(ENDED_EARLY)
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
@@ -156,7 +161,7 @@ def _contents(answer: Any, origin: GuideOrigin | None) -> memoryview:
         raise from_triton(answer.error_message, origin)
     contents = answer.infer_response.raw_output_contents
     if not contents:
-        raise unavailable("the server ended this reply early; try again")
+        raise unavailable(ENDED_EARLY)
     return memoryview(contents[0])
 
 
@@ -178,5 +183,6 @@ def _from_rpc(error: grpc.RpcError) -> GatewayError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return GatewayError(408, "no answer in time; ask for fewer tokens", code="timeout")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return unavailable("the inference server cannot be reached; try again when /health answers 200")
+        text = "the inference server cannot be reached; try again when /health answers 200"
+        return ConnectionLost(text, was_taken="connect to" not in details)
     return from_triton(details)

@@ -6,6 +6,7 @@ The engine checks the rest, which depends on its state (session history, size of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -122,11 +123,26 @@ def _check_range(name: str, value: float, least: float, greatest: float, exclude
         raise InvalidRequest(f"{name} is {value}, allowed is {above}{least} to {greatest}")
 
 
-def check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequest for the first token id that the vocabulary does not have."""
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(f"{name} {wrong} is outside the vocabulary; allowed is 0 to {vocab_size - 1}")
+
+
+def check_outputs_so_far(outputs: Sequence[Sequence[int]], request: Request, vocab_size: int, max_seq_len: int) -> None:
+    """Raise InvalidRequest for output token ids, one list for each sequence, that cannot have come of a checked request."""
+    count = request.sampling_config.num_return_sequences or 1
+    if len(outputs) != count:
+        raise InvalidRequest(f"resume has {len(outputs)} entries, expected is one for each of the {count} sequences")
+    most = min(request.max_tokens, max_seq_len - len(request.input_token_ids))
+    for ids in outputs:
+        if len(ids) > most:
+            raise InvalidRequest(
+                f"resume has {len(ids)} output tokens of a sequence, and the request allows {most}; send the request as it was, "
+                f"with the tokens that came of it"
+            )
+        check_ids("resume: output token", ids, vocab_size)
 
 
 def _check_words(name: str, words: list[list[int]], max_words: int, limits: RequestLimits) -> None:

@@ -1,8 +1,9 @@
 """Triton's gRPC with a model `everbatch` that follows the contract and says what the prompt tells it to.
 
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
-tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
-stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
+tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "lose N" breaks the
+connection after N responses, `losses` times; "cut" ends the stream without a last response; "silent" says nothing until it is
+cancelled; "junk" says a token and then what is no JSON.
 "say TEXT" says it. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
 response has them all.
 """
@@ -31,7 +32,7 @@ KEYS = {
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions"),
+    *("embed", "rank", "dimensions", "resume"),
 }
 
 
@@ -67,6 +68,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[Seen] = []
         self.adapters = ["doll"]
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
+        self.losses = 0  # connections that break under "lose"
         self.ready = True  # the server
         self.model_ready = True
         self.readiness_asked = 0
@@ -148,6 +150,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             seen.ended.wait(30)
         elif command == "silent":
             seen.ended.wait(30)
+        elif command == "lose":
+            yield from self._losing(seen, context, int(rest))
         elif command == "junk":
             yield piece(seen, [" tick"], None)
             broken = piece(seen, [" tock"], None)
@@ -163,6 +167,29 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield response(seen, [vector(seen)])
         else:
             yield from plain(seen)
+
+    def _losing(self, seen: Seen, context: Any, count: int) -> Iterator[Any]:
+        """WORDS, one in a response; after `count` responses the connection breaks, as often as `losses` says."""
+        number = seen.body.get("n", 1)
+        had = seen.body.get("resume", [{}] * number)
+        for index, one in enumerate(had):
+            if one.get("token_ids"):
+                seen.words[index] = len(one["token_ids"])
+        left = [range(seen.words.get(index, 0), 0 if one.get("ended") else len(WORDS)) for index, one in enumerate(had)]
+        turns = sorted((place, index) for index, places in enumerate(left) for place in places)
+        if not seen.body.get("stream"):
+            if self.losses:
+                self.losses -= 1
+                context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            yield response(seen, [told(seen, WORDS, "stop", index) for index in range(number)])
+            return
+        for sent, (place, index) in enumerate(turns):
+            if self.losses and sent == count:
+                self.losses -= 1
+                context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            reason = "stop" if place == len(WORDS) - 1 else None
+            value = told(seen, [WORDS[place]], reason, index)
+            yield response(seen, [value if sent or "seed" in seen.body else {**value, "seed": 7}])
 
     def _change_adapters(self, seen: Seen) -> Any:
         loaded, unloaded = seen.body.get("load_adapter"), seen.body.get("unload_adapter")

@@ -2,7 +2,10 @@
 
     request   STRING [1]   {"messages": [...]} or {"prompt": "..."} or {"prompt_token_ids": [...]}, and the fields of Generate
     response  STRING [n]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a sequence has
-                           `finish_reason`, `stop_reason` and `usage` besides
+                           `finish_reason`, `stop_reason` and `usage` besides, and the first one of a stream the `seed` where
+                           the request has none and samples
+
+`resume` goes on with a stream whose server has ended: the request as it was, with its seed, and what came of each sequence.
 
 With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name.
 
@@ -25,6 +28,7 @@ from backend.api import InvalidRequest, OutputConfig, Request
 from backend.api.guide import Guide
 from backend.api.limits import check_ids
 from backend.api.response import PromptLogProb
+from backend.core.messages import Delivered
 from backend.serving.fronts.adapter_commands import is_command, read_command
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
@@ -42,6 +46,7 @@ from backend.serving.named_adapters import named_adapter
 from backend.serving.outputs import Answer, Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
+from backend.serving.resuming import check_resumed
 from backend.serving.sequence_output import SequenceOutput
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.text.accumulator import OutputDelta
@@ -82,6 +87,14 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
+    resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
+
+
+class Resumed(Struct, frozen=True, forbid_unknown_fields=True):
+    """The output so far of one sequence: all token ids, and whether the client has received its finish_reason."""
+
+    token_ids: list[int] = []
+    ended: bool = False
 
 
 class Choice(Struct, frozen=True):
@@ -114,6 +127,7 @@ class Generated(Struct, frozen=True):
     finish_reason: str | UnsetType = UNSET
     stop_reason: str | int | None | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
 
 
@@ -165,8 +179,12 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
     )
 
+    delivered = [Delivered(one.token_ids, has_ended=one.ended) for one in asked.resume or ()]
+    check_resumed(request, delivered, context.model, has_seed=asked.seed is not None, streaming=asked.stream)
+    left = iter(delivered)
+
     def new_sequence() -> SequenceOutput:
-        return SequenceOutput(
+        sequence = SequenceOutput(
             TextStream(
                 tools.tokenizer,
                 prompt.ids,
@@ -179,10 +197,19 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
             every_token=context.config.triton.one_response_per_token,
             hidden_ends=() if asked.include_stop_in_output else request.end_ids,
         )
+        if (had := next(left, None)) is not None:
+            sequence.take_up(had.token_ids, had.has_ended)
+        return sequence
 
     texts = [] if asked.logprobs is None else [TokenTexts(tools.tokenizer, prompt.ids) for _ in range(asked.n)]
-    render = renderer(asked, prompt, texts, tools.tokenizer)
-    return [Work(request, choices_output(asked, new_sequence, render, streaming=asked.stream, joint=not asked.stream))]
+    for of_tokens, had in zip(texts, delivered):
+        for token_id in had.token_ids:
+            of_tokens.push(token_id)
+    sampling = request.sampling_config
+    chosen_seed = None if asked.seed is not None or sampling.is_greedy or not asked.stream else sampling.seed
+    render = renderer(asked, prompt, texts, tools.tokenizer, chosen_seed)
+    output = choices_output(asked, new_sequence, render, streaming=asked.stream, joint=not asked.stream)
+    return [Work(request, output, delivered)]
 
 
 def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext) -> Arrays:
@@ -234,8 +261,11 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     return _Prompt(text, ids)
 
 
-def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer) -> Render:
-    """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for."""
+def renderer(
+    asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer, seed: int | None = None
+) -> Render:
+    """`texts`: token texts of each sequence, for its log-probabilities; empty without. `seed`: the one to report, if any."""
+    untold = iter(()) if seed is None else iter((seed,))
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
 
     def render(deltas: Sequence[OutputDelta]) -> Arrays:
@@ -258,7 +288,7 @@ def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], toke
         index = delta.sequence if asked.n > 1 else UNSET
         choices = _choices(delta, texts[delta.sequence]) if texts else UNSET
         prompt_choices = UNSET if of_prompt is None else of_prompt.once(delta.sequence)
-        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **end)
+        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **end, seed=next(untold, UNSET))
 
     return render
 
