@@ -66,6 +66,9 @@ class Dialect(NamedTuple):
         return self.marks._replace(follow=self.tools.start) if must_call and self.tools.start else self.marks
 
 
+DEFAULT = Dialect.of(Settings())
+
+
 def budget_of(message: Thinking) -> int | None:
     """The most tokens of reasoning; None: no limit. Raises GatewayError for two names that differ."""
     given = {name: value for name in BUDGETS if (value := getattr(message, name)) is not None}

@@ -79,6 +79,13 @@ class Source:
         if not (yield from self.takes(word)):
             raise NotACall
 
+    def goes_on(self, end: str) -> Waiting[bool]:
+        """Skip white space, and what ends a run of calls. False if it has ended, or the answer has."""
+        yield from self.space()
+        if (yield from self.takes(end)):
+            return False
+        return not self.is_over or self.at < len(self.text)
+
     def until(self, *words: str) -> Waiting[str]:
         """Skip up to and with the first occurrence of any of these words; returns the text ahead of it."""
         start = searched = self.at
