@@ -1,4 +1,4 @@
-"""Which formats a model writes in, found in its chat template: for whoever starts the endpoint."""
+"""The formats that a model writes in, found in its chat template. The launcher of the endpoint asks for them."""
 
 from __future__ import annotations
 

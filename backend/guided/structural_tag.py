@@ -24,7 +24,7 @@ _FORM = '{"type": "structural_tag", "structures": [{"begin": TEXT, "schema": SCH
 _PARTS = 'TEXT, {"schema": SCHEMA}, {"until": TEXT} or {"optional": [PARTS]}'
 _KEYS = {"type", "structures", "triggers", "free_text", "at_most_one", "group"}
 MAX_STRUCTURES = 128
-MAX_PARTS = 512  # of one structure, those that are optional included
+MAX_PARTS = 512  # in one structure, with those that are optional
 
 
 class Json(NamedTuple):

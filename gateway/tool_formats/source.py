@@ -16,11 +16,11 @@ from gateway.parts import Call
 _Found = TypeVar("_Found")
 Waiting = Generator[None, None, _Found]  # a step of a parser, which returns what it has found
 Parsing = Generator[Call | None, None, None]
-MAX_DEPTH = 64  # of the JSON of one call, and of brackets in Python
+MAX_DEPTH = 64  # brackets within brackets in one call
 _JSON = {
     False: re.compile(r'["{}\[\]]'),
     True: re.compile(r'["\\]'),
-}  # what changes the state: outside of a string, in one
+}  # characters that change the state outside of a string, and in one
 _SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[a-zA-Z0-9_.-]*")
 MAX_NAME = 256
