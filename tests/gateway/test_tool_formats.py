@@ -80,6 +80,7 @@ HARMONIES = [
     ' to=functions.x<|channel|>commentary json<|message|>{"a": 1}',
     "<|start|>" + "x" * 600 + "<|message|>",
     "<|channel|>analysis<|message|>cut off <|en",
+    "<|start|>" + "y" * 600,
 ]
 
 
@@ -100,6 +101,7 @@ def test_channels_are_reasoning_content_and_calls() -> None:
     assert read_all(HarmonyReader(), [HARMONIES[4]])[2] == [("x", '{"a": 1}')]
     assert read_all(HarmonyReader(), [HARMONIES[5]])[0] == HARMONIES[5]
     assert read_all(HarmonyReader(), [HARMONIES[6]])[1] == "cut off <|en"
+    assert read_all(HarmonyReader(), [HARMONIES[7]])[0] == HARMONIES[7]
 
 
 @pytest.mark.parametrize("text", HARMONIES)

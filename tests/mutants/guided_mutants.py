@@ -87,7 +87,7 @@ MUTANTS = {
         GRAMMARS,
     ),
     "any_whitespace_in_structures": (
-        change(llguidance_backend, "_body", ('{**schema, "x-guidance": _OPTIONS}', "schema")),
+        change(llguidance_backend, "_json_rule", ("{**schema, 'x-guidance': _OPTIONS}", "schema")),
         GRAMMARS,
     ),
     "places_in_our_own_grammar_are_told": (
