@@ -5,7 +5,7 @@ from __future__ import annotations
 from backend.api import guide
 from backend.engine.core import EngineCore
 from backend.engine.preparation import Preparation
-from backend.guided import compiler, llguidance_backend, schema_parts, sentences, vocabulary
+from backend.guided import compiler, llguidance_backend, schema_parts, sentences, structural_tag, vocabulary
 from backend.guided.compile_errors import error_of
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
@@ -111,9 +111,7 @@ MUTANTS = {
         GATEWAY,
     ),
     "triggers_may_overlap": (
-        change(
-            llguidance_backend, "parse_structural_tag", ("if any(other != trigger", "if False and any(other != trigger")
-        ),
+        change(structural_tag, "_check_triggers", ("if any(other != trigger", "if False and any(other != trigger")),
         GRAMMARS,
     ),
     "nesting_counts_round_brackets_only": (change(guide, "nesting", ('"([{"', '"[{"')), GUIDE),
