@@ -53,6 +53,7 @@ class Usage(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     discarded_tokens: int = 0  # tokens of replies that best_of has left out; in the first of the others
+    reasoning_tokens: int = 0  # among completion_tokens
 
 
 class Piece(msgspec.Struct):
