@@ -22,7 +22,8 @@ from gateway.request_context import SCOPE_KEY, RequestContext
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
 
-OPEN_TO_ALL = ("/health", "/openapi.json")  # they need no key, and have no body that would be read
+OPEN_TO_ALL = ("/", "/health", "/openapi.json")  # they need no key, and have no body that would be read
+PAGE = "/page/"  # the files of the page at /, open as well (gateway/page_routes.py)
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
 _log = logging.getLogger("everbatch.gateway")
 
@@ -59,7 +60,7 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         try:
             headers = Headers(scope=scope)
-            is_open = scope["path"] in OPEN_TO_ALL
+            is_open = scope["path"] in OPEN_TO_ALL or scope["path"].startswith(PAGE)
             context.is_forwarded = any(name in headers for name in OF_PROXIES)
             if self._keys is not None and not is_open:
                 context.client = _client(headers, self._keys)

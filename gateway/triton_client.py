@@ -71,6 +71,7 @@ class Piece(msgspec.Struct):
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
     seed: int | None = None  # in the first piece of a stream that samples, where the request names none
     score: float = 0.0  # how relevant a document is to a query, 0 to 1
+    live: msgspec.Raw = msgspec.Raw(b"null")  # in the answer to a look: a LiveView (backend/api/live_view.py), not decoded
 
     @property
     def shown_logprobs(self) -> list[msgspec.Raw] | None:
