@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 
 from gateway.errors import GatewayError, unavailable
-from gateway.triton_client import Job, TritonLink
+from gateway.triton_client import Job, Piece, TritonLink
 
 SLOWEST_HZ, FASTEST_HZ, USUAL_HZ = 1.0, 10.0, 5.0  # views a second that a viewer may ask for
 LOOK_TIMEOUT_S = 5.0  # a step of a large model on a CPU may take seconds, and a view is made between two steps
 AWAY_PERIOD_S = 1.0  # from one question to the next while the engine does not answer
+Ask = Callable[[Job], Awaitable[Piece]]
 
 
 class LiveFeed:
@@ -54,25 +54,33 @@ class LiveFeed:
             await self._renewed.wait_for(lambda: self._number > number)
 
     async def _poll(self, link: TritonLink) -> None:
+        while True:
+            try:
+                async with link.asking() as ask:
+                    await self._ask_again_and_again(ask)
+            except GatewayError as error:
+                await self._publish(away_event(error))
+            await asyncio.sleep(AWAY_PERIOD_S)
+
+    async def _ask_again_and_again(self, ask: Ask) -> None:
+        """Until that fails. Raises GatewayError."""
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()
-            try:
-                event, period_s = view_event(await _look(link)), 1 / max(self._rates)
-            except GatewayError as error:
-                event, period_s = away_event(error), AWAY_PERIOD_S
-            async with self._renewed:
-                self._event, self._number = event, self._number + 1
-                self._renewed.notify_all()
-            await asyncio.sleep(max(0.0, began + period_s - clock()))
+            await self._publish(view_event(await _look(ask)))
+            await asyncio.sleep(max(0.0, began + 1 / max(self._rates) - clock()))
+
+    async def _publish(self, event: bytes) -> None:
+        async with self._renewed:
+            self._event, self._number = event, self._number + 1
+            self._renewed.notify_all()
 
 
-async def _look(link: TritonLink) -> bytes:
+async def _look(ask: Ask) -> bytes:
     """A LiveView as JSON. Raises GatewayError."""
-    job = Job({"look": True}, f"{secrets.token_hex(12)}-0", "")
     try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S), aclosing(link.stream(job)) as source:
-            view = bytes((await anext(source)).live)
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            view = bytes((await ask(Job({"look": True}, f"{secrets.token_hex(12)}-0", ""))).live)
     except TimeoutError:
         raise unavailable(f"the engine has not answered for {LOOK_TIMEOUT_S:g} s") from None
     except msgspec.MsgspecError:  # The viewers hear of it; the next view may be whole.

@@ -26,6 +26,7 @@ export function count(number) {
 
 /** A duration for people. */
 export function duration(seconds) {
+  if (seconds > 0 && seconds < 0.001) return "under 1 ms";
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;

@@ -38,7 +38,7 @@ function details(row) {
   if (row.num_cached_tokens) parts.push(`reused ${count(row.num_cached_tokens)}`);
   if (row.num_recomputed_tokens) parts.push(`computed again ${count(row.num_recomputed_tokens)}`);
   if (row.num_evictions) parts.push(`evicted ${count(row.num_evictions)} times`);
-  if (row.num_blocks) parts.push(`${count(row.num_blocks)} blocks`);
+  if (row.num_blocks) parts.push(`blocks ${count(row.num_blocks)}`);
   return [...parts, duration(row.age_s ?? 0)];
 }
 
@@ -56,14 +56,14 @@ export function showSessions(view, colours, pace) {
       el("span", { class: "number" }, `${count(cached)} of ${count(all)} cached`),
     );
     const meter = el("progress", { max: Math.max(1, all), value: cached, class: "kept", "aria-label": "tokens with KV" });
-    return el("li", {}, head, meter, el("div", { class: "details" }, cost(all - cached, pace)));
+    return el("li", {}, head, meter, el("div", { class: "details" }, cost(all - 1 - cached, pace)));
   });
   const more = view.num_sessions - view.sessions.length;
   if (more > 0) items.push(el("li", { class: "none" }, `and ${count(more)} more that run or rest`));
   byId("sessions").replaceChildren(...items);
 }
 
-/** What an eviction costs the next turn of a session. */
+/** What an eviction costs the next turn of a session. The latest token has no KV before that turn, evicted or not. */
 function cost(evicted, pace) {
   if (evicted <= 0) return "nothing to compute again";
   const time = pace ? `, about ${duration(evicted / pace)}` : "";

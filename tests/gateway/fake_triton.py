@@ -118,7 +118,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=self.model_ready and request.name == "everbatch")
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        message = next(requests)
+        for message in requests:
+            yield from self._serve(message, context)
+
+    def _serve(self, message: Any, context: Any) -> Iterator[Any]:
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
         seen = Seen(json.loads(raw[4:]), message.id, message.parameters["cache_salt"].string_param)

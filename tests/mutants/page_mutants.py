@@ -37,13 +37,16 @@ MUTANTS = {
         LIVE,
     ),
     "a_viewer_who_leaves_still_sets_the_pace": (change(LiveFeed, "events", ("self._rates.remove(hz)", "pass")), LIVE),
-    "the_slowest_viewer_sets_the_pace": (change(LiveFeed, "_poll", ("max(self._rates)", "min(self._rates)")), LIVE),
+    "the_slowest_viewer_sets_the_pace": (
+        change(LiveFeed, "_ask_again_and_again", ("max(self._rates)", "min(self._rates)")),
+        LIVE,
+    ),
     "a_viewer_gets_what_an_earlier_one_has_seen": (
         change(LiveFeed, "events", ("seen = self._number  # an", "seen = -1  # an")),
         LIVE,
     ),
     "the_poller_ends_with_the_first_failure": (
-        change(LiveFeed, "_poll", ("event, period_s = away_event(error), AWAY_PERIOD_S", "raise")),
+        change(LiveFeed, "_poll", ("await self._publish(away_event(error))", "raise")),
         LIVE,
     ),
     "a_model_without_views_is_passed_on": (change_everywhere(live._look, ('if view == b"null":', "if False:")), LIVE),
@@ -55,6 +58,10 @@ MUTANTS = {
         change_everywhere(
             page_routes.add_page_routes, ("gateway.check_may_read_metrics(visit_of(request.scope).client)", "pass")
         ),
+        LIVE,
+    ),
+    "pages_of_other_servers_have_the_engine_asked": (
+        change_everywhere(page_routes._check_site, ('("none", "same-origin")', '("none", "same-origin", "same-site")')),
         LIVE,
     ),
     "a_stream_never_ends": (
