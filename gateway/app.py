@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from gateway import translate
 from gateway.adapters import add_adapter_routes
 from gateway.answers import Outlet
+from gateway.anthropic_routes import add_message_routes
 from gateway.choices import whole
 from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, completion_body
 from gateway.conversations import add_conversation_routes
@@ -61,6 +62,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     api.add_exception_handler(GatewayError, _gateway_error)
     add_generating_routes(api, gateway)
     add_response_routes(api, gateway)
+    add_message_routes(api, gateway)
     add_vector_routes(api, gateway)
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
@@ -164,7 +166,9 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/v1/models", responses=answer_of(ModelList))
     async def models(request: Request) -> Response:
         names = gateway.models(visit_of(request.scope).client)
-        return as_json({"object": "list", "data": [await gateway.card(name) for name in names]})
+        ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": None, "last_id": None}
+        cards = [await gateway.card(name) for name in names]
+        return as_json({"object": "list", "data": cards, "has_more": False, **ends})
 
     @api.get("/v1/models/{name:path}", responses=answer_of(ModelCard))
     async def model(request: Request, name: str) -> Response:
@@ -172,6 +176,8 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
         return as_json(await gateway.card(name))
 
     @api.get("/health", responses=answer_of(Health))
+    @api.get("/ping", responses=answer_of(Health))
+    @api.post("/ping", responses=answer_of(Health))
     async def health() -> Response:
         if gateway.running.stopping or not await gateway.link.is_ready():
             raise unavailable("the server is not ready: the model is being loaded, or the server is being stopped")
@@ -194,8 +200,10 @@ def wants_usage(message: Completing) -> bool:
 
 async def _gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    visit_of(request.scope).error = error
-    return as_json(error.body(), error.status, error.headers)
+    context = visit_of(request.scope)
+    context.error = error
+    status, body = context.refusal(error)
+    return as_json(body, status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -26,13 +26,22 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]  # this and the next three: what Anthropic's client reads
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
     max_model_len: int | None = None  # tokens of prompt and answer together; absent while the model cannot be asked
+    max_input_tokens: int | None = None  # the same by Anthropic's names
+    max_tokens: int | None = None
     parent: str | None = None  # the model that a LoRA adapter belongs to; None for a model
 
 
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class Health(BaseModel):

@@ -53,6 +53,14 @@ class Usage(msgspec.Struct, gc=False):
     discarded_tokens: int = 0  # tokens of replies that best_of has left out; in the first of the others
 
 
+class PromptTold(msgspec.Struct, gc=False):
+    """What is known of the prompt when the first token comes; `token_ids` where they were asked for."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] | None = None
+
+
 class Piece(msgspec.Struct):
     """One response of the model about one reply. The last one has a finish_reason, `stop` or `length`, and the usage."""
 
@@ -63,6 +71,7 @@ class Piece(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
+    prompt: PromptTold | None = None  # in the first piece, where it is asked for
     max_model_len: int | None = None  # in the answer to a request that only tokenises
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed

@@ -3,7 +3,7 @@
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
 stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
-"say TEXT" says it. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
+"say TEXT" says it; "full" ends at the model's length, "stopped by STOP" at a stop string. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
 response has them all.
 """
 
@@ -24,6 +24,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 WORDS = ["Hello", " wörld", " 🌍", "!"]
+PROMPT_IDS = [11, 12, 13, 14, 15, 16, 17]
 KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
@@ -31,7 +32,7 @@ KEYS = {
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions"),
+    *("embed", "rank", "dimensions", "tell_prompt"),
 }
 
 
@@ -157,6 +158,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield piece(seen, [" tick"], "timeout")
         elif command == "say":
             yield from said(seen, rest)
+        elif command == "full":
+            yield piece(seen, [" tick"], "length")
+        elif command == "stopped":
+            yield piece(seen, [" tick"], "stop", stop=rest.removeprefix("by "))
         elif command == "flood":
             yield from flood(seen, int(rest))
         elif {"embed", "rank"} & seen.body.keys():
@@ -221,9 +226,10 @@ def flood(seen: Seen, count: int) -> Iterator[Any]:
     yield piece(seen, ["x" * 1024], "stop")
 
 
-def piece(seen: Seen, words: list[str], reason: str | None) -> Any:
-    """A response that tells of one reply."""
-    return response(seen, [told(seen, words, reason)])
+def piece(seen: Seen, words: list[str], reason: str | None, stop: str | None = None) -> Any:
+    """A response that tells of one reply. `stop`: the stop string that has ended it."""
+    value = told(seen, words, reason)
+    return response(seen, [value | {"stop_reason": stop} if reason is not None else value])
 
 
 def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> dict[str, Any]:
@@ -237,6 +243,9 @@ def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> di
     of_prompt = seen.body.get("prompt_logprobs")
     if is_first and of_prompt is not None:
         value["prompt_logprobs"] = scored(seen.text(), of_prompt)
+    if is_first and (asked := seen.body.get("tell_prompt")):
+        value["prompt"] = {"prompt_tokens": 7, "cached_tokens": 6 if index else 3}
+        value["prompt"] |= {"token_ids": PROMPT_IDS} if asked == "token_ids" else {}
     if seen.body.get("n", 1) > 1:
         value["index"] = index
     count = seen.body.get("logprobs")

@@ -4,7 +4,8 @@
     response  STRING [n]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a sequence has
                            `finish_reason`, `stop_reason` and `usage` besides
 
-With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name.
+With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name, and with
+`tell_prompt` it has `prompt`: how many tokens that has, how many of them were cached, and which they are.
 
 With `n` above 1 each object has the `index` of its sequence: a response of a stream holds one sequence, and the only response of
 a request that does not stream holds all.
@@ -16,7 +17,7 @@ vector_commands.py). A stop request (`stop`: true) ends the request of its id.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -80,6 +81,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     chat_template_kwargs: dict[str, Any] | None = None  # more variables for the chat template
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
+    tell_prompt: Literal["counts", "token_ids"] | None = None  # what the first object of each sequence tells of the prompt
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
 
 
@@ -102,6 +104,14 @@ class Usage(Struct, frozen=True):
     discarded_tokens: int | UnsetType = UNSET
 
 
+class PromptTold(Struct, frozen=True):
+    """What is known of the prompt when the first token comes."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] | UnsetType = UNSET
+
+
 class Generated(Struct, frozen=True):
     """The reply for one sequence; unset fields are left out."""
 
@@ -110,6 +120,7 @@ class Generated(Struct, frozen=True):
     index: int | UnsetType = UNSET
     logprobs: list[Choice] | UnsetType = UNSET
     prompt_logprobs: msgspec.Raw | UnsetType = UNSET
+    prompt: PromptTold | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     stop_reason: str | int | None | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
@@ -234,6 +245,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
 def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer) -> Render:
     """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for."""
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
+    untold = set(range(asked.n)) if asked.tell_prompt is not None else set()
 
     def render(deltas: Sequence[OutputDelta]) -> Arrays:
         kept = chosen(asked, deltas)
@@ -244,10 +256,14 @@ def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], toke
         return [("response", text_array(bodies))]
 
     def _generated(delta: OutputDelta, discarded: int) -> Generated:
-        end: dict[str, Any] = {}
+        cached = 0 if delta.perf is None else delta.perf.num_cached_tokens
+        more: dict[str, Any] = {}
+        if delta.sequence in untold:
+            untold.remove(delta.sequence)
+            ids = prompt.ids if asked.tell_prompt == "token_ids" else UNSET
+            more["prompt"] = PromptTold(len(prompt.ids), cached, ids)
         if delta.finish is not None:
-            cached = 0 if delta.perf is None else delta.perf.num_cached_tokens
-            end = {
+            more |= {
                 "finish_reason": delta.finish.openai_name,
                 "stop_reason": delta.stop,
                 "usage": Usage(len(prompt.ids), delta.num_tokens, cached, discarded or UNSET),
@@ -255,7 +271,7 @@ def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], toke
         index = delta.sequence if asked.n > 1 else UNSET
         choices = _choices(delta, texts[delta.sequence]) if texts else UNSET
         prompt_choices = UNSET if of_prompt is None else of_prompt.once(delta.sequence)
-        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **end)
+        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **more)
 
     return render
 
