@@ -70,7 +70,7 @@ class MessageWriter:
         self._hides_reasoning = message.thinking is not None and message.thinking.display == "omitted"
         self._blocks: list[_Text | _ToolUse] = []
         self._blank = ""  # white space that is sent only if text follows it
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = self._thinking_tokens = 0
         self._has_begun = False
         self._finish_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -88,7 +88,7 @@ class MessageWriter:
         self._output_tokens += len(piece.token_ids)
         if piece.usage is not None:
             self._prompt_tokens, self._cached_tokens = piece.usage.prompt_tokens, piece.usage.cached_tokens
-            self._output_tokens = piece.usage.completion_tokens
+            self._output_tokens, self._thinking_tokens = piece.usage.completion_tokens, piece.usage.reasoning_tokens
         self._finish_reason = piece.finish_reason
         self._stop_sequence = piece.stop_reason if isinstance(piece.stop_reason, str) else None
 
@@ -169,6 +169,7 @@ class MessageWriter:
             "cache_creation_input_tokens": computed if self._is_caching else 0,
             "cache_read_input_tokens": self._cached_tokens,
             "output_tokens": self._output_tokens,
+            "output_tokens_details": {"thinking_tokens": self._thinking_tokens},
         }
 
 

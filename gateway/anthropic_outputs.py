@@ -1,4 +1,4 @@
-"""Replies of /v1/messages as the page /openapi.json describes them, which are encoded from dictionaries, not from these classes."""
+"""Replies of /v1/messages as the page /openapi.json describes them. They are encoded from dictionaries."""
 
 from __future__ import annotations
 
@@ -36,11 +36,16 @@ class ToolUseOutput(BaseModel):
     input: Any
 
 
+class OutputTokensDetails(BaseModel):
+    thinking_tokens: int
+
+
 class MessageUsage(BaseModel):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
-    output_tokens: int
+    output_tokens: int  # those of the reasoning among them
+    output_tokens_details: OutputTokensDetails
     service_tier: Literal["standard"]
 
 

@@ -15,29 +15,8 @@ from gateway.anthropic_outputs import AnthropicErrorBody, InputTokensCount, Mess
 from gateway.choices import pieces
 from gateway.core import Gateway
 from gateway.openapi import answer_of, body_of
-from gateway.parts import Call, Part, PartReader, PlainReader
+from gateway.parts import PlainReader
 from gateway.request_context import visit_of
-from gateway.tools import CallReader, wants_calls
-
-
-class _Shim:
-    def __init__(self):
-        self._r = CallReader()
-
-    @property
-    def num_calls(self):
-        return self._r.num_calls
-
-    def push(self, text):
-        return [p if isinstance(p, str) else Call(p.id, p.name, p.arguments) for p in self._r.push(text)]
-
-    def flush(self):
-        rest = self._r.flush()
-        return [rest] if rest else []
-
-
-def reader_of(chat):
-    return _Shim() if wants_calls(chat) else PlainReader()
 
 
 def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
@@ -48,10 +27,10 @@ def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def create_message(request: Request) -> Response:
         message, context = await gateway.read(MessagesRequest, request), visit_of(request.scope)
-        chat = anthropic_turns.as_chat(message)
-        asked = await gateway.aside(context, anthropic_turns.messages, message, chat)
+        chat = anthropic_turns.as_chat(message, gateway.dialect)
+        asked = await gateway.aside(context, anthropic_turns.messages, message, chat, gateway.dialect)
         (job,) = gateway.jobs([asked], context, message.model)
-        writer = MessageWriter(message, reader_of(chat), context)
+        writer = MessageWriter(message, gateway.dialect.reader(chat) or PlainReader(), context)
 
         async def work(out: Outlet) -> None:
             async with aclosing(pieces(gateway.link, [job], context)) as source:
@@ -74,7 +53,7 @@ def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def count_tokens(request: Request) -> Response:
         message, context = await gateway.read(CountTokensRequest, request), visit_of(request.scope)
-        asked = await gateway.aside(context, anthropic_turns.counting, message)
+        asked = await gateway.aside(context, anthropic_turns.counting, message, gateway.dialect)
         (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:

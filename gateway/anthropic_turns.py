@@ -1,11 +1,11 @@
 """Requests of /v1/messages as chats. Pure functions; GatewayError(400) names what cannot be served.
 
-    blocks of text             one text, an empty line between two of them; those of an answer follow each other directly
-    tool_use                   a call of the answer that it stands in
-    tool_result                a turn of role tool; with is_error its text begins with "Error: "
-    thinking                   the reasoning of the answer
-    two turns of one role      one turn
-    an answer as last turn     the model goes on with its text
+blocks of text             one text, an empty line between two of them; those of an answer follow each other directly
+tool_use                   a call of the answer that it stands in
+tool_result                a turn of role tool; with is_error its text begins with "Error: "
+thinking                   the reasoning of the answer
+two turns of one role      one turn
+an answer as last turn     the model goes on with its text
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gateway.anthropic_messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from gateway.dialect import Dialect
 from gateway.errors import GatewayError
 from gateway.messages import ChatRequest, Function, FunctionChoice, JsonSchema, JsonSchemaFormat, Tool, ToolChoice
 from gateway.origin import GuideOrigin
@@ -37,19 +38,21 @@ ACCOUNTS = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ONLY_OF = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", RedactedThinkingBlock: "assistant"}
 _ONLY_OF |= {ToolResultBlock: "user", SearchResultBlock: "user"}
-_FIELDS = {"response_format.json_schema.schema": "output_config.format.schema"}  # one thing in chat completions and here
+_FIELDS = {
+    "response_format.json_schema.schema": "output_config.format.schema"
+}  # one thing in chat completions and here
 
 
-def messages(message: MessagesRequest, chat: ChatRequest) -> Asked:
+def messages(message: MessagesRequest, chat: ChatRequest, dialect: Dialect) -> Asked:
     """The request of the Triton model; `chat` is what `as_chat` has made of the message."""
-    asked = translate.chat(chat)
+    asked = translate.chat(chat, dialect)
     request = {**asked.request, **conversation(message), "tell_prompt": "counts"}
     return Asked(request, None if asked.origin is None else _own_names(asked.origin))
 
 
-def counting(message: CountTokensRequest) -> Asked:
+def counting(message: CountTokensRequest, dialect: Dialect) -> Asked:
     """The request that only tells the tokens of the prompt."""
-    chat = as_chat(message)
+    chat = as_chat(message, dialect)
     return Asked({**translate.conversation(chat), **conversation(message), "tokenize": True}, None)
 
 
@@ -65,9 +68,10 @@ def conversation(message: CountTokensRequest) -> dict[str, Any]:
     return found
 
 
-def as_chat(message: CountTokensRequest) -> ChatRequest:
+def as_chat(message: CountTokensRequest, dialect: Dialect) -> ChatRequest:
     """Everything but the turns. Raises GatewayError."""
-    given: dict[str, Any] = {"model": message.model, "messages": [], **_tools(message), **_reasoning(message)}
+    given: dict[str, Any] = {"model": message.model, "messages": [], **_tools(message), **_reasoning(message, dialect)}
+    given["chat_template_kwargs"] = message.chat_template_kwargs
     if message.output_config is not None and (format := message.output_config.format) is not None:
         schema = JsonSchema.model_construct(name="output", schema_=format.schema_)
         given["response_format"] = JsonSchemaFormat.model_construct(type="json_schema", json_schema=schema)
@@ -77,19 +81,22 @@ def as_chat(message: CountTokensRequest) -> ChatRequest:
     return ChatRequest.model_construct(**given)
 
 
-def _reasoning(message: CountTokensRequest) -> dict[str, Any]:
-    """Variables of the chat template. Raises GatewayError."""
+def _reasoning(message: CountTokensRequest, dialect: Dialect) -> dict[str, Any]:
+    """How much the model reasons. A budget is for models whose reasoning is told apart: others have none to limit, and clients
+    send one to every model. Raises GatewayError.
+    """
     found: dict[str, Any] = {}
-    variables = dict(message.chat_template_kwargs or {})
     thinking = message.thinking
-    if thinking is not None:
-        if thinking.type == "enabled" and thinking.budget_tokens is None:
+    if thinking is not None and thinking.type != "adaptive":
+        is_on = found["enable_thinking"] = thinking.type == "enabled"
+        if is_on and thinking.budget_tokens is None:
             raise _refused("thinking of type enabled has no budget_tokens; give it some, or say adaptive", "thinking")
-        if thinking.type != "adaptive":
-            variables.setdefault("enable_thinking", thinking.type == "enabled")
+        if is_on and dialect.marks is not None:
+            found["thinking_budget"] = thinking.budget_tokens
+        found["include_reasoning"] = is_on
     if message.output_config is not None and (effort := message.output_config.effort) is not None:
         found["reasoning_effort"] = effort
-    return found | ({"chat_template_kwargs": variables} if variables else {})
+    return found
 
 
 def _tools(message: CountTokensRequest) -> dict[str, Any]:

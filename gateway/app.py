@@ -38,12 +38,12 @@ from gateway.outputs import (
     ModelList,
     ResponseBody,
 )
+from gateway.parts import PlainReader
 from gateway.request_context import visit_of
 from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import InputTokensRequest, ResponseRequest
 from gateway.tokens import add_token_routes
-from gateway.tools import wants_calls
 from gateway.vectors import add_vector_routes
 
 
@@ -81,18 +81,21 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     async def chat_completions(request: Request) -> Response:
         message, context = await gateway.read(ChatRequest, request), visit_of(request.scope)
         places = gateway.places(message)
-        jobs = gateway.jobs([await gateway.aside(context, translate.chat, message)], context, message.model)
+        jobs = gateway.jobs(
+            [await gateway.aside(context, translate.chat, message, gateway.dialect)], context, message.model
+        )
         name, count = f"chatcmpl-{context.request_id}", message.n or 1
         kind = "chat.completion.chunk" if message.stream else "chat.completion"
         head = Head(name, kind, message.model, message.service_tier is not None)
+        readers = [gateway.dialect.reader(message) or PlainReader() for _ in range(count)]
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                chunks = ChatChunks(head, count, wants_usage(message), wants_calls(message))
+                chunks = ChatChunks(head, count, wants_usage(message), readers)
                 await gateway.send_chunks(out, jobs, context, chunks)
             else:
                 replies = await whole(gateway.link, jobs, context)
-                await out.json(await chat_body(head, replies, gateway.turns, wants_calls(message)))
+                await out.json(await chat_body(head, replies, gateway.turns, readers))
 
         return gateway.answer(work, places)
 
@@ -121,9 +124,9 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def create_response(request: Request) -> Response:
         message, context = await gateway.read(ResponseRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(context, translate.response, message, before.items, items)
+        asked = await gateway.aside(context, translate.response, message, before.items, items, gateway.dialect)
         (job,) = gateway.jobs([asked], context, message.model)
-        writer = ResponseWriter(message, gateway.turns)
+        writer = ResponseWriter(message, gateway.turns, gateway.dialect.reader(message))
 
         async def work(out: Outlet) -> None:
             await gateway.respond(out, Responding(message, items, before), job, context, writer)
@@ -134,7 +137,7 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def input_tokens(request: Request) -> Response:
         message, context = await gateway.read(InputTokensRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(context, translate.counting, message, before.items, items)
+        asked = await gateway.aside(context, translate.counting, message, before.items, items, gateway.dialect)
         (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:

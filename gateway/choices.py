@@ -145,4 +145,5 @@ def total_usage(usages: list[Usage], choices_per_prompt: int) -> dict[str, objec
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
     }

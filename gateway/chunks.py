@@ -6,7 +6,7 @@ What is the same in every chunk of a choice is encoded once; of a token only its
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.choices import Reply, total_usage
 from gateway.logprobs import SLICE, TextColumns, chat_columns, columns_of, encoded
-from gateway.tools import CallReader, read_calls
+from gateway.parts import Call, PartReader, Reasoning, whole_answer
 from gateway.triton_client import Piece, Usage
 from gateway.turns import Turns
 
@@ -41,18 +41,23 @@ async def chat_logprobs(tokens: list[msgspec.Raw] | None, turns: Turns) -> dict[
     return None if tokens is None else {**await encoded(tokens, chat_columns, turns), "refusal": None}
 
 
-async def chat_body(head: Head, replies: list[Reply], turns: Turns, with_calls: bool = False) -> list[bytes]:
-    """The parts of the JSON. `with_calls`: the model may call tools."""
+async def chat_body(head: Head, replies: list[Reply], turns: Turns, readers: Sequence[PartReader]) -> list[bytes]:
+    """The parts of the JSON. `readers`: one for each reply."""
     choices = []
-    for index, reply in enumerate(replies):
-        content, calls = read_calls(reply.text) if with_calls else (reply.text, [])
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    for index, (reply, reader) in enumerate(zip(replies, readers)):
+        content, reasoning, calls = whole_answer([*reader.push(reply.text), *reader.flush()])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **_reasoned(reasoning)}
         if calls:
             message |= {"content": content or None, "tool_calls": [call.body() for call in calls]}
         reason = _reason(reply.finish_reason, len(calls))
         logprobs = await chat_logprobs(reply.logprobs, turns)
         choices.append(encode({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}))
     return _body(head, choices, total_usage(usages_of(replies), len(replies)))
+
+
+def _reasoned(text: str) -> dict[str, str]:
+    """The reasoning under both names that clients look for; nothing where there is none."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 async def completion_body(head: Head, replies: list[Reply], turns: Turns, choices_per_prompt: int) -> list[bytes]:
@@ -112,39 +117,41 @@ class Chunks:
 
 
 class ChatChunks(Chunks):
-    def __init__(self, head: Head, choices: int, include_usage: bool, with_calls: bool = False) -> None:
+    """`readers`: one for each choice."""
+
+    def __init__(self, head: Head, choices: int, include_usage: bool, readers: Sequence[PartReader]) -> None:
         super().__init__(head, choices, choices, include_usage)
         self._greeted = [False] * choices
-        self._readers = [CallReader() for _ in range(choices)] if with_calls else []
+        self._readers = readers
 
     def _body(self, index: int, piece: Piece) -> list[bytes]:
         parts = []
         if not self._greeted[index]:
             self._greeted[index] = True
             parts.append(b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
-        if self._readers:
-            return parts + _with_calls(self._readers[index], piece)
-        if piece.text or piece.logprobs:
-            parts.append(_delta({"content": piece.text}, piece.logprobs))
-        return parts
+        return parts + _deltas(self._readers[index], piece)
 
     def _end(self, index: int, reason: str) -> bytes:
-        told = _reason(reason, self._readers[index].num_calls if self._readers else 0)
+        told = _reason(reason, self._readers[index].num_calls)
         return b'"delta":{},"logprobs":null,"finish_reason":' + encode(told)
 
 
-def _with_calls(reader: CallReader, piece: Piece) -> list[bytes]:
+def _deltas(reader: PartReader, piece: Piece) -> list[bytes]:
     """Each call is one delta. Log-probabilities go with the first one of the piece, or with an empty text."""
     number = reader.num_calls
     found = reader.push(piece.text)
-    rest = "" if piece.finish_reason is None else reader.flush()
+    if piece.finish_reason is not None:
+        found = [*found, *reader.flush()]
     deltas: list[dict[str, Any]] = []
-    for part in [*found, rest] if rest else found:
-        if isinstance(part, str):
-            deltas.append({"content": part})
-        else:
-            deltas.append({"tool_calls": [{"index": number, **part.body()}]})
-            number += 1
+    for part in found:
+        match part:
+            case str():
+                deltas.append({"content": part})
+            case Reasoning():
+                deltas.append(_reasoned(part.text))
+            case Call():
+                deltas.append({"tool_calls": [{"index": number, **part.body()}]})
+                number += 1
     if not deltas and piece.logprobs:
         deltas.append({"content": ""})
     return [_delta(delta, None if i else piece.logprobs) for i, delta in enumerate(deltas)]

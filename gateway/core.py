@@ -20,6 +20,7 @@ from gateway.bodies import LARGE_BODY
 from gateway.choices import pieces, whole
 from gateway.chunks import DONE, Chunks
 from gateway.counters import Counters
+from gateway.dialect import Dialect
 from gateway.errors import GatewayError
 from gateway.invalid import parse
 from gateway.items import Item
@@ -63,6 +64,7 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.dialect = Dialect.of(settings)
         self.adapters = settings.adapters  # changes while the server runs (gateway/adapters.py)
         self.changing_adapters = asyncio.Lock()  # held from a change until its list of names has come
         self.keys = None if settings.api_keys is None else Keys(settings.api_keys, self.names)

@@ -1,4 +1,4 @@
-"""Errors to clients: a status and, to OpenAI's, {"error": {message, type, param, code}}; to Anthropic's as anthropic_refusal says."""
+"""Errors to clients: a status and {"error": {message, type, param, code}}; `anthropic_refusal` is for Anthropic's clients."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from gateway.bodies import decoded
 from gateway.anthropic_messages import BLOCK
+from gateway.bodies import decoded
 from gateway.errors import GatewayError
 from gateway.formats import OLDER_FORMS
 from gateway.messages import Wire

@@ -1,7 +1,7 @@
 """Routes for routers in front of several servers: the version, the model, and the load of this server.
 
-The names are those of vLLM (/version, /load) and SGLang (/server_info, /v1/loads), which smg and sglang-router read. What a server of
-one process on one machine does not have is left out.
+The names are those of vLLM (/version, /load) and SGLang (/server_info, /v1/loads), which smg and sglang-router read. What a
+server of one process on one machine does not have is left out.
 """
 
 from __future__ import annotations

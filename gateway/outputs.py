@@ -52,11 +52,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int  # 0 where the reasoning is not told apart
+
+
 class UsageBody(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogProb(BaseModel):
@@ -92,6 +97,8 @@ class AssistantMessage(BaseModel):
     content: str | None
     refusal: None
     tool_calls: list[ToolCallBody] = []
+    reasoning_content: str = ""  # absent where there is none, under either name
+    reasoning: str = ""
 
 
 class ChatChoice(BaseModel):
@@ -148,6 +155,19 @@ class OutputMessage(BaseModel):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"]
     content: list[OutputText]
+
+
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningOutput(BaseModel):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]  # empty
+    content: list[ReasoningText]
 
 
 class FunctionCallOutput(BaseModel):
@@ -209,7 +229,7 @@ class Ranking(BaseModel):
 
 class ItemBody(BaseModel):
     id: str
-    type: Literal["message", "function_call", "function_call_output"]
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
     status: str
 
 
@@ -250,7 +270,7 @@ class ResponseBody(BaseModel):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | FunctionCallOutput]
+    output: list[OutputMessage | ReasoningOutput | FunctionCallOutput]
     parallel_tool_calls: bool
     previous_response_id: str | None
     service_tier: Literal["default"] | None

@@ -32,7 +32,7 @@ KEYS = {
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions", "tell_prompt"),
+    *("embed", "rank", "dimensions", "reasoning", "visible_tokens", "tell_prompt"),
 }
 
 

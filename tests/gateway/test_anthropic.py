@@ -175,7 +175,10 @@ def test_a_conversation_becomes_the_turns_of_a_chat(claude: anthropic.Anthropic,
 
 
 def test_an_answer_that_comes_last_is_continued(claude: anthropic.Anthropic, triton: FakeTriton) -> None:
-    begun: Any = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "He"}, {"type": "text", "text": "l"}]}]
+    begun: Any = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "text", "text": "He"}, {"type": "text", "text": "l"}]},
+    ]
     ask(claude, False, messages=begun)
     assert triton.last().body["continue_final_message"] is True
     assert turns(triton)[-1] == {"role": "assistant", "content": "Hel"}
@@ -270,7 +273,12 @@ def test_the_asynchronous_client_streams_too(served: Served) -> None:
 
 def test_both_clients_list_the_models(served: Served, claude: anthropic.Anthropic) -> None:
     (model,) = claude.models.list()
-    assert (model.id, model.type, model.display_name, model.max_input_tokens) == ("everbatch", "model", "everbatch", 2048)
+    assert (model.id, model.type, model.display_name, model.max_input_tokens) == (
+        "everbatch",
+        "model",
+        "everbatch",
+        2048,
+    )
     assert model.created_at.year > 2000 and claude.models.retrieve("everbatch").id == "everbatch"
     with served.client() as openais:
         assert [card.id for card in openais.models.list()] == ["everbatch"]

@@ -58,11 +58,17 @@ def answer(*blocks: Any) -> Any:
         ({"messages": user({"type": "document"})}, "messages[0].content[0].type is 'document', which is not served"),
         ({"messages": user({"type": "txt", "text": "a"})}, "messages[0].content[0].type is 'txt'; it is one of text, "),
         ({"messages": user({"text": "a"})}, "messages[0].content[0].type is missing"),
-        ({"messages": user({"type": "text", "txt": "a"})}, "unknown parameter messages[0].content[0].txt; did you mean text?"),
+        (
+            {"messages": user({"type": "text", "txt": "a"})},
+            "unknown parameter messages[0].content[0].txt; did you mean text?",
+        ),
         ({"messages": user({"type": "text", "text": 5})}, "messages[0].content[0].text is 5; it should be a text"),
         ({"messages": user(5)}, "messages[0].content[0].type is missing"),
         ({"messages": []}, "messages is empty; give at least one entry"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role is 'tool'; it should be 'user', 'assistant'"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages[0].role is 'tool'; it should be 'user', 'assistant'",
+        ),
         (
             {"messages": user({"type": "tool_use", "id": "a", "name": "b", "input": {}})},
             "messages[0].content[0] is a block of type tool_use in a message of role user; send it in one of role assistant",
@@ -83,20 +89,32 @@ def answer(*blocks: Any) -> Any:
         ({"extra_body": {"container": {}}}, "container is not served here; leave it out"),
         ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers is not served here"),
         ({"extra_body": {"n": 2}}, "unknown parameter n; "),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type is 'bash_20250124'; it should be 'custom'"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools[0].type is 'bash_20250124'; it should be 'custom'",
+        ),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema is missing"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name is 'a b'; "),
         ({"tools": [{"name": "a", "input_schema": {}}] * 2}, "two tools have the same name, a; rename one"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and there are no tools"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool has no name; say which tool, or use the type any"),
+        (
+            {"tool_choice": {"type": "tool"}},
+            "tool_choice of type tool has no name; say which tool, or use the type any",
+        ),
         (
             {"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "b"}},
             "tool_choice names 'b', which is none of the tools",
         ),
-        ({"thinking": {"type": "enabled"}}, "thinking of type enabled has no budget_tokens; give it some, or say adaptive"),
+        (
+            {"thinking": {"type": "enabled"}},
+            "thinking of type enabled has no budget_tokens; give it some, or say adaptive",
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens is 0; it should be at least 1"),
         ({"system": [{"type": "text"}]}, "system[0].text is missing"),
-        ({"extra_body": {"cache_control": {"type": "ephemeral", "ttl": "2h"}}}, "cache_control.ttl is '2h'; it should be '5m' or '1h'"),
+        (
+            {"extra_body": {"cache_control": {"type": "ephemeral", "ttl": "2h"}}},
+            "cache_control.ttl is '2h'; it should be '5m' or '1h'",
+        ),
         (
             {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}},
             "context_management.edits[0].type is 'clear_tool_uses_20250919'; it should be 'clear_thinking_20251015'",

@@ -63,7 +63,9 @@ OPERATIONS = [
 # Random ids are a 404, and the fake Triton has no page of metrics to tell a load.
 TRIED = [(method, path) for method, path in OPERATIONS if "{conversation_id}" not in path and path != "/v1/loads"]
 RUNS = [(method, path, "positive") for method, path in TRIED]
-RUNS += [(method, path, "negative") for method, path in TRIED if method == "POST" and path != "/ping"]  # others have no body
+RUNS += [
+    (method, path, "negative") for method, path in TRIED if method == "POST" and path != "/ping"
+]  # others have no body
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@
     response  STRING [n]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a sequence has
                            `finish_reason`, `stop_reason` and `usage` besides
 
-With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name, and with
-`tell_prompt` it has `prompt`: how many tokens that has, how many of them were cached, and which they are.
+With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name, and
+with `tell_prompt` it has `prompt`: how many tokens that has, how many of them were cached, and which they are.
 
 With `n` above 1 each object has the `index` of its sequence: a response of a stream holds one sequence, and the only response of
 a request that does not stream holds all.
@@ -26,6 +26,7 @@ from backend.api import InvalidRequest, OutputConfig, Request
 from backend.api.guide import Guide
 from backend.api.limits import check_ids
 from backend.api.response import PromptLogProb
+from backend.core.thinking import ReasoningCounter
 from backend.serving.fronts.adapter_commands import is_command, read_command
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
@@ -38,6 +39,7 @@ from backend.serving.fronts.limits import (
 )
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.fronts.vector_commands import is_vector_command, read_vector_command
+from backend.serving.fronts.visible import ReasoningMarks, check_visible, visible_ids
 from backend.serving.named_adapters import named_adapter
 from backend.serving.outputs import Answer, Arrays, Render, text_array
 from backend.serving.reading import Batch
@@ -75,6 +77,8 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompt_logprobs: int | None = None  # most likely tokens at each position of the prompt; 0: only the prompt's own
     timeout_s: float | None = None
     skip_special_tokens: bool = True  # False: special tokens that are generated are part of the text
+    visible_tokens: list[str] = []  # special tokens that are part of the text in any case, by their texts
+    reasoning: ReasoningMarks | None = None  # how the model marks its reasoning
     tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
     add_generation_prompt: bool = True  # True if the chat template begins the answer
     continue_final_message: bool = False  # the output goes on with the last message
@@ -102,6 +106,7 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     discarded_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET  # of the output, where the request says how reasoning is marked
 
 
 class PromptTold(Struct, frozen=True):
@@ -148,7 +153,9 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     check_stops("stop", asked.stops, context.config.limits)
     check_stops("bad_words", asked.bad_words or [], context.config.limits)
     check_choices(asked, asked.stream)
+    check_visible(asked.visible_tokens)
     prompt = _read_prompt(asked, context, tools)
+    reasoning = None if asked.reasoning is None else asked.reasoning.found(prompt.text, tools.tokenizer)
     if asked.tokenize:
         return [Work(None, Answer(_tokenized(asked, prompt, context)))]
     request = Request(
@@ -170,8 +177,11 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
         cache_salt=parameters.namespace,
         guide=asked.guide,
+        thinking=None if reasoning is None else reasoning.for_engine(asked.guide is not None),
         lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
     )
+
+    shown = visible_ids(asked.visible_tokens, tools.tokenizer)
 
     def new_sequence() -> SequenceOutput:
         return SequenceOutput(
@@ -181,15 +191,17 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
                 asked.stops,
                 include_stop=asked.include_stop_in_output,
                 skip_special_tokens=asked.skip_special_tokens,
+                shown_ids=shown,
             ),
             streaming=asked.stream,
-            prefix=prompt.text if asked.echo else "",
+            prefix=prompt.text if asked.echo else ("" if reasoning is None else reasoning.begun),
             every_token=context.config.triton.one_response_per_token,
             hidden_ends=() if asked.include_stop_in_output else request.end_ids,
         )
 
     texts = [] if asked.logprobs is None else [TokenTexts(tools.tokenizer, prompt.ids) for _ in range(asked.n)]
-    render = renderer(asked, prompt, texts, tools.tokenizer)
+    counters = [] if reasoning is None else [ReasoningCounter(reasoning.thinking) for _ in range(asked.n)]
+    render = renderer(asked, prompt, texts, tools.tokenizer, counters)
     return [Work(request, choices_output(asked, new_sequence, render, streaming=asked.stream, joint=not asked.stream))]
 
 
@@ -242,8 +254,16 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     return _Prompt(text, ids)
 
 
-def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer) -> Render:
-    """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for."""
+def renderer(
+    asked: Generate,
+    prompt: _Prompt,
+    texts: Sequence[TokenTexts],
+    tokenizer: Tokenizer,
+    counters: Sequence[ReasoningCounter] = (),
+) -> Render:
+    """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for. `counters`: of the
+    reasoning of each sequence; empty if it is not told how that is marked.
+    """
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
     untold = set(range(asked.n)) if asked.tell_prompt is not None else set()
 
@@ -262,11 +282,14 @@ def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], toke
             untold.remove(delta.sequence)
             ids = prompt.ids if asked.tell_prompt == "token_ids" else UNSET
             more["prompt"] = PromptTold(len(prompt.ids), cached, ids)
+        if counters:
+            counters[delta.sequence].push(delta.ids)
         if delta.finish is not None:
+            thought = counters[delta.sequence].count if counters else UNSET
             more |= {
                 "finish_reason": delta.finish.openai_name,
                 "stop_reason": delta.stop,
-                "usage": Usage(len(prompt.ids), delta.num_tokens, cached, discarded or UNSET),
+                "usage": Usage(len(prompt.ids), delta.num_tokens, cached, discarded or UNSET, thought),
             }
         index = delta.sequence if asked.n > 1 else UNSET
         choices = _choices(delta, texts[delta.sequence]) if texts else UNSET
