@@ -69,7 +69,9 @@ class MessageWriter:
         self._is_caching = wants_caching(message)
         self._hides_reasoning = message.thinking is not None and message.thinking.display == "omitted"
         self._blocks: list[_Text | _ToolUse] = []
-        self._blank = ""  # white space that is sent only if text follows it
+        self._blank = (
+            ""  # white space, which is held back: ahead of a call it is no part of the text, as in chat templates
+        )
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._thinking_tokens = 0
         self._has_begun = False
         self._finish_reason: str | None = None
@@ -80,7 +82,11 @@ class MessageWriter:
         self._count(piece)
         parts = self._reader.push(piece.text)
         parts += [] if piece.finish_reason is None else self._reader.flush()
-        return [new for part in parts if (new := self._add(part)) is not None]
+        grown = [new for part in parts if (new := self._add(part)) is not None]
+        last = self._blocks[-1] if self._blocks else None
+        if piece.finish_reason is not None and self._blank and isinstance(last, _Text) and last.kind == "text":
+            grown.append(self._grown("text", self._blank))
+        return grown
 
     def _count(self, piece: Piece) -> None:
         if piece.prompt is not None:
@@ -93,27 +99,32 @@ class MessageWriter:
         self._stop_sequence = piece.stop_reason if isinstance(piece.stop_reason, str) else None
 
     def _add(self, part: Part) -> _Growth | None:
-        if isinstance(part, Call):
-            return self._new(_ToolUse(part), part.arguments)
-        kind, text = ("thinking", part.text) if isinstance(part, Reasoning) else ("text", part)
+        match part:
+            case Call():
+                return self._new(_ToolUse(part), part.arguments)
+            case Reasoning():
+                return self._grown("thinking", "" if self._hides_reasoning else part.text)
+            case str():
+                text = self._blank + part
+                kept = text.rstrip()
+                self._blank = text[len(kept) :]
+                return self._grown("text", kept, self._blank) if kept else None
+
+    def _grown(self, kind: str, text: str, blank: str = "") -> _Growth:
+        """Text goes to the last block if that is of its kind, else to a new one. `blank`: what is held back behind it."""
         last = self._blocks[-1] if self._blocks else None
-        if isinstance(last, _Text) and last.kind == kind:
-            shown = self._shown(kind, text)
-            last.texts.append(shown)
-            return _Growth(len(self._blocks) - 1, last, False, shown)
-        if not (self._blank + text).strip():  # between two calls, or between reasoning and a call
-            self._blank += text
-            return None
-        shown = self._shown(kind, self._blank + text)
-        return self._new(_Text(kind, [shown]), shown)
+        if not isinstance(last, _Text) or last.kind != kind:
+            growth = self._new(_Text(kind, [text]), text)
+        else:
+            last.texts.append(text)
+            growth = _Growth(len(self._blocks) - 1, last, False, text)
+        self._blank = blank
+        return growth
 
     def _new(self, block: _Text | _ToolUse, text: str) -> _Growth:
         self._blank = ""
         self._blocks.append(block)
         return _Growth(len(self._blocks) - 1, block, True, text)
-
-    def _shown(self, kind: str, text: str) -> str:
-        return "" if kind == "thinking" and self._hides_reasoning else text
 
     def events(self, piece: Piece) -> bytes:
         """The events for a piece. The first one's are preceded by what opens the message."""

@@ -86,7 +86,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         )
         name, count = f"chatcmpl-{context.request_id}", message.n or 1
         kind = "chat.completion.chunk" if message.stream else "chat.completion"
-        head = Head(name, kind, message.model, message.service_tier is not None)
+        head = Head(name, kind, message.model, message.service_tier is not None, bool(message.return_token_ids))
         readers = [gateway.dialect.reader(message) or PlainReader() for _ in range(count)]
 
         async def work(out: Outlet) -> None:
@@ -106,7 +106,8 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         message, context = await gateway.read(CompletionRequest, request), visit_of(request.scope)
         places, count = gateway.places(message), message.n or 1
         jobs = gateway.jobs(await gateway.aside(context, translate.completions, message), context, message.model)
-        head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, message.service_tier is not None)
+        tells_tier, tells_ids = message.service_tier is not None, bool(message.return_token_ids)
+        head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, tells_tier, tells_ids)
 
         async def work(out: Outlet) -> None:
             if message.stream:

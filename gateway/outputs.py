@@ -106,6 +106,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogProbs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] = []  # where return_token_ids asks for it, as prompt_token_ids below
 
 
 class ChatCompletion(BaseModel):
@@ -114,6 +115,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     service_tier: Literal["default"] = "default"  # told where one was asked for
+    prompt_token_ids: list[int] = []
     choices: list[ChatChoice]
     usage: UsageBody
 
@@ -130,6 +132,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogProbs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] = []  # where return_token_ids asks for it, as the next
+    prompt_token_ids: list[int] = []
 
 
 class Completion(BaseModel):

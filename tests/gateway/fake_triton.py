@@ -3,8 +3,9 @@
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
 stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
-"say TEXT" says it; "full" ends at the model's length, "stopped by STOP" at a stop string. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
-response has them all.
+"say TEXT" says it; "full" ends at the model's length, "stopped by STOP" at a stop string. Anything else is answered with
+WORDS, n times: a stream tells of one reply in each response, else one response has them all. While `script` holds texts, they
+are the next answers, whatever is asked.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 WORDS = ["Hello", " wörld", " 🌍", "!"]
+ENDS = {
+    "timeout": "timeout",
+    "full": "length",
+    "stopped": "stop",
+}  # commands that only end the reply, and its finish_reason
 PROMPT_IDS = [11, 12, 13, 14, 15, 16, 17]
 KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
@@ -66,6 +72,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[Seen] = []
+        self.script: list[str] = []
         self.adapters = ["doll"]
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
         self.ready = True  # the server
@@ -124,7 +131,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         if unknown:
             yield error(f"[INVALID_ARGUMENT] unknown keys {sorted(unknown)}")
             return
-        yield from self._answers(seen, context)
+        is_scripted = bool(self.script) and "messages" in seen.body and not seen.body.get("tokenize")
+        yield from said(seen, self.script.pop(0)) if is_scripted else self._answers(seen, context)
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):
@@ -154,14 +162,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             broken = piece(seen, [" tock"], None)
             broken.infer_response.raw_output_contents[0] = b"\x04\0\0\0{MAR"
             yield broken
-        elif command == "timeout":
-            yield piece(seen, [" tick"], "timeout")
+        elif command in ENDS:
+            yield piece(seen, [" tick"], ENDS[command], stop=rest.removeprefix("by ") or None)
         elif command == "say":
             yield from said(seen, rest)
-        elif command == "full":
-            yield piece(seen, [" tick"], "length")
-        elif command == "stopped":
-            yield piece(seen, [" tick"], "stop", stop=rest.removeprefix("by "))
         elif command == "flood":
             yield from flood(seen, int(rest))
         elif {"embed", "rank"} & seen.body.keys():

@@ -96,14 +96,21 @@ def test_a_stream_has_the_events_of_the_api_in_their_order(claude: anthropic.Ant
 def test_calls_are_blocks_behind_the_text_and_white_space_between_them_is_none(
     stream: bool, claude: anthropic.Anthropic
 ) -> None:
-    message = ask(claude, stream, messages=say(f"Hm. {CALLS}"), tools=TOOLS)
+    message = ask(claude, stream, messages=say(f"Hm. \n{CALLS}"), tools=TOOLS)
     text, *calls = message.content
-    assert text.type == "text" and text.text == "Hm. "
+    assert text.type == "text" and text.text == "Hm."
     assert [(call.name, call.input) for call in calls if call.type == "tool_use"] == [
         ("look", {"a": 1}),
         ("ask", {"a": 1}),
     ]
     assert message.stop_reason == "tool_use" and len({call.id for call in calls if call.type == "tool_use"}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [" a \n b ", "a\n", CALLS[:20] + " "])
+def test_white_space_of_the_text_itself_is_kept(text: str, stream: bool, claude: anthropic.Anthropic) -> None:
+    (block,) = ask(claude, stream, messages=say(text), tools=TOOLS).content
+    assert block.type == "text" and block.text == text
 
 
 def test_without_tools_what_looks_like_a_call_is_text(claude: anthropic.Anthropic) -> None:
