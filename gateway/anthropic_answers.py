@@ -141,7 +141,7 @@ class MessageWriter:
 
     def _start(self) -> bytes:
         usage = self._usage() | {"output_tokens": 0, "service_tier": "standard"}
-        begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=self._head() | begun)
 
     def closing(self) -> bytes:
