@@ -7,12 +7,11 @@ import signal
 import sys
 from pathlib import Path
 
+from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
-from gateway.reasoning import NONE, REASONING_FORMATS
 from gateway.server import GatewayServer
 from gateway.settings import Settings
-from gateway.tool_formats.table import TOOL_FORMATS
 
 SWITCH_INTERVAL_S = 0.001  # so long the event loop waits for the thread that reads large bodies; Python's own is 0.005
 _DEFAULTS = Settings()
@@ -43,13 +42,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tool-format",
         default=_DEFAULTS.tool_format,
-        choices=sorted(TOOL_FORMATS),
+        choices=TOOL_FORMATS,
         help="how the model writes calls of tools",
     )
     add(
         "--reasoning-format",
         default=_DEFAULTS.reasoning_format,
-        choices=[NONE, *sorted(REASONING_FORMATS)],
+        choices=REASONING_FORMATS,
         help="how the model marks its reasoning; none: that is part of the content",
     )
     add("--host", default=_DEFAULTS.host, help="address to listen at")

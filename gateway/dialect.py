@@ -1,4 +1,4 @@
-"""Dialect: how the model of this server writes calls of tools and its reasoning, and who reads its answers."""
+"""Dialect: how the model of this server writes calls of tools and its reasoning, with the readers of its answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from gateway.tool_formats.reader import CallReader
 from gateway.tool_formats.table import TOOL_FORMATS
 from gateway.tools import form_of_tools, toolset
 
-BUDGETS = ("thinking_budget", "thinking_token_budget", "max_reasoning_tokens")  # of Qwen's API, vLLM and others
+BUDGETS = (
+    "thinking_budget",
+    "thinking_token_budget",
+    "max_reasoning_tokens",
+)  # the names in Qwen's API, in vLLM and elsewhere
 
 
 class Dialect(NamedTuple):
@@ -28,7 +32,7 @@ class Dialect(NamedTuple):
         return cls(TOOL_FORMATS[settings.tool_format].format, REASONING_FORMATS.get(settings.reasoning_format))
 
     def reader(self, message: ChatRequest | ResponseRequest) -> PartReader | None:
-        """Who reads one answer; None: it is content and nothing else."""
+        """The reader of one answer; None: the answer is content and nothing else."""
         asked = toolset(message)
         marks = None if message.separate_reasoning is False else self.marks
         reader: PartReader | None = None
@@ -64,6 +68,9 @@ class Dialect(NamedTuple):
         assert self.marks is not None
         must_call = form_of_tools(message, self.tools) is not None
         return self.marks._replace(follow=self.tools.start) if must_call and self.tools.start else self.marks
+
+
+DEFAULT = Dialect.of(Settings())
 
 
 def budget_of(message: Thinking) -> int | None:

@@ -217,7 +217,7 @@ class ChatMessage(Wire):
     function_call: None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    reasoning_content: Text | None = None  # of an earlier answer; some templates show it to the model
+    reasoning_content: Text | None = None  # an earlier answer's; some templates show it to the model
     reasoning: Text | None = None  # the same by its other name
     annotations: Nothing | None = None
 

@@ -1,7 +1,7 @@
 """The parts of an answer, in the order in which the model wrote them: its content, its reasoning, and calls of tools.
 
-A reader takes the text of one answer piece by piece. Whatever the pieces are, the parts that it has told at the end are the same
-but for where texts are divided, and together they hold everything that the model wrote, except the marks between them.
+A reader takes the text of one answer piece by piece. Whatever the pieces are, the parts that it has returned at the end are the
+same but for where texts are divided, and together they hold everything that the model wrote, except the marks between them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Part = str | Reasoning | Call  # a str is content
 class PartReader(Protocol):
     @property
     def num_calls(self) -> int:
-        """Calls told so far."""
+        """Calls returned so far."""
         ...
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are known once this text has come. What may begin a mark or a call is held back; a call is told when
-        it is complete.
+        """Take in more text; returns the parts that are known then. A possible beginning of a mark or call is held back, and a
+        call until it is complete.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Reasoning: how families of models mark what they write before the answer, and how it is told apart from the answer.
+"""Reasoning: the marks that families of models put around it, and how it is separated from the answer.
 
 A new kind of marks is a row of REASONING_FORMATS. Where the chat template begins the reasoning itself (DeepSeek R1,
 Qwen3-Thinking), the Triton model puts that mark ahead of the output's text, so that readers need not know.

@@ -43,7 +43,7 @@ class TextConfig(Wire):
 
 
 class Reasoning(Wire):
-    """`effort` is a variable of the chat template. Nobody summarises the reasoning: it is told as it is."""
+    """`effort` is a variable of the chat template. The reasoning itself is returned, not a summary of it."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

@@ -21,7 +21,7 @@ class TextItem:
     is_reasoning: bool = False
     id: str = ""
     texts: list[str] = field(default_factory=list)
-    logprobs: list[msgspec.Raw] = field(default_factory=list)  # of a message
+    logprobs: list[msgspec.Raw] = field(default_factory=list)  # for messages only
     content: list[Item] = field(default_factory=list)  # its text as one part, once it has ended
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class TextItem:
 
 @dataclass
 class Growth:
-    """What one piece adds to an item of text."""
+    """Text that one piece adds to an item."""
 
     item: TextItem
     is_new: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gateway.dialect import Dialect
+from gateway.dialect import DEFAULT, Dialect
 from gateway.errors import GatewayError
 from gateway.formats import asked_form, form_of
 from gateway.items import Item, turns_of
@@ -32,7 +32,7 @@ def _asked(request: dict[str, Any], form: Form | None) -> Asked:
     return Asked(request, None) if form is None else Asked({**request, "guide": form.guide}, form.origin)
 
 
-def chat(message: ChatRequest, dialect: Dialect) -> Asked:
+def chat(message: ChatRequest, dialect: Dialect = DEFAULT) -> Asked:
     """One request, for all choices."""
     if message.top_logprobs and not message.logprobs:
         raise GatewayError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
@@ -155,7 +155,7 @@ def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
     return [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompt]
 
 
-def response(message: ResponseRequest, earlier: list[Item], items: list[Item], dialect: Dialect) -> Asked:
+def response(message: ResponseRequest, earlier: list[Item], items: list[Item], dialect: Dialect = DEFAULT) -> Asked:
     """The one request of /v1/responses. `earlier`: what previous_response_id stands for; `items`: its own input."""
     if message.stream_options is not None and message.stream_options.include_usage is not None:
         text = "stream_options.include_usage belongs to chat completions; the last event has the usage anyway"
@@ -170,7 +170,7 @@ def response(message: ResponseRequest, earlier: list[Item], items: list[Item], d
     return _asked(request, form or form_of(None if message.text is None else message.text.format, "text.format"))
 
 
-def counting(message: Asking, earlier: list[Item], items: list[Item], dialect: Dialect) -> Asked:
+def counting(message: Asking, earlier: list[Item], items: list[Item], dialect: Dialect = DEFAULT) -> Asked:
     """A request that only tokenises the prompt."""
     form_of_tools(message, dialect.tools)
     return Asked({**asked_input(message, earlier, items), "tokenize": True}, None)

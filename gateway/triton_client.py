@@ -50,8 +50,8 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    reasoning_tokens: int = 0  # of completion_tokens
     discarded_tokens: int = 0  # tokens of replies that best_of has left out; in the first of the others
+    reasoning_tokens: int = 0  # among completion_tokens
 
 
 class PromptTold(msgspec.Struct, gc=False):

@@ -26,8 +26,6 @@ class DeepSeekV31(ToolFormat):
         yield from source.expect(CALLS)
         while True:
             yield from source.space()
-            if (yield from source.takes(CALLS_END)) or (source.is_over and source.at == len(source.text)):
-                return
             yield from source.expect(CALL)
             name = yield from source.name()
             yield from source.expect(SEPARATOR)
@@ -43,6 +41,8 @@ class DeepSeekV31(ToolFormat):
                 yield from source.expect("```")
             yield from source.expect(CALL_END)
             yield call_of(name, arguments)
+            if not (yield from source.goes_on(CALLS_END)):
+                return
 
     def structure(self, function: Function) -> dict[str, Any]:
         return {"begin": f"{CALL}{function.name}{SEPARATOR}", "schema": schema_of(function), "end": CALL_END}

@@ -1,4 +1,4 @@
-"""ToolFormat: how a family of models writes calls, for the reader of answers and for the guide of those that must have one."""
+"""ToolFormat: how a family of models writes calls of tools, for the reader of answers and for guides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Functions = Mapping[str, Function]  # by their names
 
 
 class Group(NamedTuple):
-    """What stands around and between calls that follow each other."""
+    """The texts around and between calls that follow each other."""
 
     begin: str = ""
     separator: str = ""
@@ -24,11 +24,11 @@ class Group(NamedTuple):
 class ToolFormat:
     """One format. A subclass sets these and writes `read` and `structure`."""
 
-    openings: tuple[str, ...] = ()  # what begins calls, anywhere in the answer
+    openings: tuple[str, ...] = ()  # texts that begin calls, anywhere in the answer
     first: tuple[str, ...] = ()  # single characters that begin them where nothing but white space is ahead
     special: tuple[str, ...] = ()  # marks that are special tokens of some tokenizers, whose text must not be hidden
     trigger = ""  # in free text the guide holds what follows it; '': free text is not guided
-    start = ""  # what stands between the reasoning and a call, where the form of the answer is given
+    start = ""  # the text between the reasoning and a call that must be made
     group = Group()
 
     def read(self, source: Source, functions: Functions) -> Parsing:

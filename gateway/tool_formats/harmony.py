@@ -20,7 +20,7 @@ from gateway.tool_formats.source import NotACall, Parsing, Source, json_value
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _RECIPIENT = re.compile(r"\bto=functions\.([a-zA-Z0-9_.-]+)")
-_HEADS = (START, CHANNEL, " to=")  # what a message begins with
+_HEADS = (START, CHANNEL, " to=")  # texts that begin a message
 MAX_HEAD = 512  # characters between <|start|> and <|message|>
 
 
@@ -44,9 +44,9 @@ class HarmonyReader:
 
     def __init__(self) -> None:
         self._held = ""
-        self._head = ""  # of the message that is being read: its recipient and channel
+        self._head = ""  # recipient and channel of the message that is being read
         self._is_head = True  # the head is being read
-        self._body: list[str] = []  # of a call
+        self._body: list[str] = []  # the arguments of a call so far
         self._recipient: str | None = None
         self.num_calls = 0
 
@@ -68,7 +68,7 @@ class HarmonyReader:
         return found
 
     def _step(self, found: list[Part]) -> bool:
-        """Take in what can be told of the held text. False if more text is needed."""
+        """Move the held text on to `found` as far as its kind is known. False if more text is needed."""
         if self._is_head:
             return self._read_head(found)
         ends = [(place, mark) for mark in (END, CALL, RETURN, START) if (place := self._held.find(mark)) >= 0]

@@ -22,8 +22,6 @@ class Kimi(ToolFormat):
         yield from source.expect(SECTION)
         while True:
             yield from source.space()
-            if (yield from source.takes(SECTION_END)) or (source.is_over and source.at == len(source.text)):
-                return
             yield from source.expect(CALL)
             yield from source.space()
             name = yield from source.name()
@@ -37,6 +35,8 @@ class Kimi(ToolFormat):
             yield from source.expect(CALL_END)
             call_id = f"{name}:{number}" if number else None  # the template shows ids, which the model goes on counting
             yield call_of(name.removeprefix("functions."), arguments, call_id)
+            if not (yield from source.goes_on(SECTION_END)):
+                return
 
     def structure(self, function: Function) -> dict[str, Any]:
         begin = f"{CALL}functions.{function.name}:0{ARGUMENTS}"

@@ -74,7 +74,7 @@ def _calls(text: str) -> list[Call]:
     """Raises NotACall for a list of anything else than calls."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # Python warns of escapes that it does not know
             tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:
             raise NotACall

@@ -29,7 +29,7 @@ class CallReader:
 
     def _parts(self) -> Iterator[Part]:
         source = self._source
-        while source.text:
+        while source.text or self._parsing is not None:
             if self._parsing is None:
                 if content := source.take(self._ahead_of_opening()):
                     yield content

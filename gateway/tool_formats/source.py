@@ -16,11 +16,11 @@ from gateway.parts import Call
 _Found = TypeVar("_Found")
 Waiting = Generator[None, None, _Found]  # a step of a parser, which returns what it has found
 Parsing = Generator[Call | None, None, None]
-MAX_DEPTH = 64  # of the JSON of one call, and of brackets in Python
+MAX_DEPTH = 64  # brackets within brackets in one call
 _JSON = {
     False: re.compile(r'["{}\[\]]'),
     True: re.compile(r'["\\]'),
-}  # what changes the state: outside of a string, in one
+}  # characters that change the state outside of a string, and in one
 _SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[a-zA-Z0-9_.-]*")
 MAX_NAME = 256
@@ -78,6 +78,13 @@ class Source:
         """Skip a word. Raises NotACall when the text goes on otherwise."""
         if not (yield from self.takes(word)):
             raise NotACall
+
+    def goes_on(self, end: str) -> Waiting[bool]:
+        """Skip white space, and what ends a run of calls. False if it has ended, or the answer has."""
+        yield from self.space()
+        if (yield from self.takes(end)):
+            return False
+        return not self.is_over or self.at < len(self.text)
 
     def until(self, *words: str) -> Waiting[str]:
         """Skip up to and with the first occurrence of any of these words; returns the text ahead of it."""

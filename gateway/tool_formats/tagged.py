@@ -22,7 +22,7 @@ class _Tagged(ToolFormat):
     special: tuple[str, ...] = (OPENING, CLOSING)
     trigger = OPENING
     key_begin, value_begin, value_end = "", "", ""
-    function_end = ""  # what follows the arguments
+    function_end = ""  # the tag behind the arguments
     trims = False  # one line break at each end of a value is not part of it
 
     def read(self, source: Source, functions: Functions) -> Parsing:
@@ -72,7 +72,7 @@ class _Tagged(ToolFormat):
         try:
             return json_value(text)
         except NotACall:
-            return text  # the schema is held by the guide, and told to nobody here
+            return text  # only a guide makes sure of the schema
 
     def parts(self, function: Function) -> list[Any]:
         """The arguments in the order of the schema; those that are not required may be left out."""

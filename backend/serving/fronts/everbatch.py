@@ -106,7 +106,9 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     discarded_tokens: int | UnsetType = UNSET
-    reasoning_tokens: int | UnsetType = UNSET  # of the output, where the request says how reasoning is marked
+    reasoning_tokens: int | UnsetType = (
+        UNSET  # among the output tokens; set where the request says how reasoning is marked
+    )
 
 
 class PromptTold(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What of the model's special tokens is text, and how its reasoning is marked, in requests of the model `everbatch`."""
+"""Special tokens that are text, and the marks of reasoning, in requests of the model `everbatch`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.api.thinking import Thinking
 from backend.text.tokenizer import Tokenizer
 
 MAX_VISIBLE = 64
-MAX_CHARS = 256  # of a token or mark
+MAX_CHARS = 256  # in the text of a token or mark
 
 
 class Reasoning(NamedTuple):
@@ -21,7 +21,7 @@ class Reasoning(NamedTuple):
     begun: str
 
     def for_engine(self, is_guided: bool) -> Thinking | None:
-        """What the engine has to know; None where the reasoning changes nothing for it."""
+        """The reasoning as the engine has to know it; None where it changes nothing there."""
         return self.thinking if is_guided or self.thinking.max_tokens is not None else None
 
 
@@ -34,7 +34,7 @@ class ReasoningMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     end: str
     follow: str = ""
     is_always: bool = False
-    max_tokens: int | None = None  # of the reasoning
+    max_tokens: int | None = None  # the budget of the reasoning
 
     def found(self, prompt: str, tokenizer: Tokenizer) -> Reasoning:
         """The reasoning behind this prompt. Raises InvalidRequest."""
