@@ -1,4 +1,4 @@
-"""Clients of other projects, each asking the endpoint once or twice: `python other_clients.py NAME URL`, in a Python that has them.
+"""Clients of other projects, each asking the endpoint a few times: `python other_clients.py NAME URL`, in a Python that has them.
 
 The endpoint stands before tests/gateway/fake_triton.py, so that what a prompt says is the answer.
 """
@@ -123,19 +123,17 @@ def instructor(url: str) -> None:
 
 
 def pydantic_ai(url: str) -> None:
-    from anthropic import AsyncAnthropic
     from pydantic_ai import Agent
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.anthropic import AnthropicProvider
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    own: Any = AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
     provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
     models = [
         OpenAIChatModel("everbatch", provider=provider),
         OpenAIResponsesModel("everbatch", provider=provider),
-        AnthropicModel("everbatch", provider=AnthropicProvider(anthropic_client=own)),
+        AnthropicModel("everbatch", provider=AnthropicProvider(base_url=url, api_key="none")),
     ]
 
     async def ask(model: Any) -> None:

@@ -85,7 +85,9 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     chat_template_kwargs: dict[str, Any] | None = None  # more variables for the chat template
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
-    tell_prompt: Literal["counts", "token_ids"] | None = None  # what the first object of each sequence tells of the prompt
+    tell_prompt: Literal["counts", "token_ids"] | None = (
+        None  # what the first object of each sequence tells of the prompt
+    )
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
 
 
