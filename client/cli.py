@@ -148,6 +148,37 @@ def chat_command(
     )
 
 
+@app.command("top")
+def top_command(
+    period: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two looks.")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: everything that a look tells, as JSON.")
+    ] = False,
+    url: Url = None,
+    protocol: Protocol = None,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+) -> None:
+    """Watch the persistent batch: rows and their progress, the queue, the blocks of the KV cache, evictions. Ctrl-C ends it."""
+    from client import top
+
+    if as_json and not once:
+        raise _refusal("--json is for --once; add it, or leave --json out")
+    server, console = Server(url, protocol, "everbatch"), Console()
+
+    def show(client: EverbatchClient) -> int:
+        if as_json:
+            console.print_json(data=client.look())
+        elif once:
+            top.once(client.look, console)
+        else:
+            top.watch(client.look, console, period)
+        return 0
+
+    _run(server, lambda: server.connect("", api_key, ca_file), show)
+
+
 class Server:
     """The server that a command talks to: at the given address, else the one that `locate` finds, else at the default address."""
 

@@ -40,6 +40,8 @@ class Transport(Protocol):
     def infer(
         self, model: str, tensors: Tensors, parameters: dict[str, str | int], timeout_s: float
     ) -> dict[str, list[Any]]: ...
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]: ...
+
     def close(self) -> None: ...
 
 
@@ -160,6 +162,11 @@ class EverbatchClient:
         from client.embedding import embed
 
         return embed(self._transport, self._settings, texts, dimensions, normalize, timeout_s)
+
+    def look(self, *, timeout_s: float = 5.0) -> dict[str, Any]:
+        """Return a view of the engine: rows of the batch, queue, KV blocks and counters (docs/top.md). Raises ClientError."""
+        live: dict[str, Any] = self._transport.ask({"look": True}, timeout_s)["live"]
+        return live
 
     def conversation(self, system: str | None = None, **options: Unpack[GenerateOptions]) -> Conversation:
         """A conversation of several turns in a session of the server; `options` hold for every turn."""

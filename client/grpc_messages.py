@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ _UNPACK = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f"
 _NO_GRPC = re.compile("Failed parsing HTTP/2|http1.x server|failed to connect.*(Socket closed|Connection reset)")
 _NO_TLS = re.compile("WRONG_VERSION_NUMBER|Ssl handshake failed|HANDSHAKE_FAILURE|TSI_")
 _BROKEN = ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")
+COMMANDS = "everbatch"  # the model that takes commands
 Tensor = tuple[str, list[Any]]  # Triton's name of a type, and a value for each row
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -74,6 +76,25 @@ def encode_infer(model: str, tensors: Mapping[str, Tensor], parameters: Mapping[
         tensor.shape.extend([len(values), 1])
         message.raw_input_contents.append(encode_values(datatype, values))
     return message
+
+
+def encode_command(request: dict[str, Any]) -> Any:
+    """The ModelInferRequest of a JSON object for model `everbatch`."""
+    message = service_pb2.ModelInferRequest(model_name=COMMANDS)
+    tensor = message.inputs.add()
+    tensor.name, tensor.datatype = "request", "BYTES"
+    tensor.shape.extend([1])
+    message.raw_input_contents.append(encode_values("BYTES", [json.dumps(request)]))
+    return message
+
+
+def read_command_answer(answer: Any) -> dict[str, Any]:
+    """The JSON object of a ModelStreamInferResponse. Raises ClientError."""
+    if answer.error_message:
+        raise client_error(answer.error_message)
+    (text,) = decode_outputs(answer.infer_response)["response"]
+    value: dict[str, Any] = json.loads(text)
+    return value
 
 
 def decode_outputs(message: Any) -> dict[str, list[Any]]:

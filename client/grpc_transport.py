@@ -18,9 +18,11 @@ from client.grpc_messages import (
     CHANNEL_OPTIONS,
     Tensor,
     decode_outputs,
+    encode_command,
     encode_infer,
     encode_request,
     read_answer,
+    read_command_answer,
     rpc_failure,
 )
 from client.interrupts import interrupts_deferred
@@ -86,6 +88,23 @@ class GrpcTransport:
         except grpc.RpcError as error:
             raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
         return decode_outputs(answer)
+
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The one answer of model `everbatch` to a command, both JSON objects. Raises ClientError."""
+        settings = self._settings
+        if self._closed:
+            raise Cancelled("the client is closed; make another")
+        call = self._stub.ModelStreamInfer(
+            iter([encode_command(request)]), timeout=timeout_s, metadata=settings.metadata
+        )
+        try:
+            for answer in _answers(call):
+                return read_command_answer(answer)
+            raise Unavailable(NO_END)
+        except grpc.RpcError as error:
+            raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
+        finally:
+            call.cancel()
 
     def close(self) -> None:
         self._closed = True

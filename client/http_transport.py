@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import ssl
 import threading
@@ -76,6 +77,16 @@ class HttpTransport:
         with self._exchange(timeout_s) as (connection, _):
             body = infer_body(tensors, parameters)
             return read_outputs(self._send(connection, f"/v2/models/{model}/infer", body).read())
+
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The one answer of model `everbatch` to a command, both JSON objects. Raises ClientError."""
+        if self._closed:
+            raise Cancelled("the client is closed; make another")
+        with self._exchange(timeout_s) as (connection, _):
+            body = json.dumps({"request": json.dumps(request)}).encode()
+            answer: dict[str, Any] = json.loads(self._send(connection, "/v2/models/everbatch/generate", body).read())
+            value: dict[str, Any] = json.loads(answer["response"])
+            return value
 
     @contextmanager
     def _exchange(self, timeout_s: float) -> Iterator[tuple[Connection, socket.socket]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from client import cli as client_cli
-from client.cli import chat_command, generate_command
+from client.cli import chat_command, generate_command, top_command
 from deploy import ROOT, __version__, running
 from deploy.errors import ServerFailed, UserError
 from deploy.repository import chosen_profiles, profiles
@@ -281,6 +281,7 @@ def benchmarks() -> list[str]:
 
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
+app.command("top")(top_command)
 client_cli.locate = running.locate
 
 

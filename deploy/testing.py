@@ -30,7 +30,7 @@ def run(given: Sequence[str], quick: bool, schedules: int | None, again_alone: i
         variables = QUICK_SEARCHES | variables
     arguments = [*(["--quick"] if quick else []), *pytest_arguments(list(given), len(os.sched_getaffinity(0)))]
     if again_alone:
-        arguments.append("--cache-clear")  # of failures of earlier runs
+        arguments.append("--cache-clear")  # it would hold failures of earlier runs
     status = _pytest(arguments, variables)
     return _run_again_alone(again_alone, variables) if status == 1 and again_alone else status
 

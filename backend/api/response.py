@@ -7,6 +7,7 @@ import enum
 from msgspec import Struct
 
 from backend.api.errors import ErrorCode
+from backend.api.live_view import LiveView
 from backend.api.request import RequestId
 from backend.api.tensor import TensorData
 
@@ -99,6 +100,7 @@ class Result(Struct, frozen=True, omit_defaults=True):
     kv_state: bytes | None = (
         None  # with the last result of a context_only request: opaque, for Request.kv_state elsewhere
     )
+    live_view: LiveView | None = None  # the answer to a question of somebody who watches the engine
 
 
 class Response(Struct, frozen=True, omit_defaults=True):

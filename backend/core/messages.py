@@ -71,7 +71,13 @@ class NameAdapter(Struct, frozen=True, tag="name_adapter"):
     directory: str | None = None
 
 
-Command = Submit | Cancel | StopSession | NameAdapter
+class Look(Struct, frozen=True, tag="look"):
+    """Somebody watches the engine: answer with a LiveView (api/live_view.py)."""
+
+    request_id: RequestId
+
+
+Command = Submit | Cancel | StopSession | NameAdapter | Look
 
 
 class ClientGone(Struct, frozen=True):

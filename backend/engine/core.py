@@ -76,8 +76,8 @@ class EngineCore:
         self._recorder = Recorder(config.records, self.kv, kv_events)
         self._in_flight = StepsInFlight(workers, self.model.looks_ahead)
         self._live: dict[RequestId, Sequence] = {}  # request -> its first live sequence
-        self._deadlines, self._outbox = Deadlines(), Outbox()
-        self.names = AdapterNames(config.lora, workers.prepare_adapter, self.adapters.check_fits, self._outbox.put)
+        self._deadlines, self.outbox = Deadlines(), Outbox()
+        self.names = AdapterNames(config.lora, workers.prepare_adapter, self.adapters.check_fits, self.outbox.put)
         self._interval = publish.Interval(int(config.triton.stream_interval_ms * 1e6))
 
     @property
@@ -107,7 +107,7 @@ class EngineCore:
     ) -> None:
         """Accept a request, or answer it with an error. `arrived_ns`: its arrival by the engine's clock; None: now."""
         now_ns = self.clock.monotonic_ns() if arrived_ns is None else arrived_ns
-        if request_id in self._live or request_id in self.preparation or self._outbox.holds(request_id):
+        if request_id in self._live or request_id in self.preparation or self.outbox.holds(request_id):
             error = InvalidRequest(f"request id {request_id} is in use by a request still processed; choose another")
             self.refuse(request_id, request.client_id, error)
             return
@@ -136,7 +136,7 @@ class EngineCore:
     def refuse(self, request_id: RequestId, client_id: int | None, error: EverbatchError) -> None:
         """Answer a request that is not accepted with an error."""
         self.counters.requests_rejected_total += 1
-        self._outbox.put(publish.error_response(request_id, client_id, error))
+        self.outbox.put(publish.error_response(request_id, client_id, error))
 
     def cancel(
         self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
@@ -164,21 +164,21 @@ class EngineCore:
         try:
             seq = self.sessions.check_stop(key, end)
         except SessionError as error:
-            self._outbox.put(empty_response(request_id) if waited else publish.error_response(request_id, None, error))
+            self.outbox.put(empty_response(request_id) if waited else publish.error_response(request_id, None, error))
             return
         if seq.status is Status.IDLE:
             self.sessions.erase(key)
         else:
             seq.erase_when_finished = end
             self._finish(seq, FinishReason.CANCELLED)
-        self._outbox.put(empty_response(request_id))
+        self.outbox.put(empty_response(request_id))
 
     def _end_waiting(self, request_id: RequestId, reason: FinishReason) -> bool:
         """End a request that waits in Preparation. Returns False if there is none with this id."""
         waiting = self.preparation.leave(request_id)
         if waiting is not None:
             self.statistics.count_unqueued(reason.name)
-            self._outbox.put(publish.unqueued_response(request_id, waiting.request, reason))
+            self.outbox.put(publish.unqueued_response(request_id, waiting.request, reason))
         return waiting is not None
 
     def step(self) -> list[Response]:
@@ -202,8 +202,8 @@ class EngineCore:
     def take_responses(self) -> list[Response]:
         """Take the responses that are ready without a step, such as answers to commands."""
         if not self.scheduler.running:
-            self._outbox.let_go()
-        return self._outbox.take()
+            self.outbox.let_go()
+        return self.outbox.take()
 
     def take_records(self) -> Records | None:
         """Take the records of the steps since the last call that the configuration asks for; None if there are none."""
@@ -254,7 +254,7 @@ class EngineCore:
             return None
         flight = Flight(plan, self.scheduler.commit(plan, self._in_flight.next_step_id, started_ns), started_ns)
         for seq in filter(publish.holds_back, plan.paused):  # published now, for they may stay paused for long
-            self._outbox.put(publish.result_response(seq, self.iteration))
+            self.outbox.put(publish.result_response(seq, self.iteration))
         for seq, error in self.intake.refusals(plan):
             self._fail(seq, error)
         if flight.has_work:
@@ -285,7 +285,7 @@ class EngineCore:
                 if isinstance(reason, EverbatchError):
                     self._fail(first, reason)
                 elif reason is FinishReason.NOT_FINISHED and first.request.streaming:
-                    self._outbox.put(publish.beams_response(first, search.result(reason), self.iteration, False))
+                    self.outbox.put(publish.beams_response(first, search.result(reason), self.iteration, False))
                 elif reason not in (None, FinishReason.NOT_FINISHED):
                     self._finish(first, reason)
 
@@ -297,7 +297,7 @@ class EngineCore:
                 if reason is not FinishReason.NOT_FINISHED:
                     self._finish(seq, reason)
                 elif seq.request.streaming and (tells_all or publish.is_published_at_once(seq)):
-                    self._outbox.put(publish.result_response(seq, iteration))
+                    self.outbox.put(publish.result_response(seq, iteration))
             except Exception as error:  # not `_contained`, which would cost time for each row of each step
                 self._give_up(seq.request_id, seq.request, error)
 
@@ -310,9 +310,9 @@ class EngineCore:
         state = self._transfer.state_of(seq) if seq.request.context_only and seq.num_output_tokens else None
         self._leave(seq)
         if seq.group is None or not seq.group.members:
-            self.statistics.count_end(reason.name)
+            self.statistics.count_end(reason.name, seq)
         held = self.scheduler.is_static and update.ends_with_its_batch(seq, reason, keep_output_tokens)
-        self._outbox.put(publish.result_response(seq, self.iteration, state), held=held)
+        self.outbox.put(publish.result_response(seq, self.iteration, state), held=held)
         self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), keep_output_tokens)
 
     def _finish_beams(self, search: BeamSearch, reason: FinishReason, keep_output_tokens: int | None) -> None:
@@ -325,7 +325,7 @@ class EngineCore:
             self._leave(row)
         self.statistics.count_end(reason.name)
         held = self.scheduler.is_static and update.ends_with_its_batch(rows[0], reason, keep_output_tokens)
-        self._outbox.put(publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True), held=held)
+        self.outbox.put(publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True), held=held)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
         """End the request of a sequence with an error, with all of its sequences."""
@@ -337,9 +337,7 @@ class EngineCore:
             self._leave(member)
             self.counters.discarded_tokens_total += member.num_tokens - member.num_published_tokens
         self.statistics.count_end("ERROR")
-        self._outbox.put(
-            publish.error_response(seq.request_id, seq.request.client_id, error, publish.perf_metrics(seq))
-        )
+        self.outbox.put(publish.error_response(seq.request_id, seq.request.client_id, error, publish.perf_metrics(seq)))
         self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), undo=True)
 
     @contextmanager

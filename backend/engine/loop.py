@@ -15,9 +15,20 @@ from backend.api.errors import EngineUnavailable
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats, Records
-from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, NameAdapter, Resume, StopSession, Submit
+from backend.core.messages import (
+    CLIENT_SHIFT,
+    Cancel,
+    ClientGone,
+    Command,
+    Look,
+    NameAdapter,
+    Resume,
+    StopSession,
+    Submit,
+)
 from backend.core.sequence import SessionKey, Status
 from backend.engine.core import EngineCore
+from backend.engine.live import LiveViews
 from backend.engine.trials import Trials
 
 MAX_IDLE_S = 1.0
@@ -36,6 +47,7 @@ class EngineLoop:
         self._core = core
         self._clients_hold = clients_hold
         self.trials = Trials(core)
+        self._live_views = LiveViews(core)
         self._publish_trial: PublishTrial = lambda request_id: None
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0
@@ -167,6 +179,8 @@ class EngineLoop:
                 self._core.stop_session(request_id, session_id, end, namespace)
             case NameAdapter(request_id, name, directory):
                 self._core.names.change(request_id, name, directory)
+            case Look(request_id):
+                self._core.outbox.put(self._live_views.answer(request_id))
             case Future():
                 command.set_result(self._core.stats())
             case ClientGone(client_index):

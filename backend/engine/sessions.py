@@ -87,6 +87,10 @@ class SessionTable:
         """The least recently used first."""
         return iter(self._sessions.values())
 
+    def newest(self) -> Iterator[Sequence]:
+        """The most recently used first."""
+        return reversed(self._sessions.values())
+
     def touch(self, key: SessionKey, now_ns: int) -> None:
         """Mark a session as most recently used, and erase the least recently used idle ones beyond the bounds."""
         self._sessions.move_to_end(key)

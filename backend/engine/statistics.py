@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats, SecondLevelStats
 from backend.core.clock import Clock
+from backend.core.sequence import Sequence
 from backend.core.step import MemoryUse
 from backend.engine.flight import Flight, StepRecord
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.queue import WaitingQueue
+
+RECENT = 512  # requests
 
 
 class Gauges(msgspec.Struct, frozen=True):
@@ -50,6 +54,10 @@ class Statistics:
         self._latest: StepRecord | None = None
         self._num_completed = 0  # requests that have ended since the latest recorded step
         self._memory = MemoryUse()
+        self.first_token_s: deque[float] = deque(
+            maxlen=RECENT
+        )  # seconds from arrival to the first token, of the latest requests that have ended
+        self.per_token_s: deque[float] = deque(maxlen=RECENT)  # between two output tokens of a request, on average
         self._memory_at = -1  # the value of `iteration` at which it was measured
 
     def count_accepted(self, num_prompt_tokens: int) -> None:
@@ -57,9 +65,14 @@ class Statistics:
         self.counters.requests_accepted_total += 1
         self.counters.prompt_tokens_total += num_prompt_tokens
 
-    def count_end(self, reason: str) -> None:
-        """Count the end of a request."""
+    def count_end(self, reason: str, seq: Sequence | None = None) -> None:
+        """Count the end of a request; with its sequence, the times that its client has waited."""
         self._num_completed += 1
+        if seq is not None and seq.first_token_ns:
+            self.first_token_s.append((seq.first_token_ns - seq.arrival_ns) / 1e9)
+            if seq.num_output_tokens > 1:
+                generation_ns = seq.last_token_ns - seq.first_token_ns
+                self.per_token_s.append(generation_ns / 1e9 / (seq.num_output_tokens - 1))
         totals = self.counters.requests_finished_total
         totals[reason] = totals.get(reason, 0) + 1
 

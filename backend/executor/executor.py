@@ -24,7 +24,7 @@ from typing import Any
 
 from backend.api.config import EngineConfig
 from backend.api.errors import EngineUnavailable, EverbatchError
-from backend.api.request import Request, RequestId, SessionId
+from backend.api.request import Request, RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats, PauseCounts
 from backend.core.messages import (
@@ -39,11 +39,11 @@ from backend.core.messages import (
     Recorded,
     Responses,
     Resume,
-    StopSession,
     Submit,
     Trial,
 )
 from backend.core.step import WorkerGroup
+from backend.executor.commands import Commands
 from backend.executor.live import OnResponse
 from backend.executor.load import engine_of, with_model_path, workers_of, workers_of_buffers
 from backend.executor.mailbox import Mailboxes, ResponseReader
@@ -57,7 +57,7 @@ from backend.wire.client import SocketTransport, wait_until
 log = logging.getLogger("everbatch.executor")
 
 
-class Executor(ResponseReader, RecordReader):
+class Executor(Commands, ResponseReader, RecordReader):
     def __init__(self, transport: Transport, process: OwnedEngine | None = None) -> None:
         """Use one of the class methods below instead. `process` is the engine process that this Executor owns, if any."""
         self._transport = transport
@@ -219,17 +219,6 @@ class Executor(ResponseReader, RecordReader):
             command = self._replay.cancel(Cancel(request_id, keep_output_tokens, sequence_index))
         if command is not None:
             self._try_send(command)
-
-    def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = "") -> RequestId:
-        """Interrupt the running turn of a session, and with `end` erase the session. The answer is one final response."""
-        return self._send(lambda request_id: StopSession(request_id, session_id, end, namespace), on_response)
-
-    def name_adapter(self, name: str, directory: str | None, on_response: OnResponse) -> RequestId:
-        """Let requests name the LoRA adapter in a directory below `lora.allowed_dir`; without one, let them not any more.
-
-        The answer is one final response: an error, or an empty result once the adapter has been read.
-        """
-        return self._send(lambda request_id: NameAdapter(request_id, name, directory), on_response)
 
     @property
     def pauses(self) -> PauseCounts:

@@ -17,22 +17,22 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from msgspec.structs import replace
 
-from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
+from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError, Unsupported
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
-from backend.api.stats import EngineStats, IterationRequests, KvEvent, Records
+from backend.api.stats import IterationRequests, KvEvent, Records
 from backend.core.messages import (
     CLIENT_SHIFT,
     Cancel,
     ClientGone,
     Command,
     Hello,
+    Look,
     NameAdapter,
     Resume,
     StopSession,
@@ -40,6 +40,7 @@ from backend.core.messages import (
 )
 from backend.executor.executor import Executor
 from backend.executor.live import OnResponse
+from backend.replicas.door import Door
 from backend.replicas.live import Answer, Live, Named, Naming
 from backend.replicas.placement import Load, Placement
 from backend.replicas.totals import total_stats
@@ -47,17 +48,8 @@ from backend.wire.engine_server import EngineServer
 
 log = logging.getLogger("everbatch.replicas")
 LOOK_S = 0.1  # how often the front looks whether replicas came or went, while nothing else wakes it
+NOT_WATCHED = "the live view is of one engine, and this server has several replicas; read their metrics"
 NONE_READY = "no replica is ready at the moment; try again in a few seconds"
-
-
-class Door(Protocol):
-    """The part of EngineServer that is used here."""
-
-    def deliver(self, responses: list[Response]) -> None: ...
-    def publish_stats(self, stats: EngineStats) -> None: ...
-    def publish_records(self, records: Records) -> None: ...
-    def publish_adapters(self, adapters: Mapping[str, str]) -> None: ...
-    def close(self) -> None: ...
 
 
 class Front:
@@ -158,6 +150,8 @@ class Front:
                 self._stop_session(item)
             case NameAdapter():
                 self._name(item)
+            case Look(request_id):
+                self._refuse(request_id, Unsupported(NOT_WATCHED))
             case ClientGone(client_index):
                 self._cancel_all([each for each in self._serials if each >> CLIENT_SHIFT == client_index])
 

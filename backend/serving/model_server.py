@@ -40,6 +40,7 @@ from backend.serving.protocols import EngineClient, TritonRequest
 from backend.serving.pump import ResponsePump
 from backend.serving.reading import Batch
 from backend.serving.requests import (
+    Look,
     NameAdapter,
     Parameters,
     ServingContext,
@@ -250,6 +251,8 @@ class ModelServer:
                 )
             elif isinstance(work.request, NameAdapter):
                 row.request_id = self._executor.name_adapter(*work.request, on_response)
+            elif isinstance(work.request, Look):
+                row.request_id = self._executor.look(on_response)
             else:
                 self._load.enter()
                 row.request_id = self._executor.submit(work.request, on_response)

@@ -80,10 +80,14 @@ class NameAdapter(NamedTuple):
     directory: str | None = None
 
 
+class Look(NamedTuple):
+    """What does the engine do at this moment?"""
+
+
 class Work(NamedTuple):
     """One row, ready to be handed to the executor. Without a request the row is answered at once."""
 
-    request: Request | StopSession | NameAdapter | None
+    request: Request | StopSession | NameAdapter | Look | None
     output: RowOutput
 
     @property

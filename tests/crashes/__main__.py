@@ -1,6 +1,7 @@
-"""`python -m tests.crashes --kills 100 [--served] [--plot FILE]`: kills engines at random moments; no byte may differ.
+"""`python -m tests.crashes --kills 100 [--streams 64 | --served] [--plot FILE]`: kills engines; no byte may differ.
 
-Through the Executor, or with --served through a real tritonserver: tritonclient's gRPC and the OpenAI endpoint.
+The moments are random. Through the Executor, or with --served through a real tritonserver: tritonclient's gRPC and the
+OpenAI endpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crashes", description=__doc__)
     parser.add_argument("--kills", type=int, default=10, help="of the engine process")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--streams", type=int, help="requests at a time; without it one of each kind (16)")
     parser.add_argument("--served", action="store_true", help="through tritonserver and the OpenAI endpoint")
     parser.add_argument("--plot", type=Path, help="PNG of the pauses")
     arguments = parser.parse_args()
@@ -25,7 +27,7 @@ def main() -> int:
 
         outcome = run_served(arguments.kills, arguments.seed)
     else:
-        outcome = run(arguments.kills, arguments.seed)
+        outcome = run(arguments.kills, arguments.seed, arguments.streams)
     _show(outcome)
     if arguments.plot is not None:
         plot(outcome.pauses_s, arguments.plot)

@@ -19,7 +19,7 @@ from backend.executor import Executor
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.wire.client import wait_until
-from tests.crashes.kinds import Heard, Kind, kinds
+from tests.crashes.kinds import Heard, Kind, copies, kinds
 from tests.model.adapters import make_adapter
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
@@ -60,10 +60,11 @@ def launched() -> Iterator[tuple[Executor, dict[str, Kind]]]:
             yield owner, kinds(Tokenizer.from_directory(MODEL), adapter)
 
 
-def run(num_kills: int, seed: int = 0, progress: bool = True) -> Outcome:
-    """Rounds until so many kills are done."""
+def run(num_kills: int, seed: int = 0, num_streams: int | None = None, progress: bool = True) -> Outcome:
+    """Rounds until so many kills are done, each under `num_streams` requests; None: under one of each kind."""
     rng, outcome, tokenizer = random.Random(seed), Outcome(), Tokenizer.from_directory(MODEL)
-    with launched() as (owner, all_kinds):
+    with launched() as (owner, each_kind):
+        all_kinds = copies(each_kind, num_streams or len(each_kind))
         started = time.monotonic()
         right = {name: each.told() for name, each in _round(owner, all_kinds, tokenizer).items()}
         length_s = time.monotonic() - started
@@ -111,7 +112,8 @@ def _kill(owner: Executor, heard: dict[str, Heard], outcome: Outcome) -> None:
     cut = [name for name, each in heard.items() if not each.done.is_set()]
     counts = {name: heard[name].num_responses for name in cut}
     for name in cut:
-        outcome.num_cut[name] = outcome.num_cut.get(name, 0) + (heard[name].num_responses > 0)
+        kind = name.partition(" #")[0]
+        outcome.num_cut[kind] = outcome.num_cut.get(kind, 0) + (heard[name].num_responses > 0)
     wait_until(lambda: not cut or any(heard[name].num_responses > counts[name] for name in cut), 120)
     if cut:
         outcome.pauses_s.append(time.monotonic() - killed)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import structs
 
 from backend.api import OutputConfig, Request, Response, SamplingConfig, SessionConfig
 from backend.api.guide import Guide, GuideType
@@ -63,6 +65,24 @@ def kinds(tokenizer: Tokenizer, adapter: Path) -> dict[str, Kind]:
         "not streaming": Kind(ask(SamplingConfig(**SEEDED), streaming=False)),  # type: ignore[arg-type]
         "not streaming, n = 3": Kind(ask(SamplingConfig(num_return_sequences=3, **SEEDED), streaming=False)),  # type: ignore[arg-type]
     }
+
+
+def copies(kinds: dict[str, Kind], number: int) -> dict[str, Kind]:
+    """So many of the kinds, again from the first where they are used up. A copy of a session's turn has a session of its own."""
+    names = list(kinds)
+    made: dict[str, Kind] = {}
+    for index in range(number):
+        name, time = names[index % len(names)], index // len(names) + 1
+        made[name if time == 1 else f"{name} #{time}"] = _in_session(kinds[name], time)
+    return made
+
+
+def _in_session(kind: Kind, session_id: int) -> Kind:
+    def moved(request: Request) -> Request:
+        session = request.session
+        return request if session is None else structs.replace(request, session=structs.replace(session, id=session_id))
+
+    return replace(kind, request=moved(kind.request), before=tuple(moved(request) for request in kind.before))
 
 
 @dataclass

@@ -117,11 +117,11 @@ def run_served(num_kills: int, seed: int = 0) -> Outcome:
 
 def _rounds(server: TritonServer, all_asks: dict[str, Ask], number: int, rng: random.Random, outcome: Outcome) -> None:
     started = time.monotonic()
-    right = _answers(all_asks)
+    right = answers_of(all_asks)
     length_s = time.monotonic() - started
     for _ in range(number):
         moment = rng.uniform(0.1, 0.7) * length_s
-        answers = _answers(all_asks, partial(_kill, server, moment, outcome))
+        answers = answers_of(all_asks, partial(_kill, server, moment, outcome))
         for name, answer in answers.items():
             outcome.num_requests += 1
             if answer != right[name]:
@@ -142,7 +142,7 @@ def _kill(server: TritonServer, moment_s: float, outcome: Outcome) -> None:
     outcome.num_kills += 1
 
 
-def _answers(all_asks: dict[str, Ask], meanwhile: Callable[[], None] = lambda: None) -> dict[str, object]:
+def answers_of(all_asks: dict[str, Ask], meanwhile: Callable[[], None] = lambda: None) -> dict[str, object]:
     """Send all at once. An exception of a client counts as its answer."""
     answers: dict[str, object] = {}
 

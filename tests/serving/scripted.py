@@ -19,7 +19,8 @@ from backend.api import (
     Result,
     SessionId,
 )
-from backend.api.stats import PauseCounts
+from backend.api.live_view import LiveView, Quantiles
+from backend.api.stats import EngineCounters, IterationStats, PauseCounts
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
 
@@ -89,6 +90,16 @@ class ScriptedExecutor:
             self.error(request_id, "it is bad", ErrorCode.INVALID_ARGUMENT)
         else:
             self._put(request_id, Response(request_id, result_or_none=Result([[]], is_final=True)))
+        return request_id
+
+    def look(self, on_response: OnResponse) -> RequestId:
+        """An engine without requests, whose pool has seven blocks."""
+        request_id = RequestId(30_000)
+        self.live[request_id] = on_response
+        view = LiveView(
+            "e", 0, 1.0, IterationStats(), EngineCounters(), Quantiles(), Quantiles(), [], [], 0, [], 0, [-2, 7], 1, 7
+        )
+        self._put(request_id, Response(request_id, result_or_none=Result([[]], is_final=True, live_view=view)))
         return request_id
 
     def latest_stats(self) -> EngineStats | None:

@@ -95,3 +95,17 @@ def test_what_is_no_command_is_refused_by_name(
 ) -> None:
     assert sentence in (send(**command).sender.error() or "")
     assert not executor.named and not executor.requests
+
+
+def test_a_look_is_answered_with_what_the_engine_does(send: Send) -> None:
+    """Like the end of a reply; the gateway adds timeout_s."""
+    told = answer(send(look=True, timeout_s=5.0))
+    assert told["live"]["num_blocks"] == 7 and told["live"]["rows"] == []
+    assert (told["text"], told["finish_reason"], told["usage"]["prompt_tokens"]) == ("", "stop", 0)
+
+
+def test_a_look_with_anything_else_is_refused(send: Send) -> None:
+    for command in ({"look": False}, {"look": 1}, {"look": True, "prompt": "x"}, {"look": None}):
+        request = send(**command)
+        expected = "[UNSUPPORTED] request: 'prompt'" if "prompt" in command else "[INVALID_ARGUMENT]"
+        assert (request.sender.error() or "").startswith(expected), command

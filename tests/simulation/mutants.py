@@ -133,7 +133,7 @@ def final_response_twice(set_attribute: SetAttribute) -> None:
 
     def finish(self: EngineCore, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
         original(self, seq, reason, keep_output_tokens)
-        self._outbox.put(self._outbox._ready[-1])
+        self.outbox.put(self.outbox._ready[-1])
 
     set_attribute(EngineCore, "_finish", finish)
 
@@ -145,7 +145,7 @@ def cancel_answers_nothing(set_attribute: SetAttribute) -> None:
         self: EngineCore, request_id: int, keep_output_tokens: int | None = None, sequence_index: int | None = None
     ) -> None:
         original(self, request_id, keep_output_tokens, sequence_index)
-        self._outbox.take()
+        self.outbox.take()
 
     set_attribute(EngineCore, "cancel", cancel)
 

@@ -11,7 +11,7 @@ With `n` above 1 each object has the `index` of its sequence: a response of a st
 a request that does not stream holds all.
 
 One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py,
-vector_commands.py). A stop request (`stop`: true) ends the request of its id.
+vector_commands.py, look_command.py). A stop request (`stop`: true) ends the request of its id.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from backend.serving.fronts.limits import (
     most_tokens,
     prompt_too_long,
 )
+from backend.serving.fronts.look_command import is_look, read_look
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.fronts.vector_commands import is_vector_command, read_vector_command
 from backend.serving.fronts.visible import ReasoningMarks, check_visible, visible_ids
@@ -151,6 +152,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     value = json_value("request", required(batch, "request", 0))
     if is_command(value):
         return [read_command(value, context)]
+    if is_look(value):
+        return [read_look(value)]
     if is_vector_command(value):
         return [read_vector_command(value, context, parameters, tools)]
     asked: Generate = from_json("request", value, Generate)

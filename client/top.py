@@ -1,0 +1,182 @@
+"""`everbatch top`: the persistent batch, the queue and the KV cache of a server in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from client.errors import ClientError
+
+View = dict[str, Any]  # a LiveView of the server, as JSON (backend/api/live_view.py)
+FREE, CACHED = -2, -1  # states in View["blocks"]
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")  # for running sequences; beyond six they are used again
+FREE_COLOUR, CACHED_COLOUR, IDLE_COLOUR = "grey23", "grey50", "grey70"
+UPPER_HALF = "\u2580"  # one character shows two cells: its colour and its background
+MAP_LINES = 8  # the most lines of the map of the KV pool
+BAR = 24  # characters
+RATES = {
+    "generated_tokens_total": "output tokens/s",
+    "context_tokens_total": "prompt tokens/s",
+    "recomputed_tokens_total": "recomputed tokens/s",
+    "sequences_evicted_total": "evictions/s",
+}
+
+
+class Rates:
+    """Changes a second of the counters between two views of the same engine."""
+
+    def __init__(self) -> None:
+        self._before: View | None = None
+
+    def take(self, view: View) -> dict[str, float]:
+        """0 for the first view, and for the first one of another engine."""
+        before, self._before = self._before, view
+        if before is None or before["engine"] != view["engine"]:
+            return dict.fromkeys(RATES, 0.0)
+        seconds = max(view["uptime_s"] - before["uptime_s"], 1e-3)
+        return {name: (view["counters"][name] - before["counters"][name]) / seconds for name in RATES}
+
+
+class BlockMap:
+    """The KV pool as a map: two cells a character, one above the other, each in the colour of its state."""
+
+    def __init__(self, view: View) -> None:
+        runs = view["blocks"]
+        self._states = [state for state, number in zip(runs[::2], runs[1::2], strict=True) for _ in range(number)]
+        self._num_rows = len(view["rows"])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(options.max_width, 1)
+        step = (
+            -(-len(self._states) // (2 * MAP_LINES * width)) or 1
+        )  # where there is no room, one cell of so many is shown
+        states = self._states[::step]
+        for start in range(0, len(states), 2 * width):
+            upper, lower = states[start : start + width], states[start + width : start + 2 * width]
+            line = Text(no_wrap=True)
+            for index, state in enumerate(upper):
+                below = f" on {self._colour(lower[index])}" if index < len(lower) else ""
+                line.append(UPPER_HALF, f"{self._colour(state)}{below}")
+            yield line
+
+    def _colour(self, state: int) -> str:
+        if state >= self._num_rows:
+            return IDLE_COLOUR
+        return {FREE: FREE_COLOUR, CACHED: CACHED_COLOUR}.get(state) or COLOURS[state % len(COLOURS)]
+
+
+def page(view: View, rates: dict[str, float]) -> RenderableType:
+    """Draw one view."""
+    return Group(_head(view, rates), "", _pool(view), BlockMap(view), "", _rows(view), _queue(view))
+
+
+def _head(view: View, rates: dict[str, float]) -> RenderableType:
+    latest, first, between = view["latest"], view["first_token_s"], view["per_token_s"]
+    figures = Text()
+    for name, label in RATES.items():
+        figures.append(f"{rates[name]:,.0f}", "bold").append(f" {label}   ", "dim")
+    state = Text()
+    for figure, label in (
+        (f"{len(view['rows'])} of {latest['max_num_active_requests']}", "slots"),
+        (f"{view['num_queued']}", "waiting"),
+        (f"{view['num_sessions']}", "sessions"),
+        (f"{1000 * first['p50']:,.0f} / {1000 * first['p99']:,.0f} ms", "first token p50 / p99"),
+        (f"{1000 * between['p50']:,.1f} / {1000 * between['p99']:,.1f} ms", "a token p50 / p99"),
+    ):
+        state.append(figure, "bold").append(f" {label}   ", "dim")
+    engine = Text(f"engine {view['engine']}, up {_duration(view['uptime_s'])}", "dim")
+    return Group(engine, figures, state)
+
+
+def _pool(view: View) -> Text:
+    cache, cell = view["latest"]["kv_cache"], view["blocks_per_cell"]
+    text = Text()
+    for count, label, colour in (
+        (cache["used_num_blocks"], "in use", COLOURS[0]),
+        (cache["cached_num_blocks"], "cached", CACHED_COLOUR),
+        (cache["free_num_blocks"], "free", FREE_COLOUR),
+    ):
+        text.append("\u25a0 ", colour).append(f"{count:,}", "bold").append(f" {label}   ", "dim")
+    return text.append(f"of {view['num_blocks']:,} KV blocks" + (f", {cell} to a cell" if cell > 1 else ""), "dim")
+
+
+def _rows(view: View) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", "request", "client", "stage"):
+        table.add_column(name)
+    table.add_column("progress", min_width=BAR)
+    for name in ("prompt", "output", "reused", "recomputed", "blocks", "age"):
+        table.add_column(name, justify="right")
+    for index, row in enumerate(view["rows"]):
+        output, most = row["num_output_tokens"], row["max_output_tokens"]
+        table.add_row(
+            Text("\u25a0", COLOURS[index % len(COLOURS)]),
+            row["id"],
+            row.get("session") or row.get("namespace") or "-",
+            row["stage"],
+            _bar(row),
+            f"{row['num_prompt_tokens']:,}",
+            f"{output:,} / {most:,}",
+            f"{row.get('num_cached_tokens', 0):,}",
+            f"{row.get('num_recomputed_tokens', 0):,}",
+            f"{row.get('num_blocks', 0):,}",
+            _duration(row.get("age_s", 0.0)),
+        )
+    return table
+
+
+def _queue(view: View) -> Text:
+    waiting = [f"{row['id']} ({row['num_prompt_tokens']:,} tokens, {row['stage']})" for row in view["queue"][:5]]
+    more = view["num_queued"] - len(waiting)
+    return (
+        Text("waiting: " + ", ".join(waiting) + (f" and {more:,} more" if more > 0 else ""), "dim")
+        if waiting
+        else Text()
+    )
+
+
+def _bar(row: View) -> Text:
+    """The prompt's progress in the context phase, then that of the output."""
+    in_context = row["stage"] == "context"
+    done, whole = (
+        (row["num_computed_tokens"], row["num_prompt_tokens"])
+        if in_context
+        else (row["num_output_tokens"], row["max_output_tokens"])
+    )
+    filled = min(BAR, BAR * done // max(whole, 1))
+    return Text("\u2501" * filled, "yellow" if in_context else "green").append("\u2501" * (BAR - filled), "grey23")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    return f"{minutes} min" if minutes < 60 else f"{hours} h {minutes % 60} min"
+
+
+def watch(look: Callable[[], View], console: Console, period_s: float) -> None:
+    """Draw until Ctrl-C. While no answer comes the page says why, and the server is asked again."""
+    rates = Rates()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                view = look()
+                live.update(page(view, rates.take(view)), refresh=True)
+            except ClientError as error:
+                live.update(Text(f"no answer: {error}", "red"), refresh=True)
+            time.sleep(period_s)
+
+
+def once(look: Callable[[], View], console: Console) -> None:
+    """Draw one page. Rates are of the half second between two looks."""
+    rates = Rates()
+    rates.take(look())
+    time.sleep(0.5)
+    view = look()
+    console.print(page(view, rates.take(view)))
