@@ -52,7 +52,7 @@ class _ToolUse:
 
 
 class _Growth(NamedTuple):
-    """What a part of the answer adds to a block."""
+    """Text that a part of the answer adds to a block."""
 
     place: int
     block: _Text | _ToolUse
@@ -190,7 +190,7 @@ def _started(new: _Growth) -> bytes:
 
 
 def _ended(place: int) -> list[bytes]:
-    """What ends a block; nothing before the first one."""
+    """The event that ends a block; no event before the first block."""
     return [_event("content_block_stop", index=place)] if place >= 0 else []
 
 

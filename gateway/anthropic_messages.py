@@ -31,7 +31,7 @@ class _Block(Item):
 class TextBlock(_Block):
     type: Literal["text"]
     text: Text
-    citations: list[Any] | None = None  # of an earlier answer
+    citations: list[Any] | None = None  # an earlier answer's, which are not shown to the model
 
 
 class SearchResultBlock(_Block):
@@ -45,7 +45,7 @@ class SearchResultBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """Reasoning of an earlier answer. What signs it is not looked at: whoever sends the prompt may write any."""
+    """Reasoning of an earlier answer. Its signature is not checked: a client may write any reasoning into its prompt."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -53,7 +53,7 @@ class ThinkingBlock(_Block):
 
 
 class RedactedThinkingBlock(_Block):
-    """Reasoning that another server has encrypted. It is left out: nobody here can read it."""
+    """Reasoning that another server has encrypted. It is left out, because this server cannot read it."""
 
     type: Literal["redacted_thinking"]
     data: Text
@@ -81,7 +81,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """What a tool has returned; nothing is an empty text."""
+    """The result of a tool. A missing content is an empty text."""
 
     type: Literal["tool_result"]
     tool_use_id: BlockId
@@ -131,7 +131,9 @@ class ChosenTool(Wire):
 
 
 class Thinking(Wire):
-    """Whether the model reasons first. `budget_tokens`: of `enabled`. `display`: omitted leaves the text of it out."""
+    """The model's reasoning: on, off, or as the model decides. `budget_tokens` goes with `enabled`; `display` `omitted` leaves
+    the text of the reasoning out.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None

@@ -44,7 +44,7 @@ class MessageUsage(BaseModel):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
-    output_tokens: int  # those of the reasoning among them
+    output_tokens: int  # text, calls and reasoning together
     output_tokens_details: OutputTokensDetails
     service_tier: Literal["standard"]
 

@@ -82,8 +82,8 @@ def as_chat(message: CountTokensRequest, dialect: Dialect) -> ChatRequest:
 
 
 def _reasoning(message: CountTokensRequest, dialect: Dialect) -> dict[str, Any]:
-    """How much the model reasons. A budget is for models whose reasoning is told apart: others have none to limit, and clients
-    send one to every model. Raises GatewayError.
+    """The fields that say how much the model reasons. A budget has an effect only where the format of the reasoning is known;
+    elsewhere it is dropped, because clients send one to every model. Raises GatewayError.
     """
     found: dict[str, Any] = {}
     thinking = message.thinking

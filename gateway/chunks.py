@@ -94,7 +94,7 @@ def usages_of(replies: list[Reply]) -> list[Usage]:
 
 
 class _Ids:
-    """The ids of a choice's tokens in its events: each is told once, with the first event that comes behind it."""
+    """The ids of a choice's tokens in its events. Each id is in one event: the first that is sent after the token has come."""
 
     def __init__(self, prompt_is_of_choice: bool) -> None:
         self._prompt_is_of_choice = prompt_is_of_choice
@@ -107,7 +107,7 @@ class _Ids:
             self._prompt = piece.prompt.token_ids
 
     def fields(self) -> tuple[bytes, bytes]:
-        """What the next event tells: fields of its choice, and of the chunk around that."""
+        """The fields that the next event gets: those of its choice, and those of the chunk around the choice."""
         told, self._untold = b'"token_ids":' + encode(self._untold) + b",", []
         if self._prompt is None:
             return told, b""

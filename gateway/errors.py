@@ -106,7 +106,7 @@ class GatewayError(Exception):
 
 
 class Overloaded(GatewayError):
-    """The server has as much to do as it may, whoever asks."""
+    """The server is at its limit for all clients together."""
 
 
 def overloaded(message: str) -> GatewayError:

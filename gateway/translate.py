@@ -133,7 +133,7 @@ def _choices(message: Completing) -> dict[str, Any]:
 
 
 def _told(message: Completing) -> dict[str, Any]:
-    """What the first piece of each choice tells of the prompt."""
+    """The request for the ids of the prompt, which come with the first piece of each choice."""
     return {"tell_prompt": "token_ids"} if message.return_token_ids else {}
 
 

@@ -55,7 +55,7 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class PromptTold(msgspec.Struct, gc=False):
-    """What is known of the prompt when the first token comes; `token_ids` where they were asked for."""
+    """The prompt, as it is known when the first token comes; `token_ids` where the request asks for them."""
 
     prompt_tokens: int
     cached_tokens: int

@@ -14,7 +14,7 @@ from gateway.anthropic_answers import MessageWriter
 from gateway.chunks import Chunks, _Ids
 from gateway.middleware import Middleware
 from gateway.request_context import RequestContext
-from tests.mutants.changes import Plant, change
+from tests.mutants.changes import Plant, change, change_everywhere
 
 ANSWERS = ["tests/gateway/test_anthropic.py"]
 ERRORS = ["tests/gateway/test_anthropic_errors.py"]
@@ -82,7 +82,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         SESSION,
     ),
     "a_mark_in_a_tool_is_not_seen": (
-        change(anthropic_turns, "wants_caching", ("*(message.tools or [])", "")),
+        change_everywhere(anthropic_turns.wants_caching, ("*(message.tools or [])", "")),
         ANSWERS,
     ),
     "a_model_without_reasoning_gets_a_budget": (
@@ -99,7 +99,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     # Errors and keys.
     "a_full_server_is_the_client_s_fault": (
-        change(errors, "anthropic_refusal", ("529 if isinstance(error, Overloaded)", "529 if False")),
+        change_everywhere(errors.anthropic_refusal, ("529 if isinstance(error, Overloaded)", "529 if False")),
         ERRORS,
     ),
     "errors_are_always_openai_s": (
@@ -124,7 +124,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     # Ids.
     "ids_that_were_held_back_are_lost": (change(_Ids, "take", ("self._untold +=", "self._untold =")), IDS),
-    "the_prompt_is_told_with_each_event": (change(_Ids, "fields", (", self._prompt = encode", ", _ = encode")), IDS),
+    "the_prompt_is_told_with_each_event": (change(_Ids, "fields", ("prompt, self._prompt = b", "prompt, _ = b")), IDS),
     "the_ids_of_one_choice_are_those_of_all": (change(Chunks, "of", ("self._ids[index]", "self._ids[0]")), IDS),
     "only_the_first_sequence_is_told_of_the_prompt": (
         change(everbatch, "renderer", ("untold.remove(delta.sequence)", "untold.clear()")),

@@ -86,9 +86,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     chat_template_kwargs: dict[str, Any] | None = None  # more variables for the chat template
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
-    tell_prompt: Literal["counts", "token_ids"] | None = (
-        None  # what the first object of each sequence tells of the prompt
-    )
+    tell_prompt: Literal["counts", "token_ids"] | None = None  # facts in the first object of each sequence
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
 
 
@@ -115,7 +113,7 @@ class Usage(Struct, frozen=True):
 
 
 class PromptTold(Struct, frozen=True):
-    """What is known of the prompt when the first token comes."""
+    """The prompt, as it is known when the first token comes."""
 
     prompt_tokens: int
     cached_tokens: int
