@@ -176,22 +176,25 @@ def test_a_body_that_is_too_large_is_told_so(serve: Callable[..., AbstractContex
     assert isinstance(error, anthropic.ContentTooLargeError) and body["error"]["type"] == "request_too_large"
 
 
-@pytest.mark.parametrize("header", ["api_key", "auth_token"])
+@pytest.mark.parametrize("header", ["x-api-key", "authorization"])
 def test_a_key_comes_in_either_header_and_has_its_namespace(
     header: str, keys: Path, serve: Callable[..., AbstractContextManager[Served]], triton: FakeTriton
 ) -> None:
+    """Anthropic's client sends one or the other, by its version."""
+    body = {"model": "everbatch", "max_tokens": 1, "messages": HELLO}
     with serve(api_keys=keys) as served:
         for key in (ALICE, BOB, ALICE):
-            given: Any = {header: key}
-            with anthropic.Anthropic(base_url=served.url, max_retries=0, **given) as claude:
-                claude.messages.create(model="everbatch", max_tokens=1, messages=HELLO)
+            sent = {header: key if header == "x-api-key" else f"Bearer {key}"}
+            assert served.request("POST", "/v1/messages", body, sent)[0] == 200
+            with anthropic.Anthropic(base_url=served.url, max_retries=0, api_key=key) as claude:
                 claude.messages.count_tokens(model="everbatch", messages=HELLO)
         with anthropic.Anthropic(base_url=served.url, api_key="another-0123456789", max_retries=0) as claude:
             error = refusal(claude)
+        assert served.request("POST", "/v1/messages", body, {header: "another-0123456789"})[0] == 401
     spaces = [seen.namespace for seen in triton.requests]
     assert spaces[0::2] == spaces[1::2] and spaces[0] == spaces[4] != spaces[2] and "" not in spaces
-    body: Any = error.body
-    assert isinstance(error, anthropic.AuthenticationError) and body["error"]["type"] == "authentication_error"
+    told: Any = error.body
+    assert isinstance(error, anthropic.AuthenticationError) and told["error"]["type"] == "authentication_error"
 
 
 def test_a_client_that_holds_its_share_is_limited_and_a_full_server_is_overloaded(
