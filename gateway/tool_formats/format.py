@@ -45,6 +45,26 @@ def schema_of(function: Function) -> dict[str, Any]:
     return function.parameters or NO_PARAMETERS
 
 
+class Parameter(NamedTuple):
+    name: str
+    schema: Any
+    is_required: bool
+
+
+def parameters_of(function: Function) -> list[Parameter]:
+    """The parameters by themselves, in the order of the schema; what their schemas refer to comes along."""
+    schema = schema_of(function)
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return []
+    names = required if isinstance(required, list) else []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return [
+        Parameter(name, {**shared, **each} if isinstance(each, dict) else each, name in names)
+        for name, each in properties.items()
+    ]
+
+
 def call_of(name: Any, arguments: Any, call_id: str | None = None) -> Call:
     """A call. Raises NotACall for what is none: a model that was not guided may write anything."""
     if not isinstance(name, str) or not name:

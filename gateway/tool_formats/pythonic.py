@@ -11,8 +11,8 @@ from typing import Any
 
 from gateway.messages import Function
 from gateway.parts import Call
-from gateway.tool_formats.format import Functions, Group, ToolFormat, call_of, schema_of
-from gateway.tool_formats.source import MAX_DEPTH, NotACall, Parsing, Source, Waiting
+from gateway.tool_formats.format import Functions, Group, ToolFormat, call_of, parameters_of
+from gateway.tool_formats.source import MAX_DEPTH, NAME, NotACall, Parsing, Source, Waiting
 
 MARKS = {
     "<|python_start|>": "<|python_end|>",
@@ -38,12 +38,10 @@ class Pythonic(ToolFormat):
         yield from calls
 
     def structure(self, function: Function) -> dict[str, Any]:
-        properties = schema_of(function).get("properties")
-        required = schema_of(function).get("required") or []
         parts: list[Any] = []
-        for key, schema in properties.items() if isinstance(properties, dict) else ():
-            if str(key).isidentifier() and key in required:
-                parts += [f"{', ' if parts else ''}{key}=", {"schema": schema}]
+        for name, schema, is_required in parameters_of(function):
+            if name.isidentifier() and is_required:
+                parts += [f"{', ' if parts else ''}{name}=", {"schema": schema}]
         return {"begin": f"{function.name}(", "parts": parts, "end": ")"}
 
 
@@ -86,7 +84,10 @@ def _calls(text: str) -> list[Call]:
 def _call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise NotACall
-    return call_of(ast.unparse(node.func), {str(each.arg): _value(each.value) for each in node.keywords})
+    name = ast.unparse(node.func)
+    if NAME.fullmatch(name) is None:
+        raise NotACall
+    return call_of(name, {str(each.arg): _value(each.value) for each in node.keywords})
 
 
 def _value(node: ast.expr) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.messages import Function
-from gateway.tool_formats.format import Functions, ToolFormat, call_of, schema_of
+from gateway.tool_formats.format import Functions, ToolFormat, call_of, parameters_of, schema_of
 from gateway.tool_formats.source import NotACall, Parsing, Source, Waiting, json_value
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -76,15 +76,13 @@ class _Tagged(ToolFormat):
 
     def parts(self, function: Function) -> list[Any]:
         """The arguments in the order of the schema; those that are not required may be left out."""
-        schema = schema_of(function)
-        properties, required = schema.get("properties"), schema.get("required") or []
         parts: list[Any] = []
-        for key, each in properties.items() if isinstance(properties, dict) else ():
+        for key, each, is_required in parameters_of(function):
             line_break = "\n" if self.trims else ""
             end = f"{line_break}{self.value_end}\n"
             value: list[Any] = [{"until": end}] if is_text(each) else [{"schema": each}, end]
             written = [self.argument_begin(key) + line_break, *value]
-            parts += written if key in required else [{"optional": written}]
+            parts += written if is_required else [{"optional": written}]
         return parts
 
     def argument_begin(self, key: str) -> str:

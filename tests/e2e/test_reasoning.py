@@ -71,7 +71,7 @@ def test_a_budget_ends_the_reasoning_and_a_call_follows_it(stream: bool, client:
     turns += [{"role": "tool", "tool_call_id": call.id, "content": "20"}]
     for turn in turns[1]["tool_calls"]:
         turn["function"].pop("parsed_arguments", None)
-    again = client.chat.completions.create(**{**ASKED, "messages": turns}, max_tokens=3)
+    again = client.chat.completions.create(**{**ASKED, "messages": turns}, tools=[TOOL], max_tokens=3)
     assert again.usage is not None and again.usage.prompt_tokens > reply.usage.prompt_tokens
 
 

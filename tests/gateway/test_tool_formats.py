@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.messages import Function
 from gateway.parts import Call, Part, PartReader, Reasoning, whole_answer
 from gateway.reasoning import REASONING_FORMATS, ReasoningReader, WithoutReasoning
 from gateway.reasoning import found_in as reasoning_found_in
@@ -79,6 +80,7 @@ HARMONIES = [
     ' to=functions.x<|channel|>commentary json<|message|>{"a": 1}',
     "<|start|>" + "x" * 600 + "<|message|>",
     "<|channel|>analysis<|message|>cut off <|en",
+    "<|start|>" + "y" * 600,
 ]
 
 
@@ -99,6 +101,7 @@ def test_channels_are_reasoning_content_and_calls() -> None:
     assert read_all(HarmonyReader(), [HARMONIES[4]])[2] == [("x", '{"a": 1}')]
     assert read_all(HarmonyReader(), [HARMONIES[5]])[0] == HARMONIES[5]
     assert read_all(HarmonyReader(), [HARMONIES[6]])[1] == "cut off <|en"
+    assert read_all(HarmonyReader(), [HARMONIES[7]])[0] == HARMONIES[7]
 
 
 @pytest.mark.parametrize("text", HARMONIES)
@@ -190,3 +193,60 @@ def simple(part: Any) -> str:
         case {"optional": _}:
             return ""
     return '"hi"'
+
+
+HOSTILE: list[Any] = [
+    {"properties": {"a": 5}, "required": 7},
+    {"properties": [1], "required": ["a"]},
+    {"properties": {"a": {"type": "string"}}, "required": {"a": 1}},
+    {
+        "properties": {"x>": {"$ref": "#/$defs/x"}, "class": True},
+        "$defs": {"x": {"type": "integer"}},
+        "required": ["x>"],
+    },
+    {},
+]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("parameters", HOSTILE)
+def test_any_parameters_make_a_structure(name: str, parameters: Any) -> None:
+    structure = TOOL_FORMATS[name].format.structure(Function.model_construct(name="f", parameters=parameters))
+    assert structure.keys() >= {"begin", "end"} and json.dumps(structure)
+
+
+def test_parameters_bring_what_they_refer_to() -> None:
+    parts = TOOL_FORMATS["qwen_tags"].format.structure(Function.model_construct(name="f", parameters=HOSTILE[3]))[
+        "parts"
+    ]
+    assert {"schema": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}} in parts
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[(lambda: 1)()]"),
+        ("pythonic", "[f(1)]"),
+        ("pythonic", "[f(**{})]"),
+        ("pythonic", "[f(a=b)]"),
+        ("pythonic", "[f(a=1e999)]"),
+        ("pythonic", "[f(a={1: 2})]"),
+        ("pythonic", "[1, 2]"),
+        ("pythonic", "[" * 100 + "]" * 100),
+        ("hermes", '<tool_call>{"name": "f", "arguments": NaN}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 1e999}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 100 + "1" + "}" * 101 + "</tool_call>"),
+        ("mistral", "[TOOL_CALLS]" + "x" * 300 + "{}"),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("llama", '{"name": "f"}'),
+    ],
+)
+def test_what_json_and_the_formats_do_not_know_is_text(name: str, text: str) -> None:
+    assert told(name, [text]) == (text, []) and told(name, list(text)) == (text, [])
+
+
+def test_half_a_surrogate_pair_is_still_json_for_a_client() -> None:
+    (_, arguments) = told("hermes", ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])[1][0]
+    assert arguments.encode() and json.loads(arguments) == {"a": "\ud800"}

@@ -96,6 +96,15 @@ def test_a_guide_applies_behind_the_reasoning_and_what_follows_it() -> None:
     assert len(allowed(matcher)) == VOCAB, "back in the reasoning"
 
 
+def test_a_guided_output_does_not_end_in_its_reasoning() -> None:
+    """The guide would be complete at its beginning."""
+    matcher = ThinkingMatcher(Thinking(END, (START,)), backend().compile(Guide(GuideType.REGEX, "x?")).matcher())
+    assert matcher.is_complete, "an answer without reasoning may be empty"
+    for token_id in (START, 900, *END):
+        assert matcher.accept(token_id)
+        assert matcher.is_complete == (token_id == END[-1])
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_rolling_back_is_as_if_the_tokens_had_never_come(seed: int) -> None:
     chance = random.Random(seed)

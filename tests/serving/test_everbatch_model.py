@@ -355,6 +355,15 @@ def test_reasoning_that_the_prompt_has_begun_begins_the_text_and_is_counted(tool
         assert reply["text"] == text and reply["usage"]["reasoning_tokens"] == count
 
 
+def test_a_prompt_that_has_closed_the_reasoning_has_none_behind_it(tools: TextTools) -> None:
+    """As Qwen's template writes it for enable_thinking false."""
+    marks = {"start": "<|im_start|>", "end": "<|im_end|>", "max_tokens": 9}
+    asked = work(tools, prompt="a<|im_start|>\n\n<|im_end|>\n\n", reasoning=marks)
+    assert asked.request.thinking is None
+    asked.output.feed(result(tools.tokenizer.encode("x"), FinishReason.LENGTH))
+    assert "reasoning_tokens" not in told(asked.output)["usage"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

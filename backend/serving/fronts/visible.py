@@ -36,8 +36,10 @@ class ReasoningMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     is_always: bool = False
     max_tokens: int | None = None  # the budget of the reasoning
 
-    def found(self, prompt: str, tokenizer: Tokenizer) -> Reasoning:
-        """The reasoning behind this prompt. Raises InvalidRequest."""
+    def found(self, prompt: str, tokenizer: Tokenizer) -> Reasoning | None:
+        """The reasoning behind this prompt; None where the chat template has closed it in advance, so that the prompt ends with
+        `end`. Raises InvalidRequest.
+        """
         for name in ("start", "end", "follow"):
             text: str = getattr(self, name)
             if len(text) > MAX_CHARS or (not text and name != "follow"):
@@ -47,6 +49,8 @@ class ReasoningMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 )
         if self.max_tokens is not None and not 0 <= self.max_tokens < 1 << 31:
             raise InvalidRequest(f"reasoning.max_tokens is {self.max_tokens}, allowed is 0 to {(1 << 31) - 1}")
+        if prompt.rstrip().endswith(self.end):
+            return None
         is_begun = prompt.rstrip().endswith(self.start)
         start, end, follow = (
             tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (self.start, self.end, self.follow)
