@@ -119,7 +119,7 @@ class NullDevice:
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
 
-    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int, layers: object = None) -> None:
         pass
 
     def read_blocks(self, block_ids: list[BlockId]) -> bytes:

@@ -71,6 +71,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     directory: str = ""  # KV is kept in a file there too, for after an eviction or a restart; empty: it is not
     directory_bytes: int = 10_737_418_240  # the size of that file; the least recently used blocks go first
     host_cache_bytes: int = 0  # the same in memory of this process, beside the pool of a GPU; 0: none
+    survives_engine: bool = True  # the pool of the native kernels outlives a killed engine, and the next one uses it
     swap_bytes: int = 0  # host memory for KV of paused sequences, where scheduler.preemption is `swap`
     onboard_blocks: bool = True  # read such KV back; off: it is only written
     secondary_offload_min_priority: int = 0  # KV that requests retain with a lower priority is not written there
@@ -78,7 +79,16 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def has_second_level(self) -> bool:
         """True if KV is to be kept outside of the pool."""
-        return self.enable_block_reuse and self.sharing != "none" and bool(self.directory or self.host_cache_bytes)
+        return self._reuses_blocks and bool(self.directory or self.host_cache_bytes)
+
+    @property
+    def keeps_pool(self) -> bool:
+        """True if the pool is to outlive the engine process."""
+        return self.survives_engine and self._reuses_blocks
+
+    @property
+    def _reuses_blocks(self) -> bool:
+        return self.enable_block_reuse and self.sharing != "none"
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,8 @@ class KvCacheStats(Struct, frozen=True):
     reused_blocks_total: int = 0
     missed_blocks_total: int = 0
     evicted_blocks_total: int = 0
+    adopted_blocks_total: int = 0  # computed by the engine before this one, and found by a sequence (docs/replay.md)
+    dropped_blocks_total: int = 0  # left by the engine before this one, and of no use: torn, damaged, or cut off
 
 
 MISSES = (

@@ -41,8 +41,12 @@ def digest_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
-def checksum_of(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_CHECKSUM_BYTES).digest()
+def checksum_of(*parts: bytes | memoryview) -> bytes:
+    """The checksum of the bytes of all parts, one after the other. Lets other threads run while it reads long ones."""
+    digest = hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 class BlockRecord(NamedTuple):
@@ -81,9 +85,13 @@ class RecordFormat:
 
     def encode(self, block: BlockRecord, data: bytes, stamp: int) -> bytes:
         """The content of a place."""
-        fixed = _FIXED.pack(MAGIC, *block[:3], checksum_of(data), stamp, len(block.token_ids))
+        return self.encode_record(block, checksum_of(data), stamp) + data
+
+    def encode_record(self, block: BlockRecord, checksum: bytes, stamp: int) -> bytes:
+        """The record of a block whose KV has this checksum."""
+        fixed = _FIXED.pack(MAGIC, *block[:3], checksum, stamp, len(block.token_ids))
         body = fixed + array("i", block.token_ids).tobytes()
-        return (body + checksum_of(body)).ljust(self.num_bytes, b"\0") + data
+        return (body + checksum_of(body)).ljust(self.num_bytes, b"\0")
 
     def decode(self, record: bytes) -> KeptRecord | None:
         """The record at the start of a place; None if it is not whole."""

@@ -22,6 +22,7 @@ so a block may be given to another sequence while a step in flight still writes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NewType, Protocol
 
 from msgspec import Struct
@@ -185,6 +186,7 @@ class ModelInfo(Struct, frozen=True):
     has_head: bool = True  # False if the checkpoint is of the layers alone: then its logits mean nothing
     kv_fingerprint: str = ""  # hash of all that the bits of KV depend on besides tokens; '': it is not read or written
     kv_block_bytes: int = 0  # a block of all layers, as `read_blocks` returns it
+    kv_layers: int = 0  # layers of a pool that may lie in memory which the engine gives; 0: it may not
 
 
 class MemoryUse(Struct, frozen=True):
@@ -226,8 +228,14 @@ class WorkerGroup(Protocol):
         """Raise WorkersLost if a worker has ended. Called about once a second while nothing runs."""
         ...
 
-    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
-        """Prepare a pool of at most `max_blocks`, `num_blocks` of them backed by memory at once."""
+    def initialize_kv_cache(
+        self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+    ) -> None:
+        """Prepare a pool of at most `max_blocks`, `num_blocks` of them backed by memory at once.
+
+        `layers`: memory for `max_blocks` blocks of each layer, given only where ModelInfo.kv_layers says so. It may hold KV of
+        a group with the same fingerprint, which stays.
+        """
         ...
 
     def submit(self, step: StepInput) -> None:

@@ -2,41 +2,95 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from backend.api.config import EngineConfig
+from backend.api.errors import ConfigError
 from backend.core.clock import Clock
 from backend.core.kv_events import KvEventSink
+from backend.core.pool_file import PoolFile
 from backend.core.step import ModelInfo, WorkerGroup
 from backend.engine.level_traffic import LevelTraffic, NoLevel
 from backend.engine.make_level import MakeLevelIo, make_level
+from backend.engine.pool_keeper import NoKeeper, PoolKeeper, open_pool_file
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.sizing import num_pool_blocks, num_swap_blocks
+from backend.kvcache.pool_records import PoolRecords
+from backend.kvcache.sizing import block_bytes, num_pool_blocks, num_swap_blocks
 
 MAX_STEP_EVENTS = (
     100_000  # KV events kept from step to step where they are published; more are made up for by a full list
 )
 
 
+class Cache(NamedTuple):
+    """The KV cache and what stands beside it."""
+
+    kv: KVCacheManager
+    level: LevelTraffic | NoLevel
+    keeper: PoolKeeper | NoKeeper
+    free_bytes: int  # free memory after the weights, before the pool was made
+
+    def advance(self, is_busy: bool) -> None:
+        """Move KV beside the steps. Called before each, when the steps that had been collected have been booked."""
+        self.keeper.advance()
+        self.level.advance(is_busy)
+
+    def close(self, flushes: bool) -> None:
+        """`flushes`: write what is due for the second level. No step may be in flight then."""
+        self.keeper.close()
+        self.level.close(flushes)
+
+
 def make_cache(
     config: EngineConfig,
     model: ModelInfo,
     workers: WorkerGroup,
-    free_bytes: int,
     kv_events: KvEventSink | None,
     make_io: MakeLevelIo | None,
     clock: Clock,
-) -> tuple[KVCacheManager, LevelTraffic | NoLevel]:
+    pool_descriptor: int | None = None,
+) -> Cache:
     """Also prepares the workers' pool. `kv_events`: gets all events.
     `make_io`: makes what reads and writes the blocks of a second level.
+    `pool_descriptor`: of memory that outlives this process, for the pool to lie in; it may hold that of an engine before.
 
-    Raises ConfigError where `free_bytes` are too few, and for a second level that cannot be used.
+    Raises ConfigError where free memory is too little, and for a second level that cannot be used.
     """
     kept = make_level(config.kv_cache, model)
-    num_blocks = num_pool_blocks(config, model, free_bytes)
+    file = open_pool_file(config, model, pool_descriptor)
+    free_bytes = workers.free_memory_bytes() + (0 if file is None else file.resident_bytes)
+    num_blocks = _num_blocks(config, model, free_bytes, file)
     max_events = max(config.records.max_kv_events, MAX_STEP_EVENTS if kv_events is not None else 0)
+    records = _records_of(file, num_blocks, model)
     kv = KVCacheManager(
         *(config.kv_cache, num_blocks, config.scheduler.max_batch_size, model.sliding_window),
         *(config.scheduler.max_num_tokens, max_events, None if kept is None else kept.level),
-        *(num_swap_blocks(config, model),),
+        *(num_swap_blocks(config, model), records),
     )
-    workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, kv.num_backed_blocks)
-    return kv, NoLevel() if kept is None else kept.traffic(make_io, kv, workers, clock)
+    keeper = NoKeeper() if records is None else PoolKeeper(records)
+    layers = None if file is None else file.layers
+    workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, kv.num_backed_blocks, layers)
+    level = NoLevel() if kept is None else kept.traffic(make_io, kv, workers, clock)
+    return Cache(kv, level, keeper, free_bytes)
+
+
+def _num_blocks(config: EngineConfig, model: ModelInfo, free_bytes: int, file: PoolFile | None) -> int:
+    """The size of the pool: that of the engine before this one, if its pool is there and still has room. Raises ConfigError."""
+    inherited = 0 if file is None else file.num_inherited_blocks
+    if inherited and inherited * block_bytes(config, model) <= free_bytes:
+        return inherited
+    return num_pool_blocks(config, model, free_bytes)
+
+
+def _records_of(file: PoolFile | None, num_blocks: int, model: ModelInfo) -> PoolRecords | None:
+    """Map the pool's memory. Raises ConfigError where there is no room for it."""
+    if file is None:
+        return None
+    try:
+        file.map(num_blocks)
+    except OSError as error:
+        raise ConfigError(
+            f"{num_blocks} KV blocks cannot be had in memory that outlives the engine ({error.strerror}); lower "
+            f"kv_cache.max_tokens, or use --set kv_cache.survives_engine=false"
+        ) from None
+    return PoolRecords(file, model.kv_fingerprint)

@@ -55,15 +55,15 @@ class EngineCore:
         clock: Clock | None = None,
         kv_events: KvEventSink | None = None,
         level_io: MakeLevelIo | None = None,
+        pool_descriptor: int | None = None,
     ) -> None:
-        """Load the model, size the KV pool, prepare the persistent batch. Raises ConfigError. `kv_events`: gets all events."""
-        self.clock, self.workers = clock or SystemClock(), workers
-        self.model = workers.load()
+        """Load the model, size the KV pool, prepare the batch (see make_cache). Raises ConfigError. `kv_events`: gets all."""
+        self.clock, self.workers, self.model = clock or SystemClock(), workers, workers.load()
         self.config = config = with_whole_texts(with_usable_blocks(config, self.model), self.model)
-        free_bytes = workers.free_memory_bytes()
-        self.kv, self.level = make_cache(config, self.model, workers, free_bytes, kv_events, level_io, self.clock)
+        cache = self.cache = make_cache(config, self.model, workers, kv_events, level_io, self.clock, pool_descriptor)
+        self.kv, self.level = cache.kv, cache.level
         self.max_kv_tokens = self.kv.usable_blocks * self.kv.block_size  # about the longest sequence that can run
-        self.adapters = make_adapters(config, self.model, workers, free_bytes)
+        self.adapters = make_adapters(config, self.model, workers, cache.free_bytes)
         drafter = make_drafter(config, self.model.takes_drafts, self.clock)
         on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter, self.level.loads)
@@ -119,7 +119,7 @@ class EngineCore:
 
     def admit(self) -> None:
         """Accept or refuse requests whose guide or adapter has become ready. Every step begins with this."""
-        self.level.advance(self.has_work)
+        self.cache.advance(self.has_work)
         for waiting in self.preparation.take_ready():
             if waiting.error is None:
                 with self._contained(waiting.request_id, waiting.request):
@@ -238,7 +238,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Release the workers, the sockets of KV events and the second level. Safe to call twice."""
-        self.level.close(flushes=not self._in_flight)
+        self.cache.close(flushes=not self._in_flight)
         self.workers.shutdown()
         self._recorder.close()
 

@@ -126,6 +126,7 @@ class Intake:
                 seq.gathered.num_promised_bytes = promised
             seq.max_output_tokens = max_output
             seq.deadline_ns = deadline_ns
+            self._kv.find_inherited(seq)
             self._scheduler.add(seq)
         if state is not None:
             self._transfer.adopt(sequences[0], state)

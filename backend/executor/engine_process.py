@@ -22,22 +22,23 @@ from backend.api.config_file import load_config
 from backend.api.errors import EverbatchError
 from backend.api.log_lines import set_up_logging
 from backend.core.step import WorkersLost
+from backend.executor.kept_files import KeptFiles
 from backend.executor.served_engine import ServedEngine, load_libraries
 
 log = logging.getLogger("everbatch.engine")
 
 
-def serve_engine(config: EngineConfig, socket_path: str, session_files: list[int]) -> None:
+def serve_engine(config: EngineConfig, socket_path: str, kept: KeptFiles) -> None:
     """Load the model, listen on the socket, and run until SIGTERM. Raises ConfigError when model or KV pool cannot be made."""
-    engine = ServedEngine(config, socket_path, tell, session_files)
+    engine = ServedEngine(config, socket_path, tell, kept)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
     tell({"ready": True})
     engine.run()
 
 
-def main(serve: Callable[[EngineConfig, str, list[int]], None] = serve_engine) -> int:
-    """The program of a process that clients reach at a socket as an engine. `serve` runs until SIGTERM; its last argument are the
-    descriptors of the files that hold sessions, where the parent has given some.
+def main(serve: Callable[[EngineConfig, str, KeptFiles], None] = serve_engine) -> int:
+    """The program of a process that clients reach at a socket as an engine. `serve` runs until SIGTERM; its last argument is
+    what the parent holds for it.
     """
     parser = argparse.ArgumentParser(prog="everbatch-engine")
     parser.add_argument("--config", help="JSON file of backend.api.config; defaults without it")
@@ -45,9 +46,7 @@ def main(serve: Callable[[EngineConfig, str, list[int]], None] = serve_engine) -
     parser.add_argument(
         "--owns-directory", action="store_true", help="remove the socket's directory if the parent dies"
     )
-    parser.add_argument(
-        "--session-files", nargs=2, type=int, default=[], help="descriptors of files that hold sessions"
-    )
+    KeptFiles.add_options(parser)
     parser.add_argument("--spare", action="store_true", help="load libraries only, until standard input has a line")
     arguments = parser.parse_args()
     set_up_logging("engine")
@@ -60,7 +59,7 @@ def main(serve: Callable[[EngineConfig, str, list[int]], None] = serve_engine) -
         if arguments.spare:
             load_libraries()
             called.wait()
-        serve(load_config(arguments.config), arguments.socket, arguments.session_files)
+        serve(load_config(arguments.config), arguments.socket, KeptFiles.of(arguments))
     except EverbatchError as error:
         tell({"error": error.message})
         return 1

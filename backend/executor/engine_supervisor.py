@@ -23,7 +23,7 @@ import msgspec
 from backend.api.back_off import FIRST_DELAY_S, BackOff
 from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError, EngineUnavailable
-from backend.engine.session_files import in_memory
+from backend.executor.kept_files import KeptFiles
 from backend.executor.spare import Spare
 from backend.wire.address import GIVEN_UP
 
@@ -54,8 +54,7 @@ class EngineProcess:
         self._config_path.write_bytes(msgspec.json.encode(config))
         self._given_up_path.unlink(missing_ok=True)
         self._program = REPLICAS if config.workers.has_replicas else ENGINE
-        is_own = not (config.workers.has_replicas or config.sessions.directory)
-        self._session_files: tuple[int, ...] = in_memory() if is_own else ()  # they outlive the engine process
+        self._kept = KeptFiles.make(config)
         self._limits = config.triton
         self._back_off = BackOff(MAX_RESTARTS)
         self._process: subprocess.Popen[str] | None = None
@@ -132,9 +131,8 @@ class EngineProcess:
             process = self._process
             if self._spare is not None:
                 self._spare.stop()
-            session_files, self._session_files = self._session_files, ()
-        for file in session_files:
-            os.close(file)
+            kept, self._kept = self._kept, KeptFiles()
+        kept.close()
         if process is None or process.poll() is not None:
             return
         process.terminate()
@@ -171,8 +169,7 @@ class EngineProcess:
         arguments = ["--config", str(self._config_path), "--socket", self._socket_path, *more]
         if self._owns_directory:
             arguments.append("--owns-directory")
-        if self._session_files:
-            arguments += ["--session-files", *map(str, self._session_files)]
+        arguments += self._kept.arguments
         # The modules of this package come first, and those of the user are found behind them, for logits post-processors.
         search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": search_path, "PYTHONUNBUFFERED": "1"}
@@ -181,7 +178,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            pass_fds=self._session_files,
+            pass_fds=self._kept.descriptors,
             env=environment,
             text=True,
             errors="replace",
@@ -223,6 +220,9 @@ class EngineProcess:
 
     def _count_death(self, now_s: float) -> float | None:
         """Count a death. Returns the seconds to wait before the next start, or None when there will be none."""
+        if self._ready_at_s is None:  # it may have been what is in the pool that has ended it
+            with self._lock:
+                self._kept.empty_pool()
         served_s = 0.0 if self._ready_at_s is None else now_s - self._ready_at_s - self._stuck_s
         if (
             self._is_on_trial

@@ -45,9 +45,10 @@ def workers_of(
     batched: Callable[..., Any] | None = None,
     progress: Callable[[str], None] = lambda line: None,
     point: JoinPoint | None = None,
+    keeps_pool: bool = False,
 ) -> InProcessWorkerGroup:
     """With the checkpoint that the configuration names. `progress` is called with each phase of loading. point: where ranks of
-    other machines join, if not at workers.join_address.
+    other machines join, if not at workers.join_address. keeps_pool: there is memory for the KV pool that outlives this process.
 
     Raises ConfigError, which says `File does not exist` when there is no such directory.
     """
@@ -79,6 +80,7 @@ def workers_of(
         lora=config.lora,
         speculation=config.speculation,
         kv_transfer=config.kv_transfer,
+        keeps_pool=keeps_pool,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from backend.engine.loop import EngineLoop
 from backend.engine.restoring import restore_sessions
 from backend.engine.session_files import in_directory
 from backend.executor.checkpoint_mark import mark_of
+from backend.executor.kept_files import KeptFiles
 from backend.executor.load import workers_of
 from backend.wire.address import ListeningAddress
 from backend.wire.engine_server import EngineServer
@@ -48,11 +49,11 @@ class ServedEngine:
         config: EngineConfig,
         address: str | ListeningAddress,
         tell: Callable[[dict[str, object]], None] = lambda line: None,
-        session_files: Sequence[int] = (),
+        kept: KeptFiles = KeptFiles(),  # noqa: B008 (immutable)
         point: JoinPoint | None = None,
     ) -> None:
         """Load the model, and listen; a text is the path of a socket. `tell` gets phases and remarks (engine_process.py).
-        `session_files`: two descriptors, for sessions that outlive this process; those of `sessions.directory` come first.
+        `kept`: memory that outlives this process; for sessions `sessions.directory` comes first.
         point: where the engine's other ranks join, if not at workers.join_address.
 
         Raises ConfigError when model or KV pool cannot be made.
@@ -63,11 +64,12 @@ class ServedEngine:
         load_libraries()
 
         tell({"phase": "loading the model"})
-        workers = workers_of(config, progress=lambda line: tell({"phase": line}), point=point)
-        core = self._core = EngineCore(config, workers, kv_events=kv_events)
+        workers = workers_of(
+            config, None, None, lambda line: tell({"phase": line}), point, keeps_pool=kept.pool is not None
+        )
+        core = self._core = EngineCore(config, workers, kv_events=kv_events, pool_descriptor=kept.pool)
         mark = mark_of(Path(workers.model_path))
-        if config.sessions.directory:
-            session_files = in_directory(config.sessions.directory)
+        session_files = in_directory(config.sessions.directory) if config.sessions.directory else kept.sessions
         if session_files:
             restore_sessions(core, (session_files[0], session_files[1]), mark)
         period_s, clients_hold = config.triton.stats_period_ms / 1000, config.triton.resume_requests
@@ -84,6 +86,8 @@ class ServedEngine:
             present_iteration=lambda: loop.present_iteration,
         )
         kv = core.kv.stats()
+        if kv.cached_num_blocks:
+            log.info("%d KV blocks of the engine before this one are kept", kv.cached_num_blocks)
         log.info(
             "ready in %.1f s: %s, %s on %s, %d slots, %d KV blocks of %d tokens",
             time.monotonic() - started,

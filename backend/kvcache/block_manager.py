@@ -2,7 +2,8 @@
 
     unbacked --grow--> free --allocate--> active --release(keep=True)--> cached --evict--> free
                         ^                   |  ^                            |
-                        +--release(False)---+  +----------lock--------------+
+                        |--release(False)---+  +----------lock--------------+
+                        +--inherit, at the start only: KV of an engine before--> cached
 
 Order of preference for a new block: free, then growth of the backed part of the pool, then eviction of the cached block of the
 lowest priority that was used least recently. Invariant: free + cached + active == num_blocks, where free counts the unbacked
@@ -12,7 +13,7 @@ ones too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from backend.api.request import DEFAULT_RETENTION_PRIORITY
 from backend.core.step import BlockId
@@ -89,6 +90,18 @@ class BlockManager:
         self._num_active += 1
         self.num_allocated_total += 1
         return block
+
+    def inherit(self, block_ids: Sequence[BlockId]) -> dict[BlockId, BlockHandle]:
+        """Make free blocks cached: they hold KV of an engine before this one. The first of them are evicted first."""
+        while block_ids and max(block_ids) >= len(self.blocks):
+            self._grow()
+        taken = set(block_ids)
+        self._free = [block_id for block_id in self._free if block_id not in taken]
+        for block_id in block_ids:
+            self.blocks[block_id].unique_id = self._next_unique_id
+            self._next_unique_id += 1
+            self._cached.add(self.blocks[block_id])
+        return {block_id: self.blocks[block_id].handle for block_id in block_ids}
 
     def lock(self, block_id: BlockId) -> None:
         """Add a reference to a block that is cached or active."""

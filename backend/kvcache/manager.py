@@ -17,39 +17,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from backend.api.config import KvCacheConfig
 from backend.api.stats import BlocksStored, KvCacheStats, KvEvent
 from backend.core.sequence import Sequence, Status
-from backend.core.step import BlockId, SequenceId, SlotId
+from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
+from backend.kvcache.commit import KVCommit, TableChange
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.integrity import check_integrity
 from backend.kvcache.plan import Grant, KVPlan
+from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.retention import Retention
 from backend.kvcache.second_level import SecondLevel
 from backend.kvcache.state import CacheState
-from backend.kvcache.swap import SwapMap
 from backend.kvcache.tables import BlockTable, count_dropped
-
-
-@dataclass(slots=True)
-class TableChange:
-    """The change of a sequence's block table in a commit."""
-
-    slot: SlotId
-    new_block_ids: list[BlockId]
-    is_new: bool  # send the whole table: the sequence is new in its slot, or an entry was replaced
-
-
-@dataclass(slots=True)
-class KVCommit:
-    changes: dict[SequenceId, TableChange]
-    copies: list[tuple[BlockId, BlockId]]
-    swap_out: SwapMap = field(default_factory=list)
-    swap_in: SwapMap = field(default_factory=list)
-    no_room: list[Sequence] = field(default_factory=list)  # paused sequences whose KV has no room in host memory
 
 
 class KVCacheManager:
@@ -63,11 +45,13 @@ class KVCacheManager:
         max_events: int = 0,
         level: SecondLevel | None = None,
         swap_blocks: int = 0,
+        records: PoolRecords | None = None,
     ) -> None:
         """`sliding_window`: tokens that a token attends to in the layer with the widest window; None: a layer has none.
 
         `max_events`: how many events are kept until `take_events`; 0 = none are made. `level`: keeps blocks outside of the pool.
-        `swap_blocks`: room for blocks of paused sequences in host memory.
+        `swap_blocks`: room for blocks of paused sequences in host memory. `records`: of a pool that outlives the engine,
+        which may hold KV of the engine before.
         """
         self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens, config.sink_tokens)
         self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events, swap_blocks)
@@ -78,6 +62,9 @@ class KVCacheManager:
         self.level = level
         if level is not None:
             level.bind(self._blocks, self._trie, self.geometry)
+        self._records = records
+        if records is not None:
+            records.bind(self._blocks, self._trie)
 
     @property
     def block_size(self) -> int:
@@ -279,6 +266,11 @@ class KVCacheManager:
         if self.level is not None:
             self.level.lose_pool()
 
+    def find_inherited(self, seq: Sequence) -> None:
+        """Let a sequence that was just accepted find KV of its tokens that the engine before this one has computed."""
+        if self._records is not None:
+            self._records.find(seq, self.block_size)
+
     def take_events(self) -> list[KvEvent]:
         """The events since the last call."""
         return [] if self.state.events is None else self.state.events.take()
@@ -300,6 +292,8 @@ class KVCacheManager:
             reused_blocks_total=self._reused_blocks_total,
             missed_blocks_total=self._missed_blocks_total,
             evicted_blocks_total=blocks.num_evicted_total,
+            adopted_blocks_total=0 if self._records is None else self._records.num_adopted,
+            dropped_blocks_total=0 if self._records is None else self._records.num_dropped,
         )
 
     def check_integrity(self, running: Iterable[Sequence] = ()) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from backend.api.request import KvOrigin
 from backend.api.stats import BlocksStored, StoredBlock
@@ -25,6 +26,14 @@ from backend.kvcache.evicted import EvictedPrefixes
 Key = tuple[int, ...]
 NO_ORIGIN = KvOrigin()
 ROOT = BlockHandle(BlockId(-1), -1)  # the handle of a namespace's root, which stands for no block
+
+
+class BlockRecords(Protocol):
+    """Hears which whole blocks can be found (kvcache/pool_records.py)."""
+
+    def entered(self, namespace: str, parent: BlockHandle | None, entered: Seq[tuple[BlockHandle, Key]]) -> None: ...
+
+    def forget(self, block_id: BlockId) -> None: ...
 
 
 class TrieNode:
@@ -61,6 +70,7 @@ class PrefixTrie:
         self._block_size = block_size
         self._evicted = evicted
         self._events = events
+        self.records: BlockRecords | None = None  # where the pool outlives the engine: which blocks hold what
         self._roots: dict[str, TrieNode] = {}
         self._nodes: dict[BlockId, TrieNode] = {}
 
@@ -138,7 +148,7 @@ class PrefixTrie:
             if child is None:
                 if handles[index] is DROPPED or handles[index].block_id in self._nodes:
                     self._drop_empty_root(node)
-                    self._tell_stored(entered, origin)
+                    self._tell_entered(namespace, entered, origin)
                     return None, index
                 child = TrieNode(node, key, handles[index])
                 node.add(child)
@@ -146,7 +156,7 @@ class PrefixTrie:
                 self._evicted.discard(child.hash)
                 entered.append(child)
             node = child
-        self._tell_stored(entered, origin)
+        self._tell_entered(namespace, entered, origin)
         return node, max(depth, num_blocks)
 
     def insert_tail(
@@ -175,6 +185,8 @@ class PrefixTrie:
 
     def forget(self, block_id: BlockId) -> None:
         """Remove the block's node and all nodes below it. Unknown blocks are ignored."""
+        if self.records is not None:
+            self.records.forget(block_id)  # also one that is inherited, and that the trie does not know yet
         node = self._nodes.get(block_id)
         if node is None:
             return
@@ -188,6 +200,8 @@ class PrefixTrie:
             del self._nodes[cut.handle.block_id]
             cut.parent = None
             removed.append(cut.hash)
+            if self.records is not None:
+                self.records.forget(cut.handle.block_id)
             stack.extend(cut.children.values())
             cut.children, cut.ordered_keys = {}, []
         self._evicted.add(removed)
@@ -228,6 +242,15 @@ class PrefixTrie:
                 starts.extend(chain[-1].children.values())
                 found.append(_stored(chain, root.origin))
         return found
+
+    def _tell_entered(self, namespace: str, entered: list[TrieNode], origin: KvOrigin) -> None:
+        """Tell of whole blocks. Each node of `entered` is the child of the one before it."""
+        if self.records is not None and entered:
+            parent = entered[0].parent
+            assert parent is not None  # it is in the trie
+            above = None if parent.handle is ROOT else parent.handle
+            self.records.entered(namespace, above, [(node.handle, node.key) for node in entered])
+        self._tell_stored(entered, origin)
 
     def _tell_stored(self, entered: list[TrieNode], origin: KvOrigin) -> None:
         """Record an event. Each node of `entered` is the child of the one before it."""

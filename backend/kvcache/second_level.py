@@ -22,6 +22,7 @@ from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
+from backend.kvcache.cached_prefix import enter_cached
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.prefix_trie import PrefixTrie
 
@@ -201,11 +202,7 @@ class SecondLevel:
             self._blocks.lock(handle.block_id)
         num_new = min(start + count - first, self._blocks.num_available)
         new = [self._blocks.allocate().handle for _ in range(num_new)]
-        handles = [*matched, *new]
-        self._blocks.mark_shareable(new)
-        self._trie.insert(seq.namespace, None, 0, seq.token_ids, handles, len(handles), seq.kv_origin)
-        for handle in reversed(handles):
-            self._blocks.release(handle.block_id, keep=True)
+        enter_cached(self._blocks, self._trie, seq, matched, new)
         return first, [handle.block_id for handle in new]
 
     def lose_pool(self) -> None:

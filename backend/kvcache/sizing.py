@@ -33,7 +33,7 @@ def num_pool_blocks(config: EngineConfig, model: ModelInfo, free_memory_bytes: i
             f"{name} leaves room for {num_blocks} KV blocks of {kv.block_size} tokens ({free_memory_bytes >> 20} MiB are free "
             f"after the weights); at least 1 is needed: {_remedy(kv.block_size)}"
         )
-    num_bytes = num_blocks * _block_bytes(config, model)
+    num_bytes = num_blocks * block_bytes(config, model)
     if num_bytes > free_memory_bytes:
         raise ConfigError(
             f"{name} asks for {num_blocks} KV blocks of {kv.block_size} tokens, which are {num_bytes >> 20} MiB; "
@@ -46,11 +46,11 @@ def num_swap_blocks(config: EngineConfig, model: ModelInfo) -> int:
     """Blocks of paused sequences that host memory has room for. Raises ConfigError where it is asked for, and holds none."""
     if config.scheduler.preemption != "swap":
         return 0
-    num_blocks = config.kv_cache.swap_bytes // _block_bytes(config, model)
+    num_blocks = config.kv_cache.swap_bytes // block_bytes(config, model)
     if not num_blocks:
         raise ConfigError(
             f"scheduler.preemption is swap, and kv_cache.swap_bytes is {config.kv_cache.swap_bytes}, while one block takes "
-            f"{_block_bytes(config, model)}; raise it, or use recompute"
+            f"{block_bytes(config, model)}; raise it, or use recompute"
         )
     return num_blocks
 
@@ -63,8 +63,9 @@ def _remedy(block_size: int) -> str:
 def _blocks_in_memory(config: EngineConfig, model: ModelInfo, free_memory_bytes: int) -> int:
     default = DEFAULT_FRACTION_CUDA if model.device.startswith("cuda") else CPU_MEMORY_FRACTION
     fraction = config.kv_cache.free_memory_fraction or default
-    return int(free_memory_bytes * fraction) // _block_bytes(config, model)
+    return int(free_memory_bytes * fraction) // block_bytes(config, model)
 
 
-def _block_bytes(config: EngineConfig, model: ModelInfo) -> int:
+def block_bytes(config: EngineConfig, model: ModelInfo) -> int:
+    """Bytes that a block of the pool takes on one rank."""
     return max(1, model.kv_bytes_per_token) * config.kv_cache.block_size

@@ -13,6 +13,7 @@ import sys
 from backend.api.config import EngineConfig
 from backend.executor.engine_process import main, tell
 from backend.executor.executor import Executor
+from backend.executor.kept_files import KeptFiles
 from backend.replicas.front import Front, listen
 from backend.replicas.placement import Placement
 from backend.replicas.processes import shut_down, start_processes
@@ -20,7 +21,7 @@ from backend.replicas.processes import shut_down, start_processes
 log = logging.getLogger("everbatch.replicas")
 
 
-def serve_replicas(config: EngineConfig, socket_path: str, session_files: list[int]) -> None:
+def serve_replicas(config: EngineConfig, socket_path: str, kept: KeptFiles) -> None:
     """Start the replicas, and serve until SIGTERM. Raises ConfigError or EngineUnavailable."""
     number = config.workers.replicas
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the replicas start

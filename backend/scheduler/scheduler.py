@@ -23,7 +23,8 @@ from backend.api.request import RequestId
 from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import SequenceId, StepInput
 from backend.kvcache.adapters import AdapterCache
-from backend.kvcache.manager import KVCacheManager, TableChange
+from backend.kvcache.commit import TableChange
+from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission, KVPlan
 from backend.scheduler.admission import note_admission
 from backend.scheduler.capacity import (

@@ -9,7 +9,8 @@ import msgspec
 from backend.api.sampling import SamplingConfig
 from backend.core.sequence import BeamSequence, Sequence
 from backend.core.step import BlockId, NewRow, Row, SequenceId
-from backend.kvcache.manager import KVCacheManager, TableChange
+from backend.kvcache.commit import TableChange
+from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.drafting import NO_DRAFT
 
 if TYPE_CHECKING:

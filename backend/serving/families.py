@@ -135,7 +135,8 @@ _OURS = (
     ),
     Family(
         "everbatch_kv_blocks_total",
-        "KV cache blocks handled since the engine started, by what happened to them",
+        "KV cache blocks handled since the engine started, by what happened to them: adopted = computed by the engine before "
+        "this one and found by a request, dropped = left by it and of no use",
         "COUNTER",
         "event",
         {
@@ -143,6 +144,8 @@ _OURS = (
             "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
             "missed": lambda s: s.latest.kv_cache.missed_blocks_total,
             "evicted": lambda s: s.latest.kv_cache.evicted_blocks_total,
+            "adopted": lambda s: s.latest.kv_cache.adopted_blocks_total,
+            "dropped": lambda s: s.latest.kv_cache.dropped_blocks_total,
         },
     ),
     Family(

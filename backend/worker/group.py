@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,9 +75,11 @@ class InProcessWorkerGroup:
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
         speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (immutable)
         kv_transfer: KvTransferConfig = KvTransferConfig(),  # noqa: B008 (immutable)
+        keeps_pool: bool = False,
     ) -> None:
         """`progress` gets a line before slow work. `processors` come besides those that the configuration names.
         `debug`: what is kept of every step. `guided`: None for no guided decoding.
+        `keeps_pool`: the engine gives the KV pool memory that outlives this process, where the model's kernels allow it.
 
         Raises ConfigError when the checkpoint or the device does not exist.
         """
@@ -91,6 +93,7 @@ class InProcessWorkerGroup:
         self._lora = lora
         self._speculation = speculation
         self._kv_transfer = kv_transfer
+        self._keeps_pool = keeps_pool and kv_cache.keeps_pool
         self._adapter_reader: AdapterReader | None = None
         self._num_slots = scheduler.max_batch_size
         self._max_num_tokens = scheduler.max_num_tokens
@@ -192,6 +195,7 @@ class InProcessWorkerGroup:
             has_head=checkpoint.has_head,
             kv_fingerprint=kv_fingerprint(checkpoint, loaded, section, block_size) if self._moves_kv else "",
             kv_block_bytes=loaded.config.num_layers * loaded.kv_block(block_size).num_bytes,
+            kv_layers=loaded.config.num_layers if self._keeps_pool and tier_name == "native" else 0,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 
@@ -229,8 +233,10 @@ class InProcessWorkerGroup:
     def check(self) -> None:
         """Nothing can have ended: the worker is this process."""
 
-    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
-        self.runner = self._make_runner(block_size, num_blocks)
+    def initialize_kv_cache(
+        self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+    ) -> None:
+        self.runner = self._make_runner(block_size, num_blocks if layers is None else max_blocks, layers)
 
     def submit(self, step: StepInput) -> None:
         with self._all_or_nothing():
@@ -286,7 +292,7 @@ class InProcessWorkerGroup:
     @property
     def _moves_kv(self) -> bool:
         """True if blocks are read and written from outside."""
-        return self._kv_transfer.enabled or self._kv_cache.has_second_level
+        return self._kv_transfer.enabled or self._kv_cache.has_second_level or self._keeps_pool
 
     @property
     def _ready(self) -> LoadedModel:
@@ -303,10 +309,12 @@ class InProcessWorkerGroup:
             runner.warm_up()
         return runner
 
-    def _make_runner(self, block_size: int, num_blocks: int) -> ModelRunner | DeviceRunner:
+    def _make_runner(
+        self, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+    ) -> ModelRunner | DeviceRunner:
         loaded, slots, device = self._ready, self._num_slots, self.device
         model, max_len, vocab_size = loaded.model, loaded.max_seq_len, loaded.config.vocab_size
-        storage = loaded.storage(block_size, num_blocks)
+        storage = loaded.storage(block_size, num_blocks, layers)
         extras = Extras(self._processors, self._debug, cuts_prompts=not loaded.is_encoder)
         prompts = PromptInputs(vocab_size, model.dtype, device)
         if loaded.tier_name == "triton":

@@ -14,12 +14,24 @@ from kernels.cpu.memory import allocate
 
 
 class KVStorage:
-    def __init__(self, num_layers: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """`block_shape` is the shape of one layer's block."""
+    def __init__(
+        self,
+        num_layers: int,
+        block_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        layers: Sequence[memoryview] | None = None,
+    ) -> None:
+        """`block_shape` is the shape of one layer's block. `layers`: memory of each layer's pool, only on a CPU: it has all its
+        blocks at once, with the content that they have.
+        """
         self._shape = block_shape
         self._dtype, self._device = dtype, device
         self.pools: list[Tensor] = [torch.empty(0, *block_shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.num_blocks = 0
+        if layers is not None:
+            self.pools = [torch.frombuffer(layer, dtype=dtype).view(-1, *block_shape) for layer in layers]
+            self.num_blocks = len(self.pools[0])
         self._host: dict[int, list[Tensor]] = {}  # place -> swapped KV of each layer
 
     @property

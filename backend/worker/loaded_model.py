@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -136,9 +136,9 @@ class LoadedModel:
         """The KV pool's layout in the torch and triton tiers; the native tier has a layout of its own."""
         return kv_layout(self.config, block_size, self.dtype, self._kv_dtype)
 
-    def storage(self, block_size: int, num_blocks: int) -> KVStorage:
-        """Raises ConfigError when memory for `num_blocks` cannot be had."""
-        storage = KVStorage(len(self.config.held), *self.kv_block(block_size), self.device)
+    def storage(self, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None) -> KVStorage:
+        """`layers`: memory for all blocks of each layer. Raises ConfigError when memory for `num_blocks` cannot be had."""
+        storage = KVStorage(len(self.config.held), *self.kv_block(block_size), self.device, layers)
         try:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):

@@ -54,7 +54,7 @@ class NullWorkerGroup:
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
 
-    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int, layers: object = None) -> None:
         pass
 
     def submit(self, step: StepInput) -> None:

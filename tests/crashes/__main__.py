@@ -37,6 +37,7 @@ def main() -> int:
 def _show(outcome: Outcome) -> None:
     pauses = sorted(outcome.pauses_s)
     print(f"{outcome.num_kills} kills, {outcome.num_requests} requests, {len(outcome.differences)} with other bytes")
+    print(f"{outcome.num_adopted} KV blocks of a killed engine were used by the next one")
     for name, number in sorted(outcome.num_cut.items()):
         print(f"  {name}: {number} times in its midst")
     for difference in outcome.differences[:20]:

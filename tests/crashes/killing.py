@@ -47,6 +47,9 @@ class Outcome:
     num_requests: int = 0  # that had to end with the same bytes
     num_cut: dict[str, int] = field(default_factory=dict)  # by kind: those killed in their midst
     differences: list[str] = field(default_factory=list)
+    num_adopted: int = (
+        0  # KV blocks that an engine has found in the pool of the one before it, as far as it has said so
+    )
     pauses_s: list[float] = field(default_factory=list)  # from each kill to the first response after it
 
 
@@ -98,6 +101,14 @@ def _disturbed_round(
             outcome.differences.append(f"{name}: {each.error or 'other bytes'}")
         outcome.num_requests += 1
     assert wait_until(owner.is_ready, 120), "the engine is back"
+    if any(each.num_responses for each in heard.values()):
+        wait_until(lambda: _num_adopted(owner) > 0, 3)  # statistics come once a second
+    outcome.num_adopted += _num_adopted(owner)
+
+
+def _num_adopted(owner: Executor) -> int:
+    stats = owner.latest_stats()
+    return 0 if stats is None else stats.latest.kv_cache.adopted_blocks_total
 
 
 def _kill(owner: Executor, heard: dict[str, Heard], outcome: Outcome) -> None:

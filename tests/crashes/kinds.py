@@ -46,6 +46,7 @@ def kinds(tokenizer: Tokenizer, adapter: Path) -> dict[str, Kind]:
     return {
         "greedy": Kind(ask()),
         "seeded": Kind(ask(SamplingConfig(**SEEDED))),  # type: ignore[arg-type]
+        "long prompt": Kind(ask(SamplingConfig(**SEEDED), input_token_ids=prompt * 20)),  # type: ignore[arg-type]
         "penalties": Kind(ask(SamplingConfig(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4))),
         "stop string": Kind(
             ask(SamplingConfig(temperature=0.9, seed=3)), stops=("\n\n", "return", "self.", "import os")

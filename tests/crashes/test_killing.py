@@ -11,4 +11,5 @@ from tests.crashes.killing import run
 def test_no_byte_differs_for_any_kind_when_the_engine_is_killed() -> None:
     outcome = run(2, seed=4, progress=False)
     assert outcome.differences == [] and outcome.num_kills >= 2
+    assert outcome.num_adopted > 0, "engines go on with the KV of those before them"
     assert sum(outcome.num_cut.values()) > 4, "kills come in the midst of streams"

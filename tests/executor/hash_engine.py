@@ -22,6 +22,7 @@ from backend.core.step import StepInput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.engine.restoring import restore_sessions
+from backend.executor.kept_files import KeptFiles
 from backend.wire.engine_server import EngineServer
 from tests.fakes.hash_worker import HashWorkerGroup
 
@@ -45,12 +46,17 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--socket", required=True)
     parser.add_argument("--owns-directory", action="store_true")
-    parser.add_argument("--session-files", nargs=2, type=int, default=[])
+    KeptFiles.add_options(parser)
     arguments = parser.parse_args()
     config = load_config(arguments.config)
-    core = EngineCore(config, HangingWorkerGroup(keep_trace=False))
-    if arguments.session_files:
-        restore_sessions(core, tuple(arguments.session_files))
+    kept = KeptFiles.of(arguments)
+    core = EngineCore(
+        config,
+        HangingWorkerGroup(keep_trace=False, kv_block_size=config.kv_cache.block_size),
+        pool_descriptor=kept.pool,
+    )
+    if kept.sessions:
+        restore_sessions(core, (kept.sessions[0], kept.sessions[1]))
     loop = EngineLoop(core, clients_hold=config.triton.resume_requests)
     name = secrets.token_hex(8)
     server = EngineServer(

@@ -12,8 +12,10 @@ import pytest
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable, back_off
 from backend.api.back_off import BackOff
+from backend.api.config import KvCacheConfig, WorkersConfig
 from backend.executor import engine_supervisor as supervisor
 from backend.executor.engine_supervisor import MAX_RESTARTS, EngineProcess
+from backend.executor.kept_files import KeptFiles
 from backend.wire.client import wait_until
 
 READY = """echo '{"ready": true}'"""
@@ -154,3 +156,33 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_engine(
     with pytest.raises(EngineUnavailable, match="the engine process cannot be started: No such file or directory"):
         process.start(10)
     process.stop()
+
+
+POOL = r"""fd=$(echo "$*" | sed 's/.*--kv-pool \([0-9]*\).*/\1/')"""
+
+
+def test_the_pool_outlives_engines_that_served_and_no_other(live: Callable[..., EngineProcess], tmp_path: Path) -> None:
+    look = f"{POOL}; cat /proc/self/fd/$fd >> {tmp_path}/found; echo . >> {tmp_path}/found"
+    process = live(
+        f"{POOL}; printf kv > /proc/self/fd/$fd; {READY}; exit 3",
+        f"{look}; {READY}; exit 3",
+        f"{look}; exit 3",  # it may be the pool that ends it
+        f"{look}; {READY}; {STAY}",
+    )
+    assert is_up(process, 3)
+    assert (tmp_path / "found").read_text().split() == ["kv.", "kv.", "."]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(kv_cache=KvCacheConfig(survives_engine=False)),
+        EngineConfig(kv_cache=KvCacheConfig(enable_block_reuse=False)),
+        EngineConfig(workers=WorkersConfig(tensor_parallel_size=2)),
+        EngineConfig(workers=WorkersConfig(replicas=2)),
+    ],
+)
+def test_no_memory_is_held_where_the_pool_ends_with_the_engine(config: EngineConfig) -> None:
+    kept = KeptFiles.make(config)
+    assert kept.pool is None and "--kv-pool" not in kept.arguments
+    kept.close()

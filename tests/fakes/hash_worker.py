@@ -8,6 +8,7 @@ computes the same output from the token ids alone, with an infinite pool.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -91,6 +92,19 @@ def oracle(
     return outputs
 
 
+class GivenCells:
+    """The cells of all blocks in memory that the engine has given."""
+
+    def __init__(self, memory: memoryview, block_size: int) -> None:
+        self._cells, self._size = memory.cast("Q"), block_size
+
+    def __getitem__(self, block: int) -> memoryview:
+        return self._cells[block * self._size : (block + 1) * self._size]
+
+    def __setitem__(self, block: int, cells: list[int]) -> None:
+        self[block][:] = array("Q", cells)
+
+
 class HashWorkerGroup:
     """Implements WorkerGroup. `trace` keeps every StepInput for tests that look at the schedule."""
 
@@ -125,6 +139,7 @@ class HashWorkerGroup:
             takes_drafts=takes_drafts,
             kv_fingerprint="hash",
             kv_block_bytes=8 * kv_block_size,
+            kv_layers=1,
         )
         self.sink_tokens = sink_tokens
         self._in_flight: deque[StepOutput | Exception] = deque()
@@ -159,9 +174,14 @@ class HashWorkerGroup:
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
 
-    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+    def initialize_kv_cache(
+        self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+    ) -> None:
         self.max_blocks, self.block_size = max_blocks, block_size
-        self.cells: list[list[int]] = []
+        self.cells: list[list[int]] | GivenCells = []
+        if layers is not None:
+            assert len(layers[0]) == 8 * block_size * max_blocks, "kv_block_size is not that of the configuration"
+            self.cells, self.num_backed = GivenCells(layers[0], block_size), max_blocks
         self._grow(num_blocks)
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -190,7 +210,8 @@ class HashWorkerGroup:
     def _execute(self, step: StepInput) -> StepOutput:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
-            self.cells = [[mix(i) for i in range(self.block_size)] for _ in self.cells]
+            for block in range(self.num_backed):
+                self.cells[block] = [mix(i) for i in range(self.block_size)]
             raise error
         for content in step.adapters_out:
             self.adapters.pop(content, None)

@@ -13,7 +13,8 @@ from backend.api.config import KvCacheConfig
 from backend.core.sequence import Event, Sequence
 from backend.core.step import NewRow, Row, StepInput, StepOutput
 from backend.kvcache.block import DROPPED
-from backend.kvcache.manager import KVCacheManager, KVCommit
+from backend.kvcache.commit import KVCommit
+from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission
 from tests.fakes.hash_worker import HashWorkerGroup, cell_of, oracle, seed_of
 

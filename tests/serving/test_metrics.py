@@ -280,6 +280,8 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
         "reused": "reused_blocks_total",
         "missed": "missed_blocks_total",
         "evicted": "evicted_blocks_total",
+        "adopted": "adopted_blocks_total",
+        "dropped": "dropped_blocks_total",
     },
     "everbatch_second_level_blocks": {"max": "secondary_max_num_blocks", "used": "secondary_used_num_blocks"},
     "everbatch_second_level_blocks_total": {

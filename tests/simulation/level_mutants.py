@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from backend.core.kept_block import RecordFormat
 from backend.engine.level_traffic import LevelTraffic
+from backend.kvcache.cached_prefix import enter_cached
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.second_level import SecondLevel
 from backend.scheduler.scheduler import Scheduler
-from tests.mutants.changes import Plant, SetAttribute, change
+from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
 from tests.simulation import level
+
+
+def _leave_the_head(set_attribute: SetAttribute) -> None:
+    """The known blocks in front of those that come are not locked meanwhile."""
+    change(SecondLevel, "onboard", ("self._blocks.lock(handle.block_id)", "pass"))(set_attribute)
+    change_everywhere(enter_cached, ("reversed(handles)", "reversed(new)"))(set_attribute)
+
 
 _PLANTS: dict[str, Plant] = {
     "another_block_of_the_level_is_taken": change(RecordFormat, "check", ("kept.block != wanted", "False")),
@@ -24,15 +32,13 @@ _PLANTS: dict[str, Plant] = {
     "the_level_is_not_told_of_a_lost_pool": change(
         KVCacheManager, "lose_everything", ("self.level is not None", "False")
     ),
-    "the_head_of_a_prefix_may_go_while_its_tail_comes": change(
-        SecondLevel, "onboard", ("self._blocks.lock(handle.block_id)", "pass"), ("reversed(handles)", "reversed(new)")
-    ),
+    "the_head_of_a_prefix_may_go_while_its_tail_comes": _leave_the_head,
     "blocks_come_where_the_pool_has_lost_what_is_before_them": change(SecondLevel, "onboard", ("first < start", "False")),
     "blocks_that_the_pool_has_got_meanwhile_shift_the_others": change(
         LevelTraffic, "_land", ("load.data[first - load.start :]", "load.data")
     ),
-    "onboarded_blocks_stay_locked": change(
-        SecondLevel, "onboard", ("self._blocks.release(handle.block_id, keep=True)", "pass")
+    "onboarded_blocks_stay_locked": change_everywhere(
+        enter_cached, ("blocks.release(handle.block_id, keep=True)", "pass")
     ),
     "a_sequence_that_waits_for_its_kv_is_rejected": change(Scheduler, "_admit", ("or plan.has_held or", "or")),
     "a_load_outlives_its_request": change(

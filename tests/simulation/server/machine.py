@@ -159,7 +159,11 @@ select = _Module("select", select=_select)
 subprocess = _Module(
     "subprocess", Popen=Popen, PIPE=real_subprocess.PIPE, TimeoutExpired=real_subprocess.TimeoutExpired
 )
-secrets = _Module("secrets", token_hex=lambda size: here().secrets.randbytes(size).hex())
+secrets = _Module(
+    "secrets",
+    token_hex=lambda size: here().secrets.randbytes(size).hex(),
+    token_bytes=lambda size: here().secrets.randbytes(size),
+)
 signal = _Module(
     "signal",
     signal=_set_handler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 from collections.abc import Callable
 from random import Random
@@ -13,6 +14,7 @@ from backend.api import ConfigError, EngineConfig, EngineUnavailable, Request, R
 from backend.api.errors import EverbatchError
 from backend.core.step import WorkersLost
 from backend.executor import Executor, engine_process
+from backend.executor.kept_files import KeptFiles
 from backend.serving.assembly import ToolsLoader, text_arguments
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
 from backend.serving.fronts.trtllm_text import ENSEMBLE
@@ -33,15 +35,16 @@ LONG_TEXT_S = 5.0  # for which the tokenizer hangs over a text that is to show i
 
 def engine_program(arguments: list[str]) -> Callable[[], int]:
     """What `python -m backend.executor.engine_process` runs, without its reading of the command line."""
-    at = arguments.index("--session-files") if "--session-files" in arguments else len(arguments)
-    session_files = [int(number) for number in arguments[at + 1 : at + 3]]
+    parser = argparse.ArgumentParser()
+    KeptFiles.add_options(parser)
+    kept = KeptFiles.of(parser.parse_known_args(arguments)[0])
     config_path, socket_path = (arguments[arguments.index(name) + 1] for name in ("--config", "--socket"))
 
     def main() -> int:
         config = msgspec.json.decode(here().written[config_path], type=EngineConfig)
         threads.Thread(target=engine_process._die_with_parent, args=(None,), name="engine-parent-watch").start()
         try:
-            engine_process.serve_engine(config, socket_path, session_files)
+            engine_process.serve_engine(config, socket_path, kept)
         except EverbatchError as error:
             engine_process.tell({"error": error.message})
             return 1

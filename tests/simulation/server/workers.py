@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from backend.core.step import MemoryUse, StepInput, StepOutput
 from tests.fakes.hash_worker import HashWorkerGroup
 from tests.simulation.server.threads import here, sleep
@@ -36,6 +38,7 @@ class ServerWorkers(HashWorkerGroup):
         super().__init__(
             VOCAB, MAX_SEQ_LEN, keep_trace=False, looks_ahead=device.looks_ahead, eos_ids=(END_ID,), takes_drafts=False
         )
+        self.info = replace(self.info, kv_layers=0)  # the simulated machine has no mapped memory for a pool to lie in
         self._device = device
 
     def submit(self, step: StepInput) -> None:
