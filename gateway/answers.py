@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import GatewayError, failed, overloaded, unavailable
+from gateway.errors import GatewayError, failed, overloaded, too_many_of_one, unavailable
 from gateway.places import Places
 from gateway.request_context import RequestContext, visit_of
 
@@ -42,7 +42,7 @@ class Running:
             if taken + choices > total:
                 raise overloaded(f"{taken} {self._kind} {self._state}, the limit is {total}; try later")
             text = f"{held} {self._kind} with this key {self._state}, its share of {total}; try later"
-            raise overloaded(text)
+            raise too_many_of_one(text)
 
     def leave(self, namespace: str, choices: int) -> None:
         self._places.give_back(namespace, choices)

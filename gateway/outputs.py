@@ -26,13 +26,22 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]  # this and the next three: what Anthropic's client reads
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
     max_model_len: int | None = None  # tokens of prompt and answer together; absent while the model cannot be asked
+    max_input_tokens: int | None = None  # the same by Anthropic's names
+    max_tokens: int | None = None
     parent: str | None = None  # the model that a LoRA adapter belongs to; None for a model
 
 
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class Health(BaseModel):
@@ -97,6 +106,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogProbs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] = []  # where return_token_ids asks for it, as prompt_token_ids below
 
 
 class ChatCompletion(BaseModel):
@@ -105,6 +115,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     service_tier: Literal["default"] = "default"  # told where one was asked for
+    prompt_token_ids: list[int] = []
     choices: list[ChatChoice]
     usage: UsageBody
 
@@ -121,6 +132,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogProbs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] = []  # where return_token_ids asks for it, as the next
+    prompt_token_ids: list[int] = []
 
 
 class Completion(BaseModel):

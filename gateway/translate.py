@@ -42,6 +42,7 @@ def chat(message: ChatRequest, dialect: Dialect = DEFAULT) -> Asked:
         **sampling(message),
         **_limits(message),
         **_choices(message),
+        **_told(message),
         **dialect.fields(message),
     }
     form = asked_form(message)
@@ -98,7 +99,8 @@ def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
 def completions(message: CompletionRequest) -> list[Asked]:
     """One request for each prompt, for all its choices."""
     _check_stream_options(message)
-    common = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling(message), **_limits(message), **_choices(message)}
+    common = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling(message), **_limits(message)}
+    common |= {**_choices(message), **_told(message)}
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of
     if message.logprobs is not None:
@@ -128,6 +130,11 @@ def _choices(message: Completing) -> dict[str, Any]:
     """How many choices there are, and how they are found."""
     beams = {name: value for name in _OF_BEAMS if (value := getattr(message, name)) is not None}
     return {"n": message.n, **beams} if message.n not in (None, 1) else beams
+
+
+def _told(message: Completing) -> dict[str, Any]:
+    """The request for the ids of the prompt, which come with the first piece of each choice."""
+    return {"tell_prompt": "token_ids"} if message.return_token_ids else {}
 
 
 def replies_generated(message: Completing) -> int:

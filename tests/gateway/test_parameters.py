@@ -52,7 +52,7 @@ VALUES: dict[str, Any] = {
     ),
     **dict.fromkeys(("seed", "best_of", "max_tool_calls", "prompt_logprobs", "top_logprobs"), 3),
     **dict.fromkeys(("stream", "echo", "ignore_eos", "include_stop_str_in_output", "store", "background"), True),
-    **dict.fromkeys(("use_beam_search", "early_stopping"), True),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "return_token_ids"), True),
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "instructions", "suffix", "conversation"), "x"),
     **dict.fromkeys(("reasoning_effort", "verbosity"), "low"),
     **dict.fromkeys(("no_stop_trim", "return_hidden_states", "continue_final_message"), True),

@@ -247,6 +247,22 @@ def test_each_sequence_of_a_stream_begins_with_the_scores_of_the_prompt(tools: T
     assert "prompt_logprobs" not in told(output)
 
 
+@pytest.mark.parametrize("what", ["counts", "token_ids"])
+def test_each_sequence_begins_with_what_is_known_of_the_prompt(what: str, tools: TextTools) -> None:
+    x = tools.tokenizer.encode("x", add_special_tokens=False)
+    output = work(tools, prompt_token_ids=[5, 6, 7], n=2, stream=True, tell_prompt=what, max_tokens=3).output
+    output.feed(result(x, perf_metrics=PerfMetrics(num_cached_tokens=2)))
+    output.feed(result(x, sequence_index=1))
+    found = [json.loads(dict(arrays)["response"][0]) for arrays in output.render()]
+    ids = {"token_ids": [5, 6, 7]} if what == "token_ids" else {}
+    prompts = [(one["index"], one["prompt"]) for one in found]
+    assert prompts == [(i, {"prompt_tokens": 3, "cached_tokens": 0 if i else 2, **ids}) for i in range(2)]
+    output.feed(result(x))
+    assert "prompt" not in told(output)
+    with pytest.raises(InvalidRequest, match="tell_prompt"):
+        work(tools, prompt="a", tell_prompt="all")
+
+
 def test_a_prompt_of_one_token_has_one_without_a_score(tools: TextTools) -> None:
     output = work(tools, prompt_token_ids=[5], max_tokens=0, prompt_logprobs=2).output
     output.feed(result([], FinishReason.LENGTH))

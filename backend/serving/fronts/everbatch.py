@@ -7,7 +7,8 @@
 
 `resume` goes on with a stream whose server has ended: the request as it was, with its seed, and what came of each sequence.
 
-With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name.
+With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name, and
+with `tell_prompt` it has `prompt`: how many tokens that has, how many of them were cached, and which they are.
 
 With `n` above 1 each object has the `index` of its sequence: a response of a stream holds one sequence, and the only response of
 a request that does not stream holds all.
@@ -19,7 +20,7 @@ vector_commands.py, look_command.py). A stop request (`stop`: true) ends the req
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -90,6 +91,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     chat_template_kwargs: dict[str, Any] | None = None  # more variables for the chat template
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
+    tell_prompt: Literal["counts", "token_ids"] | None = None  # facts in the first object of each sequence
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
     resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
 
@@ -123,6 +125,14 @@ class Usage(Struct, frozen=True):
     )
 
 
+class PromptTold(Struct, frozen=True):
+    """The prompt, as it is known when the first token comes."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] | UnsetType = UNSET
+
+
 class Generated(Struct, frozen=True):
     """The reply for one sequence; unset fields are left out."""
 
@@ -131,6 +141,7 @@ class Generated(Struct, frozen=True):
     index: int | UnsetType = UNSET
     logprobs: list[Choice] | UnsetType = UNSET
     prompt_logprobs: msgspec.Raw | UnsetType = UNSET
+    prompt: PromptTold | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     stop_reason: str | int | None | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
@@ -288,8 +299,9 @@ def renderer(
     """`texts`: token texts of each sequence, for its log-probabilities; empty without. `seed`: the one to report, if any.
     `counters`: of the reasoning of each sequence; empty if it is not told how that is marked.
     """
-    untold = iter(()) if seed is None else iter((seed,))
+    seeds = iter(()) if seed is None else iter((seed,))  # it is told once
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
+    untold = set(range(asked.n)) if asked.tell_prompt is not None else set()
 
     def render(deltas: Sequence[OutputDelta]) -> Arrays:
         kept = chosen(asked, deltas)
@@ -300,13 +312,17 @@ def renderer(
         return [("response", text_array(bodies))]
 
     def _generated(delta: OutputDelta, discarded: int) -> Generated:
-        end: dict[str, Any] = {}
+        cached = 0 if delta.perf is None else delta.perf.num_cached_tokens
+        more: dict[str, Any] = {}
+        if delta.sequence in untold:
+            untold.remove(delta.sequence)
+            ids = prompt.ids if asked.tell_prompt == "token_ids" else UNSET
+            more["prompt"] = PromptTold(len(prompt.ids), cached, ids)
         if counters:
             counters[delta.sequence].push(delta.ids)
         if delta.finish is not None:
             thought = counters[delta.sequence].count if counters else UNSET
-            cached = 0 if delta.perf is None else delta.perf.num_cached_tokens
-            end = {
+            more |= {
                 "finish_reason": delta.finish.openai_name,
                 "stop_reason": delta.stop,
                 "usage": Usage(len(prompt.ids), delta.num_tokens, cached, discarded or UNSET, thought),
@@ -314,7 +330,7 @@ def renderer(
         index = delta.sequence if asked.n > 1 else UNSET
         choices = _choices(delta, texts[delta.sequence]) if texts else UNSET
         prompt_choices = UNSET if of_prompt is None else of_prompt.once(delta.sequence)
-        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **end, seed=next(untold, UNSET))
+        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **more, seed=next(seeds, UNSET))
 
     return render
 
