@@ -1,6 +1,7 @@
 // Colours of conversations in the map and the lists: those that run at the same time have different ones while there are enough.
 
-const PALETTE = ["#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#06b6d4", "#ec4899", "#84cc16", "#f97316", "#6366f1", "#14b8a6"];
+const PALETTE = ["#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#06b6d4", "#ec4899", "#84cc16", "#a16207"];
+const RUNNING = 1000; // a colour of a row that runs counts for so many of sessions that rest
 
 /** What a row or a session has its colour by: a session keeps its own while it rests. */
 export function ownerOf(row) {
@@ -18,11 +19,13 @@ export class Colours {
     const there = new Set(owners);
     for (const owner of this.taken.keys()) if (!there.has(owner)) this.taken.delete(owner);
     const uses = PALETTE.map(() => 0);
-    for (const index of this.taken.values()) uses[index] += 1;
+    const running = new Set(view.rows.map(ownerOf));
+    const weight = (owner) => (running.has(owner) ? RUNNING : 1);
+    for (const [owner, index] of this.taken) uses[index] += weight(owner);
     for (const owner of owners) {
       if (this.taken.has(owner)) continue;
       const index = uses.indexOf(Math.min(...uses));
-      uses[index] += 1;
+      uses[index] += weight(owner);
       this.taken.set(owner, index);
     }
   }
