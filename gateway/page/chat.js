@@ -115,6 +115,7 @@ export class Chat {
   #send() {
     const text = this.question.value.trim();
     if ((!text && !this.files.length) || this.turns.isRunning(this.conversation.id)) return;
+    if (byId("model").disabled) return; // The server has not said yet what it serves; the field says why.
     const { files } = this;
     this.files = [];
     this.question.value = "";

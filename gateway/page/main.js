@@ -24,6 +24,7 @@ const chat = new Chat(turns, {
     if (turns.isRunning(chat.conversation.id)) return;
     chat.conversation.messages.pop();
     answer();
+    if (wide.matches) byId("question").focus(); // the button that had the focus is gone
   },
 });
 
@@ -46,6 +47,7 @@ function list() {
   showList(store.list(), chat.conversation.id, turns, {
     open: (id) => open(store.all.get(id)),
     remove(id) {
+      if (!confirm(`Delete the conversation “${store.all.get(id).title}”?`)) return;
       turns.stop(id);
       store.remove(id);
       if (chat.conversation.id === id) open(store.list()[0] ?? store.create());
@@ -80,7 +82,9 @@ async function loadModels() {
     const names = await models();
     select.replaceChildren(...names.map((name) => el("option", {}, name)));
     select.disabled = false;
+    byId("question").placeholder = "Ask the model";
   } catch (error) {
+    byId("question").placeholder = error.message;
     if (error.status !== 401) setTimeout(loadModels, RETRY_MS); // The dialog for the key asks again.
   }
 }

@@ -101,6 +101,10 @@ def test_two_conversations_answer_at_once_and_survive_a_reload(page: Any) -> Non
     page.wait_for_selector(f"{ANSWER} .again")
     page.reload()
     assert sorted(page.locator("#conversations .title").all_inner_texts()) == ["Second", "hold"]
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.click("#conversations li:has-text('Second') .remove")
+    assert page.locator("#conversations .title").count() == 2
+    page.once("dialog", lambda dialog: dialog.accept())
     page.click("#conversations li:has-text('Second') .remove")
     page.reload()
     assert page.locator("#conversations .title").all_inner_texts() == ["hold"]
@@ -120,6 +124,22 @@ def test_an_error_is_shown_and_can_be_tried_again(page: Any, triton: FakeTriton)
         "assistant",
         "user",
     ]  # the answer without a word is left out
+
+
+def test_a_question_waits_in_its_field_until_the_server_says_what_it_serves(
+    browser: Any, served: Served, triton: FakeTriton
+) -> None:
+    with opened(browser, f"{served.url}/") as page:
+        page.wait_for_selector("#model:not([disabled])")
+        page.route("**/v1/models", lambda route: route.abort())
+        page.reload()
+        page.wait_for_selector("#question[placeholder='the server cannot be reached']")
+        ask(page, "Hi")
+        assert page.input_value("#question") == "Hi" and not chats(triton)
+        page.unroute("**/v1/models")
+        page.wait_for_selector("#model:not([disabled])")
+        page.press("#question", "Enter")
+        page.wait_for_selector(f"{ANSWER} .again")
 
 
 def test_a_stream_goes_on_after_the_death_of_its_server(page: Any, triton: FakeTriton) -> None:
