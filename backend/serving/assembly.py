@@ -153,6 +153,7 @@ def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     return {
         "parse": parse,
         "check_text": check,
+        "at_once": front.at_once,
         "prepare": tools.prepare,
     }
 

@@ -170,6 +170,9 @@ class ModelServer:
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
             return
+        if (works := self._model.at_once(batch, self._executor)) is not None:
+            self._hand_over(stream, works)
+            return
         context = self._context()
         # A request that only stops sessions takes no place in the engine, but makes room there.
         if not all(batch.scalar("STOP", row) for row in range(batch.num_rows)):
