@@ -146,7 +146,14 @@ class Gateway:
         """The replies to generate, by prompts, with the adapter that `model` names."""
         adapter = {"lora_name": model} if model in self.adapters else {}
         return [
-            Job(request | adapter, f"{context.request_id}-{i}", self._party(context), request.get("n", 1), origin)
+            Job(
+                request | adapter,
+                f"{context.request_id}-{i}",
+                self._party(context),
+                request.get("n", 1),
+                origin,
+                context.caller,
+            )
             for i, (request, origin) in enumerate(asked)
         ]
 

@@ -21,6 +21,7 @@ from gateway.places import Places
 from gateway.request_context import SCOPE_KEY, RequestContext
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
+from gateway.tracing import caller_of
 
 OPEN_TO_ALL = ("/health", "/openapi.json")  # they need no key, and have no body that would be read
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
@@ -60,6 +61,7 @@ class Middleware:
         try:
             headers = Headers(scope=scope)
             is_open = scope["path"] in OPEN_TO_ALL
+            context.caller = caller_of(headers)
             context.is_forwarded = any(name in headers for name in OF_PROXIES)
             if self._keys is not None and not is_open:
                 context.client = _client(headers, self._keys)
