@@ -40,9 +40,7 @@ def test_each_prompt_of_a_request_belongs_to_the_same_trace(served: Served, trit
         {"traceparent": PARENT + "-" + "x" * 5000},
     ],
 )
-def test_headers_of_another_form_count_as_absent(
-    served: Served, triton: FakeTriton, headers: dict[str, str]
-) -> None:
+def test_headers_of_another_form_count_as_absent(served: Served, triton: FakeTriton, headers: dict[str, str]) -> None:
     assert passed_on(served, triton, headers) == {}
 
 
