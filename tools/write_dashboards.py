@@ -17,7 +17,7 @@ DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "monitoring" / "
 RANGE = "$__rate_interval"
 OURS = 'instance=~"$instance"'
 VLLM = 'model_name=~"$model_name",instance=~"$instance"'
-WIDTH, HEIGHT = 8, 8  # of a panel, in Grafana's grid of 24 columns
+WIDTH, HEIGHT = 8, 8  # the size of a panel in Grafana's grid of 24 columns
 
 
 class Panel(NamedTuple):

@@ -33,10 +33,10 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "run_s": _SECONDS_OF_REQUEST,  # from the first admission to the last token
     "prompt_tokens": _LENGTHS,
     "computed_prompt_tokens": _LENGTHS,  # without those whose KV was found
-    "output_tokens": _LENGTHS,  # of a sequence
-    "longest_output_tokens": _LENGTHS,  # of the longest sequence of a request
+    "output_tokens": _LENGTHS,  # output tokens of one sequence
+    "longest_output_tokens": _LENGTHS,  # output tokens of a request's longest sequence
     "max_tokens": _LENGTHS,  # as the request has them
-    "num_sequences": (1.0, 2.0, 5.0, 10.0, 20.0),  # of a request
+    "num_sequences": (1.0, 2.0, 5.0, 10.0, 20.0),  # sequences that a request returns
     "step_tokens": _STEP_TOKENS,  # that a step ran
 }
 

@@ -48,7 +48,7 @@ class Interruption(Struct, frozen=True, omit_defaults=True):
 
     paused_ns: int = 0  # 0: it was not paused, its KV was evicted between two turns of its session
     returned_ns: int = 0  # it was admitted to the batch again
-    num_lost_tokens: int = 0  # whose KV had been evicted by then
+    num_lost_tokens: int = 0  # tokens that had lost their KV by then
     recomputed_ns: int = 0  # the latest step landed that computed KV again
 
 

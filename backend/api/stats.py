@@ -101,7 +101,7 @@ class EngineCounters(Struct):
     discarded_tokens_total: int = 0  # generated tokens that no client received, as those behind a stop string
     context_tokens_total: int = 0  # tokens run through the context phase
     answered_prompt_tokens_total: int = 0  # prompt tokens of requests that have their first token
-    answered_cached_tokens_total: int = 0  # those of them that were not run
+    answered_cached_tokens_total: int = 0  # the part of answered_prompt_tokens_total that was not run
     queried_tokens_total: int = 0  # tokens of a request's first admission, whose KV was looked for
     cached_tokens_total: int = 0  # prompt or history tokens that were not run, because their KV was found
     recomputed_tokens_total: int = 0  # tokens run again because their KV had been evicted

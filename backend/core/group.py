@@ -25,7 +25,7 @@ class SequenceGroup:
     def __init__(self, beam_width: int = 1) -> None:
         self.beam_width = beam_width
         self.members: list[Sequence] = []  # the sequences that have not ended, by sequence_index; written by EngineCore
-        self.most_output_tokens = 0  # of the members that have ended; written by engine.distributions
+        self.most_output_tokens = 0  # the longest output so far among ended members; written by engine.distributions
         self.has_prompt = False  # a member has computed the prompt, and the others know its blocks
 
     def holds_back(self, seq: Sequence) -> bool:

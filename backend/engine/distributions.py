@@ -1,4 +1,4 @@
-"""What is counted in histograms, and when: at a sequence's first token and its end, and after each step."""
+"""Adds values to the engine's histograms: at a sequence's first token, at its end, and after each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def note_gaps(to: Distributions, tokens_before_ns: Iterable[int], now_ns: int) -
     for before_ns in tokens_before_ns:
         rows[before_ns] = rows.get(before_ns, 0) + 1
     for before_ns, num_rows in rows.items():
-        if before_ns:  # 0: another engine has sampled it, and nobody knows when
+        if before_ns:  # 0: another engine has sampled that token, at an unknown time
             to.add("between_tokens_s", (now_ns - before_ns) / 1e9, num_rows)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from backend.scheduler.scheduler import StepPlan
 
 
-MOST_INTERRUPTIONS = 32  # of one request that are remembered with their times; more are only counted
+MOST_INTERRUPTIONS = 32  # a request remembers the times of this many; further ones are only counted
 
 
 def note_pause(seq: Sequence, now_ns: int) -> None:

@@ -138,7 +138,7 @@ def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
 
 
 def _caller(extra: dict[str, Any]) -> Caller:
-    """What is no text counts as absent: a trace that is broken off must not fail a request."""
+    """Read the trace context. A value that is not a string counts as absent, because a broken trace must not fail a request."""
     parent, state = extra.get("traceparent"), extra.get("tracestate")
     if not isinstance(parent, str):
         return NO_CALLER

@@ -13,7 +13,7 @@ _SAMPLED = 0x01
 
 
 class Caller(NamedTuple):
-    """What a request says of the span that sent it, as it came; empty strings where it says nothing."""
+    """The trace headers of a request, unchecked; empty strings if the request has none."""
 
     traceparent: str = ""
     tracestate: str = ""

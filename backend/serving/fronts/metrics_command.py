@@ -1,4 +1,4 @@
-"""A command of model `everbatch` for whoever collects metrics: {"metrics": "NAME"}.
+"""The command {"metrics": "NAME"} of model `everbatch`, for programs that collect metrics.
 
 It is answered with one object that looks like the end of a reply, whose `text` is a page of metrics with vLLM's names and NAME as
 their `model_name` (serving/vllm_page.py). The text is empty while the engine does not answer. The main thread answers at once, so
