@@ -120,6 +120,14 @@ def test_a_pause_is_remembered_with_its_times_and_what_was_computed_again() -> N
     assert account.num_evictions == account.num_pauses
 
 
+def test_histograms_that_were_taken_do_not_change_any_more() -> None:
+    driver = Driver()
+    taken = driver.core.stats().distributions
+    driver.ask([1, 2, 3], 2)
+    driver.run()
+    assert taken == Distributions() != driver.core.stats().distributions
+
+
 def test_histograms_of_replicas_are_added_up() -> None:
     drivers = [Driver(), Driver()]
     for driver in drivers:
