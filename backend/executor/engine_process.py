@@ -71,7 +71,7 @@ def main(serve: Callable[[EngineConfig, str, KeptFiles], None] = serve_engine) -
 
 
 def tell(line: dict[str, object]) -> None:
-    """Report to the supervisor. Where that has just ended nobody reads it, and this process ends as well (_die_with_parent)."""
+    """Report to the supervisor. If the supervisor has just ended, `_die_with_parent` ends this process as well."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()

@@ -21,7 +21,7 @@ _TRIAL, _CRC = struct.Struct("<16sQ"), struct.Struct("<I")
 class KeptFiles(NamedTuple):
     sessions: tuple[int, ...] = ()  # two descriptors of the log of sessions, or none
     pool: int | None = None  # the KV pool's (core/pool_file.py)
-    trial: int | None = None  # who runs alone on the present engine
+    trial: int | None = None  # it names the request on trial
 
     @staticmethod
     def make(config: EngineConfig) -> KeptFiles:
@@ -59,7 +59,7 @@ class KeptFiles(NamedTuple):
         return named
 
     def former(self) -> Former:
-        """What the engine before this one has left."""
+        """Return the name of the engine before this one, and the request that was on trial when it ended."""
         data = b"" if self.trial is None else os.pread(self.trial, _TRIAL.size + _CRC.size, 0)
         body, crc = data[: _TRIAL.size], data[_TRIAL.size :]
         if not body or crc != _CRC.pack(zlib.crc32(body)):  # the first engine, or one that ended while it wrote
