@@ -21,6 +21,7 @@ from gateway.conversations import add_conversation_routes
 from gateway.core import Gateway, Responding
 from gateway.counters import triton_page
 from gateway.errors import GatewayError, unavailable
+from gateway.interactive import add_interactive_routes
 from gateway.items import LISTED, items_of, listed
 from gateway.loads import add_load_routes
 from gateway.messages import ChatRequest, Completing, CompletionRequest
@@ -65,6 +66,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)
+    add_interactive_routes(api, gateway)
     add_load_routes(api, gateway)
     add_other_routes(api, gateway)
     document = page(api, gateway.keys is not None)

@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gateway.interactive_messages import EncodeRequest, InteractiveRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 from gateway.outputs import ErrorBody
 from gateway.response_messages import (
@@ -37,6 +38,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     RerankRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    InteractiveRequest,
+    EncodeRequest,
 )
 _EVENT = {
     "type": "object",
