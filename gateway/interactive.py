@@ -83,8 +83,8 @@ def add_interactive_routes(api: FastAPI, gateway: Gateway) -> None:
             turns.stop(context.namespace, message.session_id)
             return as_json(_chunk("", 0, 0, 0, None))
         if message.request_output_len == 0:
-            _check_ends(message)
-            gateway.store.delete(context.namespace, _id(message.session_id))
+            if not message.interactive_mode:
+                gateway.store.delete(context.namespace, _id(message.session_id))
             return as_json(_chunk("", 0, 0, 0, None))
 
         async def work(out: Outlet) -> None:
@@ -98,9 +98,6 @@ def add_interactive_routes(api: FastAPI, gateway: Gateway) -> None:
         message, context = await gateway.read_body(EncodeRequest, request), visit_of(request.scope)
         model = gateway.settings.model_names[0]
         gateway.check_model(model, context.client)
-        if message.add_bos is False:
-            text = "add_bos is false, which is not how the model reads a text; leave it out"
-            raise GatewayError(400, text, "add_bos", "invalid_value")
         texts = [message.input] if isinstance(message.input, str) else message.input
         jobs = gateway.jobs([_encoding(text, bool(message.do_preprocess)) for text in texts], context, model)
 
@@ -152,15 +149,6 @@ async def _until(stop: asyncio.Event, source: AsyncGenerator[tuple[int, Piece], 
         for task in (step, stopped):
             task.cancel()
         await asyncio.gather(step, stopped, return_exceptions=True)
-
-
-def _check_ends(message: InteractiveRequest) -> None:
-    """Raises GatewayError unless the request only ends its session."""
-    if message.prompt or message.interactive_mode:
-        text = (
-            "request_output_len is 0, which ends the session: send an empty prompt and interactive_mode false with it"
-        )
-        raise GatewayError(400, text, "request_output_len", "invalid_value")
 
 
 def _id(session_id: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -10,7 +10,10 @@ from gateway.messages import ChatMessage, Seed, Text, Wire, Words
 
 
 class InteractiveRequest(Wire):
-    """POST /v1/chat/interactive. The defaults of sampling are LMDeploy's."""
+    """POST /v1/chat/interactive. The defaults of sampling are LMDeploy's.
+
+    With request_output_len 0 nothing is generated, and the session ends unless interactive_mode is true.
+    """
 
     prompt: Text | Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     session_id: Annotated[int, Field(ge=-1, lt=1 << 63)] = -1
@@ -40,7 +43,7 @@ class EncodeRequest(Wire):
 
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=128, fail_fast=True)]
     do_preprocess: bool | None = None  # the text is the message of a conversation
-    add_bos: bool | None = None
+    add_bos: Literal[True] | None = None  # the model's own
 
 
 class InteractiveBody(BaseModel):

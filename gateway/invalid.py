@@ -33,6 +33,9 @@ REFUSED = {
     "background": "true is not served here; leave it out",
     "truncation": 'other than "disabled" is not served here; send less input',
     "prompt_logprobs": _NOT_HERE,
+    "image_url": _TEXT_ONLY,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "add_bos": "false is not how the model reads a text; leave it out",
 }
 _IN_CHATS = "is not served by this endpoint; use chat completions"
 _TOOLS = {"tools": _IN_CHATS, "tool_choice": f'other than "none" or "auto" {_IN_CHATS}'}
