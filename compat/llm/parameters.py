@@ -72,6 +72,10 @@ ARGUMENTS = ForeignTable(
     honoured("enable_tqdm", note="a spinner while the model loads"),
     honoured("orchestrator_type", note="`rpc`: the engine is a process of its own; `ray`: an actor of a Ray cluster"),
     honoured("engine_config", note="the `EngineConfig` that the other arguments change"),
+    *no_effect(
+        "requests may bring a PromptAdapterRequest in any case; `limits.max_extra_bytes` bounds its rows",
+        *("enable_prompt_adapter", "max_prompt_adapter_token"),
+    ),
     honoured("enable_lora", "lora.enabled", convert=lambda wanted: True if wanted else None),
     honoured("lora_config", "lora.enabled", convert=lambda config: None if config is None else True),
     honoured("peft_cache_config", note="its fields follow; others have no effect"),

@@ -8,9 +8,9 @@ import pytest
 
 import backend.llm
 from compat import llm
+from compat.config_object import ConfigObject
 from compat.llm import KvCacheRetentionConfig, NotHere
 from compat.llm.arguments import LlmArguments
-from compat.config_object import ConfigObject
 from compat.llm.configs import DecodingBaseConfig
 from compat.llm.mapping import retention
 from compat.llm.parameters import ARGUMENTS
