@@ -38,6 +38,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a LoRA adapter of the server that clients may name as `model`; may be given several times",
     )
+    add(
+        "--prompt-adapter",
+        dest="prompt_adapters",
+        action="append",
+        metavar="NAME",
+        help="a prompt adapter of the server, likewise",
+    )
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
     add("--api-keys", type=Path, metavar="FILE", help=f"lines of {FORM}; mode 0600")
@@ -65,8 +72,11 @@ def settings_of(arguments: list[str]) -> Settings:
     values = vars(flags.parse_args(arguments))
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
     values["adapters"] = tuple(values["adapters"] or ())
-    if same := set(values["model_names"]) & set(values["adapters"]):
-        flags.error(f"{min(same)} is the name of a model and of a LoRA adapter; give one of them another name")
+    values["prompt_adapters"] = tuple(values["prompt_adapters"] or ())
+    if same := set(values["model_names"]) & {*values["adapters"], *values["prompt_adapters"]}:
+        flags.error(
+            f"{min(same)} is the name of a model and of a LoRA adapter or prompt adapter; give one another name"
+        )
     return Settings(**values)
 
 

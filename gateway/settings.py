@@ -27,6 +27,7 @@ class Settings:
     adapters: tuple[
         str, ...
     ] = ()  # names of LoRA adapters: clients may name one as `model`, to have it on the first model
+    prompt_adapters: tuple[str, ...] = ()  # names of prompt adapters, likewise
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
     api_keys: Path | None = None  # None: no key is needed

@@ -1,8 +1,7 @@
 """Prompt adapters: the rows of embeddings that prompt tuning has learned, put in front of the prompts of requests that name them.
 
-Format: a directory that PEFT has written for PromptTuningConfig: adapter_config.json with peft_type PROMPT_TUNING, and
-adapter_model.safetensors with the tensor prompt_embeddings [virtual tokens, hidden size] in a float type. The virtual tokens of a
-request have the ids behind the vocabulary (`Request.prompt_embeddings`); KV is shared with requests of the same rows only.
+The files are those of backend/api/prompt_adapter_files.py. The virtual tokens of a request have the ids behind the vocabulary
+(`Request.prompt_embeddings`); KV is shared with requests of the same rows only.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +18,10 @@ import msgspec
 from backend.api import Request
 from backend.api.adapter_files import WEIGHTS
 from backend.api.errors import ConfigError, Unsupported
-from backend.api.lora import ADAPTER_CONFIG
-from backend.api.model_files import find_file, read_object, shown
+from backend.api.model_files import shown
+from backend.api.prompt_adapter_files import TENSOR, check_prompt_adapter, prompt_adapter_file
 from backend.api.tensor import TensorData
-from backend.api.weight_files import tensor_shapes
 
-TENSOR = "prompt_embeddings"
-MAX_FILE_BYTES = 256 << 20
 MAX_HELD = 32  # adapters, and below their bytes together
 MAX_HELD_BYTES = 256 << 20
 _TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -44,12 +41,7 @@ class PromptAdapters:
 
     def table(self, directory: str) -> TensorData:
         """The rows, float32. Raises ConfigError, and Unsupported for another kind of adapter."""
-        path = Path(directory)
-        file = find_file(path, WEIGHTS, MAX_FILE_BYTES) if path.is_dir() else None
-        if file is None:
-            raise ConfigError(
-                f"{shown(path.name)}: {WEIGHTS}: File does not exist; give the directory of a prompt adapter"
-            )
+        file = prompt_adapter_file(Path(directory))
         found = file.stat()
         stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
         with self._lock:
@@ -57,7 +49,7 @@ class PromptAdapters:
             if held is not None and held.stamp == stamp:
                 self._held.move_to_end(directory)
                 return held.table
-        table = read_table(path, file)
+        table = read_table(Path(directory))
         with self._lock:
             self._held[directory] = _Held(stamp, table)
             self._held.move_to_end(directory)
@@ -78,21 +70,24 @@ def with_table(request: Request, table: TensorData, vocab_size: int) -> Request:
     return msgspec.structs.replace(request, input_token_ids=virtual + request.input_token_ids, prompt_embeddings=table)
 
 
-def read_table(directory: Path, file: Path) -> TensorData:
+def named_table(name: str, known: Mapping[str, str], adapters: PromptAdapters) -> TensorData:
+    """The rows of an adapter that a request names. Raises Unsupported for a name that is not known, or cannot be read."""
+    if name not in known:
+        shown_names = ", ".join(each[:80] for each in list(known)[:10]) or "none"
+        raise Unsupported(
+            f"prompt_adapter_name is {name[:80]!r}, there are {shown_names}; name one of them, or leave prompt_adapter_name out"
+        )
+    try:
+        return adapters.table(known[name])
+    except ConfigError as error:
+        raise Unsupported(f"prompt adapter {name[:80]!r}: {error.message}") from None
+
+
+def read_table(directory: Path) -> TensorData:
     """Raises ConfigError and Unsupported."""
     import numpy as np  # not needed by programs without prompt adapters
 
-    config = read_object(directory, ADAPTER_CONFIG)
-    if config is None:
-        raise ConfigError(f"{shown(directory.name)}: {ADAPTER_CONFIG}: File does not exist; give a PEFT directory")
-    if config.get("peft_type") != "PROMPT_TUNING" or config.get("num_transformer_submodules") not in (None, 1):
-        raise Unsupported(
-            f"{ADAPTER_CONFIG}: peft_type is {shown(config.get('peft_type'))}; a prompt adapter is PROMPT_TUNING of a decoder"
-        )
-    shapes = tensor_shapes(file)
-    shape = shapes.get(TENSOR)
-    if shape is None or len(shape) != 2 or 0 in shape:
-        raise ConfigError(f"{WEIGHTS}: {TENSOR} has shape {shown(shape)}, [virtual tokens, hidden size] is needed")
+    shape, file = check_prompt_adapter(directory), prompt_adapter_file(directory)
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     entry = json.loads(data[8 : 8 + length])[TENSOR]
@@ -105,4 +100,4 @@ def read_table(directory: Path, file: Path) -> TensorData:
     rows = stored.astype("<f4")
     if not np.isfinite(rows).all():
         raise ConfigError(f"{WEIGHTS}: {TENSOR} holds a number that is not finite; train the adapter again")
-    return TensorData("float32", (shape[0], shape[1]), rows.tobytes())
+    return TensorData("float32", shape, rows.tobytes())

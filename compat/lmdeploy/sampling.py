@@ -14,7 +14,7 @@ from backend.api.foreign import ForeignTable, RefusedParameter, Setting, Unknown
 from compat.llm import GuidedDecodingParams, NotHere, ParameterError, SamplingParams
 from compat.llm.program import PROGRAM
 from compat.lmdeploy.configs import EngineConfigBase, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
-from compat.lmdeploy.tables import BY_SAMPLING, GENERATION, PYTORCH, TURBOMIND
+from compat.lmdeploy.tables import BY_SAMPLING, GENERATION, PYTORCH, SAMPLING, TURBOMIND
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -44,8 +44,11 @@ def sampling_params(given: GenerationConfig | None) -> SamplingParams:
     if given is not None and not isinstance(given, GenerationConfig):
         raise TypeError(f"gen_config is a {type(given).__name__}, a GenerationConfig is needed")
     config = given or GenerationConfig()
-    settings = _settings(GENERATION, config.given())
-    fields = {target.removeprefix("sampling."): setting.value for target, setting in settings.items()}
+    given_fields = config.given()
+    _settings(GENERATION, given_fields)
+    fields: dict[str, Any] = {
+        SAMPLING[key]: value for key, value in given_fields.items() if key in SAMPLING and value is not None
+    }
     fields.setdefault("max_tokens", DEFAULT_NEW_TOKENS)
     if config.do_sample:
         own = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
@@ -53,8 +56,8 @@ def sampling_params(given: GenerationConfig | None) -> SamplingParams:
         fields.setdefault("seed", secrets.randbits(63))
         fields["top_k"] = fields["top_k"] or None
     else:
-        for key in BY_SAMPLING:
-            fields.pop("seed" if key == "random_seed" else key, None)
+        for name in BY_SAMPLING:
+            fields.pop(name, None)
     fields |= _logits(config.output_logits) | {"guided_decoding": _guide(config.response_format)}
     return SamplingParams(**fields)
 

@@ -104,32 +104,44 @@ def _number(low: float, high: float) -> Callable[[Any], Any]:
     return check
 
 
-def _of_sampling(key: str, name: str, note: str = "", convert: Callable[[Any], Any] | None = None) -> Any:
-    """A field whose target is a field of compat.llm's SamplingParams."""
-    return honoured(key, f"sampling.{name}", note, convert)
+def _range(key: str, low: float, high: float) -> Any:
+    return honoured(key, note=f"{low:g} to {high:g}", convert=_number(low, high))
 
 
-# The targets are fields of SamplingParams; those of BY_SAMPLING count with do_sample only.
-BY_SAMPLING = ("top_p", "top_k", "min_p", "temperature", "random_seed")
+# field -> that of compat.llm's SamplingParams; those of BY_SAMPLING count with do_sample only
+SAMPLING = {
+    **{
+        name: name
+        for name in ("top_p", "top_k", "min_p", "temperature", "repetition_penalty", "ignore_eos", "logprobs")
+    },
+    **{name: name for name in ("stop_token_ids", "bad_token_ids", "skip_special_tokens", "include_stop_str_in_output")},
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "random_seed": "seed",
+    "stop_words": "stop",
+    "bad_words": "bad",
+}
+BY_SAMPLING = ("top_p", "top_k", "min_p", "temperature", "seed")
+_MOST = (1 << 31) - 1
 GENERATION = ForeignTable(
     "{} of GenerationConfig",
-    _of_sampling("max_new_tokens", "max_tokens", convert=_number(0, (1 << 31) - 1)),
+    _range("max_new_tokens", 0, _MOST),
     honoured("do_sample", note="False: the most likely token, whatever the five below say"),
-    _of_sampling("top_p", "top_p", convert=_number(0, 1)),
-    _of_sampling("top_k", "top_k", convert=_number(0, (1 << 31) - 1)),
-    _of_sampling("min_p", "min_p", convert=_number(0, 1)),
-    _of_sampling("temperature", "temperature", convert=_number(0, 2)),
-    _of_sampling("random_seed", "seed", "None: a random one", _number(0, (1 << 64) - 1)),
-    _of_sampling("repetition_penalty", "repetition_penalty", convert=_number(0.01, 100)),
-    _of_sampling("ignore_eos", "ignore_eos"),
-    _of_sampling("stop_words", "stop"),
-    _of_sampling("bad_words", "bad"),
-    _of_sampling("stop_token_ids", "stop_token_ids"),
-    _of_sampling("bad_token_ids", "bad_token_ids"),
-    _of_sampling("min_new_tokens", "min_tokens", convert=_number(0, (1 << 31) - 1)),
-    _of_sampling("skip_special_tokens", "skip_special_tokens"),
-    _of_sampling("include_stop_str_in_output", "include_stop_str_in_output"),
-    _of_sampling("logprobs", "logprobs", convert=_number(0, 1 << 20)),
+    _range("top_p", 0, 1),
+    _range("top_k", 0, _MOST),
+    _range("min_p", 0, 1),
+    _range("temperature", 0, 2),
+    honoured("random_seed", note="None: a random one", convert=_number(0, (1 << 64) - 1)),
+    _range("repetition_penalty", 0.01, 100),
+    honoured("ignore_eos"),
+    honoured("stop_words"),
+    honoured("bad_words"),
+    honoured("stop_token_ids"),
+    honoured("bad_token_ids"),
+    _range("min_new_tokens", 0, _MOST),
+    honoured("skip_special_tokens"),
+    honoured("include_stop_str_in_output"),
+    _range("logprobs", 0, 1 << 20),
     honoured("response_format", note="json_schema, regex_schema, json_object or text"),
     honoured("output_logits", note="`generation` or `all`"),
     *refused("one answer is made of a prompt; give the prompt several times", "n", neutral=_one(1)),
