@@ -73,10 +73,9 @@ def settings_of(arguments: list[str]) -> Settings:
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
     values["adapters"] = tuple(values["adapters"] or ())
     values["prompt_adapters"] = tuple(values["prompt_adapters"] or ())
-    if same := set(values["model_names"]) & {*values["adapters"], *values["prompt_adapters"]}:
-        flags.error(
-            f"{min(same)} is the name of a model and of a LoRA adapter or prompt adapter; give one another name"
-        )
+    for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
+        if same := set(values["model_names"]) & set(values[key]):
+            flags.error(f"{min(same)} is the name of a model and of a {kind} adapter; give one of them another name")
     return Settings(**values)
 
 
