@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
 from gateway.server import GatewayServer
@@ -44,6 +45,18 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="NAME",
         help="a prompt adapter of the server, likewise",
+    )
+    add(
+        "--tool-format",
+        default=_DEFAULTS.tool_format,
+        choices=TOOL_FORMATS,
+        help="how the model writes calls of tools",
+    )
+    add(
+        "--reasoning-format",
+        default=_DEFAULTS.reasoning_format,
+        choices=REASONING_FORMATS,
+        help="how the model marks its reasoning; none: that is part of the content",
     )
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import GatewayError, failed, overloaded, unavailable
+from gateway.errors import GatewayError, failed, overloaded, too_many_of_one, unavailable
 from gateway.places import Places
 from gateway.request_context import RequestContext, visit_of
 
@@ -40,7 +40,7 @@ class Running:
             held, taken, total = self._places.held(namespace), self.choices, self._places.total
             if taken + choices > total:
                 raise overloaded(f"{taken} replies are being generated, the limit is {total}; try later")
-            raise overloaded(f"{held} replies with this key are being generated, its share of {total}; try later")
+            raise too_many_of_one(f"{held} replies with this key are being generated, its share of {total}; try later")
 
     def leave(self, namespace: str, choices: int) -> None:
         self._places.give_back(namespace, choices)

@@ -81,6 +81,8 @@ class Reply:
         self.logprobs: list[msgspec.Raw] | None = None
         self.finish_reason: str | None = None
         self.usage = Usage()
+        self.token_ids: list[int] = []
+        self.prompt_token_ids: list[int] | None = None  # where they are asked for
 
     @property
     def text(self) -> str:
@@ -91,6 +93,9 @@ class Reply:
         if (logprobs := piece.shown_logprobs) is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.extend(logprobs)
+        self.token_ids += piece.token_ids
+        if piece.prompt is not None:
+            self.prompt_token_ids = piece.prompt.token_ids
         self.finish_reason = piece.finish_reason
         self.usage = piece.usage or self.usage
 
@@ -152,4 +157,5 @@ def total_usage(usages: list[Usage], choices_per_prompt: int) -> dict[str, objec
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
     }

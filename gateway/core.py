@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from gateway.bodies import LARGE_BODY
 from gateway.choices import pieces, whole
 from gateway.chunks import DONE, Chunks
 from gateway.counters import Counters
+from gateway.dialect import Dialect
 from gateway.errors import GatewayError
 from gateway.invalid import parse
 from gateway.items import Item
@@ -62,6 +64,7 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.dialect = Dialect.of(settings)
         self.adapters = settings.adapters  # changes while the server runs (gateway/adapters.py)
         self.changing_adapters = asyncio.Lock()  # held from a change until its list of names has come
         self.keys = None if settings.api_keys is None else Keys(settings.api_keys, self.names)
@@ -167,10 +170,14 @@ class Gateway:
         return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error)
 
     async def card(self, name: str) -> dict[str, Any]:
-        """The entry of /v1/models. `parent` of an adapter is the model that it belongs to, as with vLLM."""
-        card = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
+        """The entry of /v1/models, for OpenAI's clients and for Anthropic's. `parent` of an adapter is the model that it belongs
+        to, as with vLLM.
+        """
+        card: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
+        created_at = datetime.fromtimestamp(self.created, UTC).isoformat()
+        card |= {"type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active"}
         if (length := await self.max_model_len()) is not None:
-            card["max_model_len"] = length
+            card |= {"max_model_len": length, "max_input_tokens": length, "max_tokens": length}
         return card if name in self.settings.model_names else card | {"parent": self.settings.model_names[0]}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:

@@ -1,4 +1,4 @@
-"""The shape of an error to OpenAI's clients: a status, and {"error": {message, type, param, code}}."""
+"""Errors to clients: a status and {"error": {message, type, param, code}}; `anthropic_refusal` is for Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _TYPES = {
     415: "invalid_request_error",
     429: "rate_limit_error",
 }
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 504: "timeout_error", 529: "overloaded_error"}
 _STATUS_OF_CODE = {
     "INVALID_ARGUMENT": 400,
     "UNSUPPORTED": 400,
@@ -114,12 +115,28 @@ class ConnectionLost(GatewayError):
         self.was_taken = was_taken
 
 
+class Overloaded(GatewayError):
+    """The server is at its limit for all clients together."""
+
+
 def overloaded(message: str) -> GatewayError:
+    return Overloaded(429, message, code="rate_limit_exceeded", retry_after=RETRY_OVERLOAD_S)
+
+
+def too_many_of_one(message: str) -> GatewayError:
+    """One client has its share."""
     return GatewayError(429, message, code="rate_limit_exceeded", retry_after=RETRY_OVERLOAD_S)
 
 
 def unavailable(message: str) -> GatewayError:
     return GatewayError(503, message, code="service_unavailable", retry_after=RETRY_UNAVAILABLE_S)
+
+
+def anthropic_refusal(error: GatewayError, request_id: str) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error as Anthropic's API has them."""
+    status = 529 if isinstance(error, Overloaded) else 504 if error.status == 408 else error.status
+    shown = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": error.message}
+    return status, {"type": "error", "error": shown, "request_id": request_id}
 
 
 def failed(request_id: str) -> GatewayError:

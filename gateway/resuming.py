@@ -37,9 +37,15 @@ class Progress:
         self._seed: int | None = None
         self._token_ids: list[list[int]] = [[] for _ in range(job.choices)]
         self._ended = [False] * job.choices
+        self._knows_prompt: set[int] = set()  # replies that have told what the prompt is
         self._told_prompt = 0  # replies that have brought the prompt's log-probabilities
 
     def note(self, piece: Piece) -> None:
+        """Keep what a piece brings. What it tells of the prompt a second time is taken out of it."""
+        if piece.prompt is not None and piece.index in self._knows_prompt:
+            piece.prompt = None
+        elif piece.prompt is not None:
+            self._knows_prompt.add(piece.index)
         self._seed = piece.seed if self._seed is None else self._seed
         self._token_ids[piece.index] += piece.token_ids
         self._ended[piece.index] |= piece.finish_reason is not None

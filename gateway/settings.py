@@ -30,6 +30,8 @@ class Settings:
     prompt_adapters: tuple[str, ...] = ()  # names of prompt adapters, likewise
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
+    tool_format: str = "hermes"  # how the model writes calls of tools: a name of tool_formats/table.py
+    reasoning_format: str = "none"  # how it marks its reasoning: a name of reasoning.py; none: that is not told apart
     api_keys: Path | None = None  # None: no key is needed
     server_version: str = "unknown"  # as /version and the routes for routers tell it
     metrics_url: str | None = None  # Triton's metrics page; None: only the gateway's own counters are served

@@ -53,6 +53,15 @@ class Usage(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     discarded_tokens: int = 0  # tokens of replies that best_of has left out; in the first of the others
+    reasoning_tokens: int = 0  # among completion_tokens
+
+
+class PromptTold(msgspec.Struct, gc=False):
+    """The prompt, as it is known when the first token comes; `token_ids` where the request asks for them."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] | None = None
 
 
 class Piece(msgspec.Struct):
@@ -65,6 +74,7 @@ class Piece(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
+    prompt: PromptTold | None = None  # in the first piece, where it is asked for
     max_model_len: int | None = None  # in the answer to a request that only tokenises
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed

@@ -28,6 +28,7 @@ from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 from backend.api.sampling_fields import SAMPLING_FIELDS
+from backend.api.thinking import check_thinking
 
 UINT64 = 1 << 64
 MAX_END_IDS = 256  # each sampled token is compared with them
@@ -86,9 +87,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     check_outputs(
         request.output_config, limits.context_logits, limits.generation_logits, list(limits.additional_outputs)
     )
-    if request.guide is not None:
-        min_tokens = request.sampling_config.min_tokens
-        check_guide(request.guide, limits.guide_refusal, limits.max_guide_bytes, min_tokens)
+    _check_form(request, limits)
     check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     check_prompt_log_probs(request, limits.caps.max_top_log_probs)
@@ -115,6 +114,14 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     if request.session is not None:
         _check_session(request.session)
         _check_returns_one(request.sampling_config)
+
+
+def _check_form(request: Request, limits: RequestLimits) -> None:
+    if request.guide is not None:
+        min_tokens = request.sampling_config.min_tokens
+        check_guide(request.guide, limits.guide_refusal, limits.max_guide_bytes, min_tokens)
+    if request.thinking is not None:
+        check_thinking(request.thinking, limits.vocab_size)
 
 
 def _check_range(name: str, value: float, least: float, greatest: float, excludes_least: bool = False) -> None:

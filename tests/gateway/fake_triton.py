@@ -4,8 +4,9 @@ The last text of the prompt chooses: "hold" says one token and then nothing unti
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "lose N" breaks the
 connection after N responses, `losses` times; "cut" ends the stream without a last response; "silent" says nothing until it is
 cancelled; "junk" says a token and then what is no JSON.
-"say TEXT" says it. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
-response has them all.
+"say TEXT" says it; "full" ends at the model's length, "stopped by STOP" at a stop string. Anything else is answered with
+WORDS, n times: a stream tells of one reply in each response, else one response has them all. While `script` holds texts, they
+are the next answers, whatever is asked.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 WORDS = ["Hello", " wörld", " 🌍", "!"]
+ENDS = {
+    "timeout": "timeout",
+    "full": "length",
+    "stopped": "stop",
+}  # commands that only end the reply, and its finish_reason
+PROMPT_IDS = [11, 12, 13, 14, 15, 16, 17]
 KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
@@ -42,7 +49,7 @@ KEYS = {
     ),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions", "resume"),
+    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "tell_prompt"),
 }
 
 
@@ -76,6 +83,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[Seen] = []
+        self.script: list[str] = []
         self.adapters = ["doll"]
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
         self.losses = 0  # connections that break under "lose"
@@ -135,7 +143,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         if unknown:
             yield error(f"[INVALID_ARGUMENT] unknown keys {sorted(unknown)}")
             return
-        yield from self._answers(seen, context)
+        is_scripted = bool(self.script) and "messages" in seen.body and not seen.body.get("tokenize")
+        yield from said(seen, self.script.pop(0)) if is_scripted else self._answers(seen, context)
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):
@@ -167,8 +176,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             broken = piece(seen, [" tock"], None)
             broken.infer_response.raw_output_contents[0] = b"\x04\0\0\0{MAR"
             yield broken
-        elif command == "timeout":
-            yield piece(seen, [" tick"], "timeout")
+        elif command in ENDS:
+            yield piece(seen, [" tick"], ENDS[command], stop=rest.removeprefix("by ") or None)
         elif command == "say":
             yield from said(seen, rest)
         elif command == "flood":
@@ -258,9 +267,10 @@ def flood(seen: Seen, count: int) -> Iterator[Any]:
     yield piece(seen, ["x" * 1024], "stop")
 
 
-def piece(seen: Seen, words: list[str], reason: str | None) -> Any:
-    """A response that tells of one reply."""
-    return response(seen, [told(seen, words, reason)])
+def piece(seen: Seen, words: list[str], reason: str | None, stop: str | None = None) -> Any:
+    """A response that tells of one reply. `stop`: the stop string that has ended it."""
+    value = told(seen, words, reason)
+    return response(seen, [value | {"stop_reason": stop} if reason is not None else value])
 
 
 def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> dict[str, Any]:
@@ -274,6 +284,9 @@ def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> di
     of_prompt = seen.body.get("prompt_logprobs")
     if is_first and of_prompt is not None:
         value["prompt_logprobs"] = scored(seen.text(), of_prompt)
+    if is_first and (asked := seen.body.get("tell_prompt")):
+        value["prompt"] = {"prompt_tokens": 7, "cached_tokens": 6 if index else 3}
+        value["prompt"] |= {"token_ids": PROMPT_IDS} if asked == "token_ids" else {}
     if seen.body.get("n", 1) > 1:
         value["index"] = index
     count = seen.body.get("logprobs")

@@ -22,7 +22,9 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completions with echo": ("completions", {"prompt": "lose N", "echo": True, "logprobs": 0}),
     "completions with usage": ("completions", {"prompt": "lose N", "stream_options": {"include_usage": True}}),
     "chat": ("chat/completions", {"messages": [{"role": "user", "content": "lose N"}], "n": 2, "logprobs": True}),
+    "completions with token ids": ("completions", {"prompt": "lose N", "n": 2, "return_token_ids": True}),
     "responses": ("responses", {"input": "lose N"}),
+    "messages": ("messages", {"messages": [{"role": "user", "content": "lose N"}], "max_tokens": 64}),
 }
 
 
@@ -34,6 +36,7 @@ def events(text: str) -> list[Any]:
             value = json.loads(line.removeprefix("data: "))
             for name in ("id", "created", "item_id", "response", "item", "obfuscation"):
                 value.pop(name, None)
+            value.get("message", {}).pop("id", None)
             found.append(value)
     return sorted(found, key=_choice)
 
