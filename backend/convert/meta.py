@@ -43,13 +43,13 @@ _INSIDE = {
 }
 _BY_COLUMNS = ("wo.weight", "w2.weight")
 _UNUSED = ("rope.freqs", "inner_attention.rope.freqs")
-# what Meta's program fixes of its scaled rope
+# constants of the scaled rope in Meta's program
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LAYER = re.compile(r"layers\.(\d{1,5})\.(.+)")
 
 
 class Params(Struct):
-    """What is read of params.json. Sizes that the tensors tell are taken from them."""
+    """The keys of params.json that the converter uses. Other sizes come from the shapes of the tensors."""
 
     dim: int
     n_layers: int
@@ -110,7 +110,7 @@ class MetaCheckpoint(Mapping[str, Tensor]):
         return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor, without reading it."""
+        """Return the shape of the whole tensor, without reading its numbers."""
         stored, count = self._names[name], len(self._shards)
         first = self._shards[0][stored]
         sizes = list(first.shape)
@@ -206,7 +206,7 @@ class MetaCheckpoint(Mapping[str, Tensor]):
             }.items():
                 expected[f"model.layers.{index}.{name}.weight"] = shape
             if f"model.layers.{index}.self_attn.q_proj.weight" not in self._names:
-                break  # n_layers may be any number; what is missing is told below
+                break  # n_layers may be any number; the loop below reports the missing tensor
         for name, shape in expected.items():
             found = self.shape(name) if name in self._names else None
             if found is None or len(found) != len(shape) or any(s not in (None, f) for s, f in zip(shape, found)):

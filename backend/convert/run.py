@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     to: str = "huggingface"  # or "meta"
     dtype: str | None = None  # float32, bfloat16 or float16; None: as stored
     max_positions: int | None = None  # max_position_embeddings, which Meta's files do not say
-    rope_factor: float | None = None  # of Llama 3.1's scaled rope
+    rope_factor: float | None = None  # factor of the scaled rope that came with Llama 3.1
 
 
 class Made(NamedTuple):

@@ -28,7 +28,7 @@ _TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 class _Held(NamedTuple):
-    stamp: tuple[int, int, int]  # of the file: a changed one is read again
+    stamp: tuple[int, int, int]  # time, size and inode of the file; a file with another stamp is read again
     table: TensorData
 
 

@@ -229,7 +229,7 @@ class BuildConfig(ConfigObject):
 
 
 class DecodingBaseConfig(ConfigObject):
-    """What all kinds of speculative decoding share. `max_draft_len`: guesses for a sequence in a step."""
+    """Fields that all kinds of speculative decoding have. `max_draft_len`: guesses for a sequence in a step."""
 
     argument = "speculative_config"
     decoding_type: ClassVar[str] = ""

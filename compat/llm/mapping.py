@@ -32,7 +32,7 @@ from compat.llm.updates import TextParams
 # Sampling fields of one name and meaning on both sides. A greedy request does not send those that ask for sampling.
 _SAME_NAME = [field for field, name in on_wire("llm") if name == field.name]
 DEFAULT_PRIORITY = 0.5
-PROMPT_ADAPTERS = PromptAdapters()  # of all executors of a program
+PROMPT_ADAPTERS = PromptAdapters()  # all executors of a program share it
 NOT_HERE = {
     "return_encoder_output": "the models have no encoder",
 }

@@ -1,4 +1,4 @@
-"""What becomes of the fields of LMDeploy's configuration classes, in the form of backend/api/foreign.py."""
+"""The tables of the fields of LMDeploy's configuration classes: honoured, without effect or refused (backend/api/foreign.py)."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ TENSORS = ModelTensors(
     max_batch_size=0,
     always="decoupled",
 )
-PROMPT_ADAPTERS = PromptAdapters()  # those of this stub
+PROMPT_ADAPTERS = PromptAdapters()  # each stub reads its own
 MAX_ESCAPED = 6  # bytes of JSON for one character of text, at the most: \u0000
 
 
