@@ -41,7 +41,7 @@ class Progress:
         self._told_prompt = 0  # replies that have brought the prompt's log-probabilities
 
     def note(self, piece: Piece) -> None:
-        """Keep what a piece brings. What it tells of the prompt a second time is taken out of it."""
+        """Add a piece to the output so far. Facts about the prompt that its reply has told before are removed from the piece."""
         if piece.prompt is not None and piece.index in self._knows_prompt:
             piece.prompt = None
         elif piece.prompt is not None:

@@ -94,6 +94,13 @@ class ClientGone(Struct, frozen=True):
     client_index: int
 
 
+class Former(Struct, frozen=True, omit_defaults=True):
+    """The life of the engine before this one, as its end has left it: messages that it had not sent are lost, this is not."""
+
+    engine: str = ""  # its name (Hello.engine); empty: there was none, or nothing is known of it
+    trial: RequestId | None = None  # the request that ran alone when it ended (engine/trials.py)
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """First message of the engine on every connection."""
 
@@ -106,6 +113,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     engine: str = ""  # names this engine's life: another one has another name
     trial: RequestId | None = None  # see Trial
     checkpoint: str = ""  # a mark of the model's files: another checkpoint of the same shape has another one
+    former: Former = Former()
 
 
 class Trial(Struct, frozen=True, tag="trial"):

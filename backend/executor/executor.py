@@ -54,6 +54,7 @@ from backend.executor.watch import OwnedEngine, Watch
 from backend.wire.client import SocketTransport, wait_until
 
 log = logging.getLogger("everbatch.executor")
+LEAVE_MARGIN_S = 2.0  # by so much a client of an engine is more patient than its owner, who ends it
 
 
 class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
@@ -75,6 +76,7 @@ class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
         self.socket_path = ""  # path of the socket, if this Executor has launched the engine process
         self._pauses = Pauses(self._replay, self._lock, transport, process, self._tell)
         self._watch: Watch | None = None
+        self._num_left = 0  # how often a silent engine has been left since its last sign of life
         if transport.is_remote:
             self._watch = Watch(process, self._tick)
             self._watch.start()
@@ -368,3 +370,17 @@ class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
     def _tick(self) -> None:
         if not self.is_connected:
             self._pauses.look()
+        if self._process is None:
+            self._leave_silent_engine()
+
+    def _leave_silent_engine(self) -> None:
+        """Connect again where the engine has been silent for longer than its owner bears, and again after as long a time: the
+        owner may have died while the process was stopped, and another engine listens at the address now.
+        """
+        if self._watch is None or self._hello is None:
+            return
+        patience_s = self._hello.config.triton.watchdog_timeout_s + LEAVE_MARGIN_S
+        num_times = int(self._watch.silent_s / patience_s)
+        if num_times > self._num_left:
+            self._transport.reconnect()
+        self._num_left = num_times

@@ -165,6 +165,9 @@ class Replay:
     def greet(self, hello: Hello) -> list[tuple[RequestId, str]]:
         """An engine is there. Returns the requests that are not run again, each with the reason."""
         has_died = bool(self._engine) and hello.engine != self._engine
+        former = hello.former
+        if former.engine:  # This client may have missed the last messages about trials.
+            self._trial = former.trial if former.engine == self._engine else None
         refused = list(self._blame()) if has_died else []
         self._engine, self._index, self._trial = hello.engine, hello.client_index, hello.trial
         self._limits = hello.config.limits

@@ -11,6 +11,7 @@ from backend.engine.session_log import SessionLog
 from backend.engine.sessions import SessionTable
 from backend.engine.trials import Trials
 from backend.executor import repeats
+from backend.executor.kept_files import KeptFiles
 from backend.executor.live import Live
 from backend.executor.replay import Replay
 from backend.replicas.front import Front
@@ -123,6 +124,18 @@ MUTANTS = {
     ),
     "a_cancel_undoes_a_turn_that_goes_on": (
         change(Preparation, "goes_on", ("bool(waiting.resume.delivered)", "False")),
+        RULES,
+    ),
+    "the_former_engine_s_trial_is_not_noticed": (
+        change(Replay, "greet", ("if former.engine:", "if False:")),
+        RULES,
+    ),
+    "the_trial_of_any_former_engine_counts": (
+        change(Replay, "greet", (" if former.engine == self._engine else None", "")),
+        RULES,
+    ),
+    "a_torn_record_of_a_trial_counts": (
+        change(KeptFiles, "former", ("or crc != _CRC.pack(zlib.crc32(body))", "")),
         RULES,
     ),
     "others_run_beside_a_trial": (

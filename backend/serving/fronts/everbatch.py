@@ -306,7 +306,7 @@ def renderer(
     """`texts`: token texts of each sequence, for its log-probabilities; empty without. `seed`: the one to report, if any.
     `counters`: of the reasoning of each sequence; empty if it is not told how that is marked.
     """
-    seeds = iter(()) if seed is None else iter((seed,))  # it is told once
+    seeds = iter(()) if seed is None else iter((seed,))  # for the first object
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
     untold = set(range(asked.n)) if asked.tell_prompt is not None else set()
 

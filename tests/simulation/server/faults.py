@@ -98,7 +98,6 @@ def swarm_of(seed: int) -> Swarm:
             watchdog_timeout_s=4.0,
             step_timeout_s=5.0,
             attach_timeout_s=30.0,
-            hold_new_s=15.0,
         ),
     )
     return Swarm(
