@@ -63,6 +63,7 @@ _SAME_NAME = (
 _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "prompt_token_ids": "prompt",
     "lora_name": "model",
+    "prompt_adapter_name": "model",
     "LoRA": "model",
     "num_return_sequences": "n",
     "beam_width": "n",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from compat.config_object import ConfigObject
 from compat.llm import arguments
-from compat.lmdeploy import pipeline, sampling
-from compat.lmdeploy.pipeline import Pipeline
+from compat.lmdeploy import sampling
+from compat.lmdeploy.pipeline import Pipeline, _response
 from compat.lmdeploy.template import Template
 from gateway import interactive
 from gateway.interactive import RunningTurns
@@ -54,7 +54,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/lmdeploy/test_pipeline.py::test_a_stream_that_is_left_ends_its_requests"],
     ),
     "an_answer_has_no_index": (
-        change_everywhere(pipeline._response, ("index=index,", "index=0,")),
+        change_everywhere(_response, ("index=index,", "index=0,")),
         PIPELINE,
     ),
     "a_template_has_no_separator": (
