@@ -21,6 +21,7 @@ from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, comple
 from gateway.conversations import add_conversation_routes
 from gateway.core import Gateway, Responding
 from gateway.errors import GatewayError, unavailable
+from gateway.interactive import add_interactive_routes
 from gateway.items import LISTED, items_of, listed
 from gateway.loads import add_load_routes
 from gateway.messages import ChatRequest, Completing, CompletionRequest
@@ -67,6 +68,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)
+    add_interactive_routes(api, gateway)
     add_load_routes(api, gateway)
     add_metrics_route(api, gateway)
     add_other_routes(api, gateway)

@@ -81,8 +81,8 @@ class Gateway:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The models and LoRA adapters that requests may name."""
-        return (*self.settings.model_names, *self.adapters)
+        """The models, LoRA adapters and prompt adapters that requests may name."""
+        return (*self.settings.model_names, *self.adapters, *self.settings.prompt_adapters)
 
     @asynccontextmanager
     async def linked(self) -> AsyncIterator[None]:
@@ -149,6 +149,8 @@ class Gateway:
     def jobs(self, asked: list[translate.Asked], context: RequestContext, model: str) -> list[Job]:
         """The replies to generate, by prompts, with the adapter that `model` names."""
         adapter = {"lora_name": model} if model in self.adapters else {}
+        if model in self.settings.prompt_adapters:
+            adapter = {"prompt_adapter_name": model}
         return [
             Job(
                 request | adapter,

@@ -188,6 +188,17 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
         return {name: directory for name, _, directory in (each.partition("=") for each in self.adapters)}
 
 
+class PromptAdaptersSection(Struct, frozen=True, forbid_unknown_fields=True):
+    """Prompt adapters that requests may name (docs/prompt-adapters.md)."""
+
+    adapters: tuple[str, ...] = ()  # NAME=DIRECTORY of PEFT's prompt tuning, whose rows go in front of a prompt
+
+    @property
+    def directories(self) -> dict[str, str]:
+        """Name -> directory."""
+        return {name: directory for name, _, directory in (each.partition("=") for each in self.adapters)}
+
+
 # Inputs of a step that can be kept as debug tensors; worker/debug_tensors.py says what they hold.
 DEBUG_INPUTS = (
     "input_ids",
@@ -333,6 +344,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     kv_transfer: KvTransferConfig = KvTransferConfig()
     guided: GuidedConfig = GuidedConfig()
     lora: LoraSection = LoraSection()
+    prompt_adapters: PromptAdaptersSection = PromptAdaptersSection()
     speculation: SpeculationConfig = SpeculationConfig()
     workers: WorkersConfig = WorkersConfig()
     triton: TritonConfig = TritonConfig()
