@@ -38,9 +38,10 @@ log = logging.getLogger("everbatch.gateway")
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters`: names of LoRA adapters that
-    clients may send there, too. `api_keys`: the file of keys; None: no key is needed. `tool_format` and
-    `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its chat template shows.
+    """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters` (LoRA) and
+    `prompt_adapters`: names of such that clients may send there, too. `api_keys`: the file of keys; None: no key is needed.
+    `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its chat
+    template shows.
     """
 
     port: int
@@ -48,6 +49,7 @@ class GatewayOptions:
     api_keys: Path | None = None
     names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    prompt_adapters: tuple[str, ...] = ()
     tool_format: str = AUTO
     reasoning_format: str = AUTO
 
@@ -63,6 +65,8 @@ class GatewayOptions:
         for name in self.adapters:
             if name in self.names:
                 raise UserError(f"--lora {name}=...: clients know the model by this name; choose another one")
+        if same := set(self.prompt_adapters) & set(self.names):
+            raise UserError(f"prompt adapter {min(same)}: clients know the model by this name; choose another one")
         check_port(self.host, self.port, "--openai-port")
         if self.api_keys is not None and not self.api_keys.is_file():
             raise UserError(f"--api-keys {self.api_keys} is no file; it holds lines of NAME KEY")
@@ -102,7 +106,7 @@ class GatewayOptions:
         from gateway.keys import KeysError, read_keys  # here, because the server can do without the package
 
         try:
-            read_keys(self.api_keys, (*self.names, *self.adapters))
+            read_keys(self.api_keys, (*self.names, *self.adapters, *self.prompt_adapters))
         except KeysError as error:
             raise UserError(f"--api-keys {self.api_keys}: {error}") from None
 
@@ -196,6 +200,7 @@ class ServerWithGateway:
             options["--api-keys"] = str(self.options.api_keys.resolve())
         named = [word for name in self.options.names for word in ("--model-name", name)]
         named += [word for name in self.options.adapters for word in ("--lora", name)]
+        named += [word for name in self.options.prompt_adapters for word in ("--prompt-adapter", name)]
         return [*spawn, *self._program, *(word for pair in options.items() for word in pair), *named]
 
     def _spawn(self) -> None:

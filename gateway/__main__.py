@@ -40,6 +40,13 @@ def parser() -> argparse.ArgumentParser:
         help="a LoRA adapter of the server that clients may name as `model`; may be given several times",
     )
     add(
+        "--prompt-adapter",
+        dest="prompt_adapters",
+        action="append",
+        metavar="NAME",
+        help="a prompt adapter of the server, likewise",
+    )
+    add(
         "--tool-format",
         default=_DEFAULTS.tool_format,
         choices=TOOL_FORMATS,
@@ -78,8 +85,10 @@ def settings_of(arguments: list[str]) -> Settings:
     values = vars(flags.parse_args(arguments))
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
     values["adapters"] = tuple(values["adapters"] or ())
-    if same := set(values["model_names"]) & set(values["adapters"]):
-        flags.error(f"{min(same)} is the name of a model and of a LoRA adapter; give one of them another name")
+    values["prompt_adapters"] = tuple(values["prompt_adapters"] or ())
+    for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
+        if same := set(values["model_names"]) & set(values[key]):
+            flags.error(f"{min(same)} is the name of a model and of a {kind} adapter; give one of them another name")
     return Settings(**values)
 
 

@@ -31,8 +31,8 @@ def add_adapter_routes(api: FastAPI, gateway: Gateway) -> None:
         context = _allowed(gateway, request)
         message = await gateway.read_body(LoadAdapter, request)
         name = message.lora_name
-        if name in gateway.settings.model_names:
-            text = f"{name[:80]!r} is the name of a model; give the adapter another one"
+        if name in (*gateway.settings.model_names, *gateway.settings.prompt_adapters):
+            text = f"{name[:80]!r} is the name of a model or of a prompt adapter; give the adapter another one"
             raise GatewayError(400, text, "lora_name", "invalid_value")
         command = {"load_adapter": {"name": name, "directory": message.lora_path}}
         await _change(gateway, context, command)

@@ -85,8 +85,8 @@ class Gateway:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The models and LoRA adapters that requests may name."""
-        return (*self.settings.model_names, *self.adapters)
+        """The models, LoRA adapters and prompt adapters that requests may name."""
+        return (*self.settings.model_names, *self.adapters, *self.settings.prompt_adapters)
 
     @asynccontextmanager
     async def linked(self) -> AsyncIterator[None]:
@@ -153,8 +153,17 @@ class Gateway:
     def jobs(self, asked: list[translate.Asked], context: RequestContext, model: str) -> list[Job]:
         """The replies to generate, by prompts, with the adapter that `model` names."""
         adapter = {"lora_name": model} if model in self.adapters else {}
+        if model in self.settings.prompt_adapters:
+            adapter = {"prompt_adapter_name": model}
         return [
-            Job(request | adapter, f"{context.request_id}-{i}", self._party(context), request.get("n", 1), origin)
+            Job(
+                request | adapter,
+                f"{context.request_id}-{i}",
+                self._party(context),
+                request.get("n", 1),
+                origin,
+                context.caller,
+            )
             for i, (request, origin) in enumerate(asked)
         ]
 

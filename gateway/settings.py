@@ -27,6 +27,7 @@ class Settings:
     adapters: tuple[
         str, ...
     ] = ()  # names of LoRA adapters: clients may name one as `model`, to have it on the first model
+    prompt_adapters: tuple[str, ...] = ()  # names of prompt adapters, which clients may name as `model`
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
     tool_format: str = "hermes"  # how the model writes calls of tools: a name of tool_formats/table.py
