@@ -11,10 +11,9 @@ import openai
 import pytest
 
 from tests.e2e.launched import Launched, launched
-from tests.gateway.browser import chromium, opened
+from tests.gateway.browser import answered, chromium, opened
 
 ENGINE = b"backend.executor.engine_process"
-ANSWER = "#messages > .assistant:last-child"
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +36,12 @@ def page(browser: Any, pooled: Launched) -> Iterator[Any]:
         yield found
 
 
-def answered(page: Any, text: str) -> str:
-    """The line under the complete answer."""
-    page.fill("#question", text)
-    page.press("#question", "Enter")
-    page.wait_for_selector(f"{ANSWER} .again")
-    foot: str = page.inner_text(f"{ANSWER} .foot")
-    return foot
+def foot(page: Any, text: str) -> str:
+    """The line under the answer to a question."""
+    answer = answered(page, text)
+    assert not answer.locator(".error").count(), answer.inner_text()
+    found: str = answer.locator(".foot").inner_text()
+    return found
 
 
 def flood(pooled: Launched) -> None:
@@ -57,10 +55,10 @@ def flood(pooled: Launched) -> None:
 
 def test_a_turn_says_what_was_reused_and_after_an_eviction_what_was_computed_again(page: Any, pooled: Launched) -> None:
     answered(page, "Write the function read_lines.")
-    second = answered(page, "Now one that writes them.")
+    second = foot(page, "Now one that writes them.")
     assert "eviction" not in second and "cached" in page.inner_text("#conversations .kv")
     flood(pooled)
-    assert "computed again after an eviction" in answered(page, "And one that counts them.")
+    assert "computed again after an eviction" in foot(page, "And one that counts them.")
     assert "evicted" in page.inner_text("#conversations .kv")
     page.wait_for_selector("#count-free:text-is('0')")  # all of the pool has been used
 
@@ -72,4 +70,4 @@ def test_a_page_goes_on_with_the_engine_that_follows_a_dead_one(page: Any, poole
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     page.wait_for_selector(f"#state:not(:has-text('{engine}')):has-text(', up ')")
-    assert " tokens" in answered(page, "Write the function read_lines.")
+    assert " tokens" in foot(page, "Write the function read_lines.")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 TIMEOUT_MS = 60_000
+ANSWER = "#messages > .assistant:last-child"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -49,3 +50,16 @@ def opened(browser: Any, url: str, **context: Any) -> Iterator[Any]:
         assert not faults
     finally:
         profile.close()
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#question", text)
+    page.press("#question", "Enter")
+
+
+def answered(page: Any, text: str) -> Any:
+    """The answer to a question, once it is complete."""
+    before = page.locator("#messages > .user, #messages > .assistant").count()
+    ask(page, text)
+    page.wait_for_selector(f"#messages > .assistant:nth-child({before + 2}) .again")
+    return page.locator(ANSWER)
