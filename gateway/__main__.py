@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
+from gateway.served import served_of
 from gateway.server import GatewayServer
 from gateway.settings import Settings
 
@@ -38,6 +39,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a LoRA adapter of the server that clients may name as `model`; may be given several times",
     )
+    add(
+        "--other-model",
+        dest="others",
+        action="append",
+        type=served_of,
+        metavar="JSON",
+        help="a further model of the server: triton_model, names, adapters, label (gateway/served.py)",
+    )
+    add("--metrics-label", default="", metavar="NAME", help="what the metrics of the first model's engine call it")
+    add("--control", type=Path, metavar="SOCKET", help="the launcher's, for operations on models")
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
     add("--api-keys", type=Path, metavar="FILE", help=f"lines of {FORM}; mode 0600")
@@ -64,6 +75,7 @@ def settings_of(arguments: list[str]) -> Settings:
     values = vars(flags.parse_args(arguments))
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
     values["adapters"] = tuple(values["adapters"] or ())
+    values["others"] = tuple(values["others"] or ())
     if same := set(values["model_names"]) & set(values["adapters"]):
         flags.error(f"{min(same)} is the name of a model and of a LoRA adapter; give one of them another name")
     return Settings(**values)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from gateway import translate
 from gateway.adapters import add_adapter_routes
+from gateway.administration import add_administration_routes
 from gateway.answers import Outlet
 from gateway.choices import whole
 from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, completion_body
@@ -66,6 +67,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)
     add_load_routes(api, gateway)
+    add_administration_routes(api, gateway)
     add_other_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]

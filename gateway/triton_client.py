@@ -35,8 +35,8 @@ _READY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Job:
-    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, how many there are, and what
-    its guide was made of.
+    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, how many there are, what its
+    guide was made of, and which Triton model is asked.
     """
 
     request: dict[str, Any]
@@ -44,6 +44,7 @@ class Job:
     namespace: str
     choices: int = 1
     origin: GuideOrigin | None = None
+    triton_model: str = ""  # empty: the first model of the server
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -110,7 +111,7 @@ class TritonLink:
             call.cancel()  # nothing happens when it is over
 
     def _message(self, job: Job) -> Any:
-        message = service_pb2.ModelInferRequest(model_name=self._model, id=job.request_id)
+        message = service_pb2.ModelInferRequest(model_name=job.triton_model or self._model, id=job.request_id)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if job.namespace:
             message.parameters["cache_salt"].string_param = job.namespace

@@ -30,6 +30,7 @@ from backend.api import (
     Response,
     Result,
 )
+from backend.serving.absence import Absence
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import Health
@@ -94,6 +95,7 @@ class ModelServer:
             dialect=dialect,
         )
         self._load = EngineLoad(config)
+        self._absence = Absence(model.away_file, config.limits.max_queue_size)
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
         period_s = triton.cancellation_check_period_ms / 1000
         self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, dialect.log_name)
@@ -169,7 +171,32 @@ class ModelServer:
         batch = Batch.read(self._model.tensors, request.inputs(), self._config.limits.max_request_batch)
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
-            return
+        elif not self._is_held(stream, batch, parameters):
+            self._read(stream, batch, parameters)
+
+    def _is_held(self, stream: Stream, batch: Batch, parameters: Parameters) -> bool:
+        """True if the engine is away on purpose, and the request waits for it. Raises EngineUnavailable, Overloaded."""
+        if self._draining:
+            return False
+
+        def go_on() -> None:
+            if not stream.is_over:
+                self._guarded(stream, lambda stream, batch: self._read(stream, batch, parameters), batch)
+
+        def refuse(code: ErrorCode, message: str) -> None:
+            self._pump.fail(stream, code, message)
+
+        hold = self._absence.take(batch.num_bytes, go_on, refuse)
+        if hold is None:
+            return False
+        batch.keep()
+        hold()
+        return True
+
+    # ---- main thread, or the housekeeper -----------------------------------------------------------------------------
+
+    def _read(self, stream: Stream, batch: Batch, parameters: Parameters) -> None:
+        """Check a request, and hand it over. Raises EverbatchError."""
         context = self._context()
         # A request that only stops sessions takes no place in the engine, but makes room there.
         if not all(batch.scalar("STOP", row) for row in range(batch.num_rows)):
@@ -309,6 +336,8 @@ class ModelServer:
             return "draining"
         if self._executor.has_given_up:
             return "given_up"
+        if self._absence.notice() is not None and not self._text.is_stuck:
+            return "ready"  # The engine is away on purpose, and requests are held or told why.
         can_serve = self._executor.is_ready() and self._is_prepared and not self._text.is_stuck
         return "ready" if can_serve else "unavailable"
 
@@ -326,6 +355,11 @@ class ModelServer:
     def _pulse(self) -> None:
         self._give_sign()
         self._text.expire()
+        is_ready = self._executor.is_ready()
+        if (why := self._absence.look(is_ready and self._is_prepared)) and not is_ready:
+            for stream in self._pump.live_streams():  # They have waited for an engine that does not come back.
+                self._pump.fail(stream, ErrorCode.UNAVAILABLE, why)
+                self._stop_rows(stream)
         self._books.publish_rows()
         self._is_prepared = self._is_prepared or self._model.prepare()  # Last, because it may raise.
 
