@@ -191,7 +191,7 @@ class ModelControl:
         if each.operation or not reports:
             return
         states = {report.state for report in reports if report.state != health.UNLOADED}
-        if each.state == "loaded" and not states:
+        if each.state == "loaded" and not states and not self._triton.is_ready(each.set.engine.owner):
             self._away(each, "unloaded", UNLOADED)
             self._tell(f"model {each.set.name}: unloaded by Triton's model control")
         elif each.state == "loaded" and "given_up" in states:
@@ -245,6 +245,7 @@ class ModelControl:
         with self._machine:
             check_beside(name, engine.share, self._free_bytes(engine.share))
             self._triton.load(engine.owner, timeout_s)
+        self._wait(SETTLE_S, lambda: any(report.model == engine.owner for report in self._live()))
 
     def _away(self, each: _Served, state: Away, why: str = "") -> None:
         each.state, each.why = state, why

@@ -31,6 +31,7 @@ _OPTIONS = [
 MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
 LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in a turn
 _READY_TIMEOUT_S = 2.0
+END_S = 5.0  # for the end of a stream whose replies are complete
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class TritonLink:
     def __init__(self, url: str, model: str, timeout_s: float, turns: Turns) -> None:
         self._model, self._timeout_s, self._turns = model, timeout_s, turns
         self._asking: asyncio.Task[bool] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # streams whose replies are complete
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -103,12 +105,16 @@ class TritonLink:
                     yield piece
                     open_choices -= piece.finish_reason is not None
                 if not open_choices:
+                    self._ending.add(ending := asyncio.ensure_future(_to_its_end(call)))
+                    ending.add_done_callback(self._ending.discard)
+                    call = None
                     return
             raise unavailable("the server ended this reply early; try again")
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
-            call.cancel()  # nothing happens when it is over
+            if call is not None:
+                call.cancel()  # nothing happens when it is over
 
     def _message(self, job: Job) -> Any:
         message = service_pb2.ModelInferRequest(model_name=job.triton_model or self._model, id=job.request_id)
@@ -144,7 +150,23 @@ class TritonLink:
         return all(answer.ready for answer in answers)
 
     async def close(self) -> None:
+        for ending in self._ending:
+            ending.cancel()
         await self._channel.close()
+
+
+async def _to_its_end(call: Any) -> None:
+    """Read on until the server ends the stream. Triton keeps a request whose stream is cancelled after its last response, and with
+    it the instance of the model, which can then never be unloaded.
+    """
+    try:
+        async with asyncio.timeout(END_S):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # Nobody waits for the rest.
+        pass
+    finally:
+        call.cancel()
 
 
 async def _once(message: Any) -> AsyncIterator[Any]:

@@ -87,6 +87,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         configure=configure,
         report_health=_report_to(run_directory, args["model_name"]),
         adapters=named,
+        is_one_of_several=ENGINE in parameters,
         away_file=None if owner else run_directory.away_file,
         **arguments,
     )

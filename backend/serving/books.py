@@ -54,10 +54,14 @@ class Books:
     def publish_pauses(self, counts: PauseCounts) -> None:
         self._metrics.publish_pauses(counts)
 
-    def close(self) -> None:
-        """Log the remaining rows without publishing them, because Triton is about to unload the model."""
+    def close(self, ends_engine: bool = False) -> None:
+        """Log the remaining rows without publishing them, because Triton is about to unload the model. `ends_engine`: the gauges
+        of this model's engine become 0.
+        """
         for _ in self._logged(budget_s=1.0):
             pass
+        if ends_engine:
+            self._metrics.end_engine()
 
     def _logged(self, budget_s: float) -> Iterator[EndedRow]:
         for row in self.ended.take(budget_s):

@@ -33,6 +33,7 @@ class ServedModel:
     dialect: Dialect = PLAIN
     decoupled: bool = True
     owner: bool = False  # owns the engine, and publishes its metrics
+    is_one_of_several: bool = False  # the server has several engines, each with labels of its own
     reports_vllm: bool = False  # also publishes metrics under vLLM's names
     labels: Mapping[str, str] = field(default_factory=dict)  # labels of its metrics
     drain_grace_s: float = 10.0
