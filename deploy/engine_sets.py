@@ -23,7 +23,7 @@ from deploy.models_file import Entry
 from deploy.repository import DEFAULT_REPOSITORY, OWNER, Model, render_model
 from deploy.shares import Share
 
-OWN_MODEL = "everbatch"  # of the own wire, which the OpenAI endpoint speaks
+OWN_MODEL = "everbatch"  # the Triton model that the OpenAI endpoint asks
 
 
 class Engine:
@@ -103,7 +103,7 @@ class EngineSet:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What clients of the OpenAI endpoint may call it."""
+        """The names that clients of the OpenAI endpoint may give as `model`."""
         return (*((OWN_MODEL,) if self.is_default else ()), self.name, *self.entry.names)
 
     def render(self, models: Sequence[Model], repository: Path) -> None:

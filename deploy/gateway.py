@@ -50,8 +50,8 @@ class Served(Struct, frozen=True):
 @dataclass(frozen=True)
 class GatewayOptions:
     """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters`: names of LoRA adapters that
-    clients may send there, too. `others`: further models of the server. `metrics_label`: what the metrics of the first one's engine
-    call it, where there are several. `api_keys`: the file of keys; None: no key is needed.
+    clients may send there, too. `others`: further models of the server. `metrics_label`: what the metrics of the first one's
+    engine call it, where there are several. `api_keys`: the file of keys; None: no key is needed.
     """
 
     port: int

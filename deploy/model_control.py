@@ -36,7 +36,7 @@ from deploy.triton_control import ControlFailed, TritonControl
 
 Away = Literal["asleep", "unloaded", "failed"]
 State = Literal["loaded", Away]
-SETTLE_S = 4 * TICK_S  # by then every stub has said whether it has taken in a request before it was told to hold them
+SETTLE_S = 4 * TICK_S  # by then the sign of every stub counts the requests that came ahead of the order to hold them
 KEPT_S = 15.0  # for the instances of Triton models that have answered all their requests
 END_S = 60.0  # for the processes of an engine that was unloaded
 GIVEN_UP = "the engine of this model ended too often and is not started again; ask an operator to load the model"
@@ -46,16 +46,16 @@ UNLOADED = "the model is unloaded; ask for it again when an operator has loaded 
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What an operator is told of a model."""
+    """A model's state, for operators."""
 
     name: str
     state: State
     engine: int
     owner: str  # the Triton model that starts the engine
-    memory_bytes: int  # of weights and KV
+    memory_bytes: int  # the size of weights and KV
     requests: int  # that run or wait
     why: str = ""
-    operation: str = ""  # what is being done with it
+    operation: str = ""  # the operation that runs; empty: none does
 
 
 class _Served:

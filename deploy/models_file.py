@@ -29,9 +29,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str  # checkpoint directory, GGUF file or hub id
     memory: float | str | None = (
-        None  # of its weights and its KV pool: GiB, or "30%" of what is free; unset: an equal share
+        None  # for weights and KV pool: GiB, or "30%" of the free memory; unset: an equal share
     )
-    threads: int | None = None  # of its engine; unset: an equal share of the cores
+    threads: int | None = None  # threads of its engine; unset: an equal share of the cores
     set: tuple[str, ...] = ()  # SECTION.KEY=VALUE, as for --set, and after it
     names: tuple[str, ...] = ()  # further names that clients of the OpenAI endpoint may send
     lora: tuple[str, ...] = ()  # NAME=DIRECTORY, as for --lora

@@ -171,8 +171,13 @@ def _server(
     }
     if several is not None:
         return SeveralServer(several, **common)
-    what = {"profiles": options.profiles, "model_repository": options.model_repositories, "probe_model": probe_model}
-    return TritonServer(config, **what, **common)
+    return TritonServer(
+        config,
+        profiles=options.profiles,
+        model_repository=options.model_repositories,
+        probe_model=probe_model,
+        **common,
+    )
 
 
 def _introduce(options: ServeOptions, config: EngineConfig, checkpoint: Checkpoint | None, console: Console) -> None:

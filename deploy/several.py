@@ -16,7 +16,7 @@ from deploy.repository import served_models
 from deploy.shares import Share, Wanted, divide, free_bytes, share_again
 
 Configure = Callable[[str, Entry], EngineConfig]
-# Files and addresses that only one engine can have, of those that are set: section.key
+# Keys of files and addresses that two engines cannot share, as section.key
 ALONE = (
     *("sessions.directory", "kv_cache.directory", "kv_events.endpoint", "kv_events.replay_endpoint"),
     *("workers.join_address", "kv_transfer.directory"),
@@ -64,7 +64,7 @@ class Several:
         return capacity.examined(share.config).generates
 
     def described_again(self, engines: EngineSet, beside: bool) -> tuple[Entry, Share]:
-        """What a model is to be from now on. `beside`: its former engine runs on for a while. Raises UserError."""
+        """A model as models.json describes it now. `beside`: its former engine runs on for a while. Raises UserError."""
         models = self.models.again()
         if engines.name not in models.entries:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What each of several models gets of the machine: memory for weights and KV, threads. Checked before anything starts."""
+"""Divides memory (for weights and KV) and threads between several models. Checked before anything starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a model gets: its configuration, with the size of its KV pool and its threads, and the bytes of weights and pool."""
+    """The part of a model: its configuration, with the size of its KV pool and its threads; the bytes of weights and pool."""
 
     config: EngineConfig
     num_bytes: int

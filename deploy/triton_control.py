@@ -34,7 +34,7 @@ class TritonControl:
     def forget_failed(self, model: str) -> None:
         """Triton is not ready while the last load of any model has failed, unless the model was unloaded on purpose."""
         if not self.is_ready(model):
-            with contextlib.suppress(ControlFailed):  # What has failed before is told.
+            with contextlib.suppress(ControlFailed):  # The first failure is the one to report.
                 self.unload(model)
 
     def unload(self, model: str) -> None:
@@ -58,7 +58,7 @@ class TritonControl:
 
 
 def _reason(text: str) -> str:
-    """What Triton says, without the traceback."""
+    """Triton's error text without the traceback."""
     try:
         told = str(json.loads(text)["error"])
     except (ValueError, KeyError, TypeError):

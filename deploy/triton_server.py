@@ -367,7 +367,7 @@ class TritonServer:
         return render(self.models, place / "models", decoupled=bool(self.config.triton.decoupled))
 
     def _judge(self, reports: Sequence[health.Report]) -> health.Verdict:
-        """What follows from the signs of life of the stubs."""
+        """The verdict about the server, from the signs of life of its stubs."""
         return health.judge(reports)
 
     def _generate_first_token(self, asked: Asked, deadline: float) -> None:

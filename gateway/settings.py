@@ -30,7 +30,7 @@ class Settings:
         str, ...
     ] = ()  # names of LoRA adapters: clients may name one as `model`, to have it on the first model
     others: tuple[Served, ...] = ()  # further models of the server, behind the one that `triton_model` is
-    metrics_label: str = ""  # what the metrics of that one's engine call it; empty: there is one engine
+    metrics_label: str = ""  # the label `model` of that one's engine in metrics; empty: there is one engine
     control: Path | None = None  # the launcher's socket for operations on models; None: the server has one model
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one

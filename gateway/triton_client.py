@@ -163,7 +163,7 @@ async def _to_its_end(call: Any) -> None:
         async with asyncio.timeout(END_S):
             while await call.read() is not grpc.aio.EOF:
                 pass
-    except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # Nobody waits for the rest.
+    except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # The reply was complete.
         pass
     finally:
         call.cancel()

@@ -1,4 +1,4 @@
-"""What the launcher of a server with several models and the stubs of its Triton models agree on (docs/several-models.md)."""
+"""The contract between the launcher of a server with several models and the stubs of its Triton models (docs/several-models.md)."""
 
 from __future__ import annotations
 

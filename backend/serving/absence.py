@@ -38,7 +38,7 @@ class Absence:
         self._held: list[_Held] = []
 
     def notice(self) -> Notice | None:
-        """What the launcher says; None: the engine is not away. A file that cannot be read says that it is asleep."""
+        """The launcher's notice; None: the engine is not away. A file that cannot be read counts as `asleep`."""
         if self._path is None:
             return None
         try:

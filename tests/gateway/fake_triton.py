@@ -3,7 +3,8 @@
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
 stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
-"say TEXT" says it. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
+"say TEXT" says it;
+"linger TEXT" says it, and ends the stream some time later. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
 response has them all.
 """
 
@@ -42,8 +43,10 @@ class Seen:
     body: dict[str, Any]
     id: str
     namespace: str
+    model: str = ""
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
+    was_cancelled: bool | None = None  # of "linger": while the server had not ended the stream
     words: Counter[int] = field(default_factory=Counter)  # so far, by reply
 
     @property
@@ -116,7 +119,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         message = next(requests)
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
-        seen = Seen(json.loads(raw[4:]), message.id, message.parameters["cache_salt"].string_param)
+        seen = Seen(json.loads(raw[4:]), message.id, message.parameters["cache_salt"].string_param, message.model_name)
         self.requests.append(seen)
         context.add_callback(seen.end)
         unknown = set(seen.body) - KEYS
@@ -157,6 +160,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield piece(seen, [" tick"], "timeout")
         elif command == "say":
             yield from said(seen, rest)
+        elif command == "linger":
+            yield from said(seen, rest)
+            seen.was_cancelled = seen.ended.wait(0.3)
         elif command == "flood":
             yield from flood(seen, int(rest))
         elif {"embed", "rank"} & seen.body.keys():

@@ -44,6 +44,8 @@ OPERATIONS = [
     ("GET", "/version"),
     ("GET", "/server_info"),
     ("GET", "/v1/loads"),
+    ("GET", "/v1/admin/models"),
+    *(("POST", f"/v1/admin/models/{{name}}/{operation}") for operation in ("load", "unload", "replace")),
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
     *((method, "/v1/conversations/{conversation_id}") for method in ("GET", "POST", "DELETE")),
@@ -56,7 +58,9 @@ OPERATIONS = [
 # Random ids are a 404, and the fake Triton has no page of metrics to tell a load.
 TRIED = [(method, path) for method, path in OPERATIONS if "{conversation_id}" not in path and path != "/v1/loads"]
 RUNS = [(method, path, "positive") for method, path in TRIED]
-RUNS += [(method, path, "negative") for method, path in TRIED if method == "POST"]  # others have no body
+RUNS += [
+    (method, path, "negative") for method, path in TRIED if method == "POST" and "/admin/" not in path
+]  # others have no body
 
 
 @pytest.fixture(scope="module")
