@@ -274,8 +274,7 @@ class TritonServer:
             return Failure(f"stub process {dead[0].pid} died; {log_files.where(self.log_path)}")
         if self._monitor is not None and (found := self._monitor.failure()):
             return found
-        too_large = self._memory.too_large() if self._memory is not None else ""
-        return Failure(too_large) if too_large else None
+        return Failure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
 
     def dead_stubs(self) -> list[Process]:
         """Stubs that were there when the server became ready, or came when a model was loaded anew, and have died since, which
@@ -359,8 +358,8 @@ class TritonServer:
             )
 
     def _generate_first_tokens(self, deadline: float) -> None:
-        assert self.text_model is not None, "wait_ready() has looked"
-        self._generate_first_token(self.text_model, deadline)
+        if self.text_model is not None:
+            self._generate_first_token(self.text_model, deadline)
 
     def _lay_out(self, place: Path) -> Path:
         """Write what the server reads besides its configuration into its directory; returns the model repository."""

@@ -156,7 +156,7 @@ class TritonLink:
 
 
 async def _to_its_end(call: Any) -> None:
-    """Read on until the server ends the stream. Triton keeps a request whose stream is cancelled after its last response, and with
+    """Read until the server ends the stream. Triton keeps a request whose stream is cancelled after its last response, and with
     it the instance of the model, which can then never be unloaded.
     """
     try:

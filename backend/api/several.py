@@ -1,4 +1,4 @@
-"""The contract between the launcher of a server with several models and the stubs of its Triton models (docs/several-models.md)."""
+"""The contract between the launcher of a server with several models and its stubs (docs/several-models.md)."""
 
 from __future__ import annotations
 

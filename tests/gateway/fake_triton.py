@@ -3,9 +3,8 @@
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
 stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
-"say TEXT" says it;
-"linger TEXT" says it, and ends the stream some time later. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
-response has them all.
+"say TEXT" says it; "linger TEXT" says it, and ends the stream some time later. Anything else is answered with WORDS, n
+times: a stream tells of one reply in each response, else one response has them all.
 """
 
 from __future__ import annotations
