@@ -21,6 +21,7 @@ from client.client import next_attempt, prepared
 from client.errors import ClientError
 from client.messages import Completion, GenerateRequest, Message, TextChunk
 from client.options import GenerateOptions, make_request
+from client.resuming import Progress
 from client.retry import Retry
 from client.settings import DEFAULT_MODEL, DEFAULT_TIMEOUT_S, Settings, make_settings
 
@@ -218,21 +219,22 @@ def open_async_transport(settings: Settings) -> AsyncTransport:
 async def repeated(
     transport: AsyncTransport, retry: Retry, request: GenerateRequest, timeout_s: float, request_id: str
 ) -> AsyncGenerator[TextChunk, None]:
-    """The chunks of a request, which is sent again as `next_attempt` says, as long as nothing has come and time is left."""
+    """The chunks of a request, each once. It is sent again as `next_attempt` says, as long as time is left."""
     deadline = time.monotonic() + timeout_s
-    attempt = 0
+    attempt, progress = 0, Progress()
     while True:
-        received = False
+        progress.begin()
         try:
             remaining_s = deadline - time.monotonic() if attempt else timeout_s
             async with aclosing(transport.stream(request, remaining_s, request_id)) as chunks:
                 async for chunk in chunks:
-                    received = True
-                    yield chunk if request.seed is None else replace(chunk, seed=request.seed)
+                    if (new := progress.take(chunk)) is not None:
+                        yield new if request.seed is None else replace(new, seed=request.seed)
             return
         except ClientError as error:
-            again = None if received else next_attempt(request, retry, attempt, error)
-            if again is None or time.monotonic() + again.pause_s >= deadline:
+            now = time.monotonic()
+            again = next_attempt(request, retry, attempt, error, progress, now)
+            if again is None or now + again.pause_s >= deadline:
                 raise
         await asyncio.sleep(again.pause_s)
         request = again.request

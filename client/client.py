@@ -20,6 +20,7 @@ from client.checks import check_request_id, check_timeout
 from client.errors import ClientError
 from client.messages import Completion, GenerateRequest, Message, TextChunk
 from client.options import GenerateOptions, make_request
+from client.resuming import Progress
 from client.retry import Retry
 from client.settings import DEFAULT_MODEL, DEFAULT_TIMEOUT_S, Settings, make_settings
 
@@ -256,21 +257,22 @@ def prepared(
 def repeated(
     transport: Transport, retry: Retry, request: GenerateRequest, timeout_s: float, request_id: str
 ) -> Generator[TextChunk, None, None]:
-    """The chunks of a request, which is sent again as `next_attempt` says, as long as nothing has come and time is left."""
+    """The chunks of a request, each once. It is sent again as `next_attempt` says, as long as time is left."""
     deadline = time.monotonic() + timeout_s
-    attempt = 0
+    attempt, progress = 0, Progress()
     while True:
-        received = False
+        progress.begin()
         try:
             remaining_s = deadline - time.monotonic() if attempt else timeout_s
             with closing(transport.stream(request, remaining_s, request_id)) as chunks:
                 for chunk in chunks:
-                    received = True
-                    yield chunk if request.seed is None else replace(chunk, seed=request.seed)
+                    if (new := progress.take(chunk)) is not None:
+                        yield new if request.seed is None else replace(new, seed=request.seed)
             return
         except ClientError as error:
-            again = None if received else next_attempt(request, retry, attempt, error)
-            if again is None or time.monotonic() + again.pause_s >= deadline:
+            now = time.monotonic()
+            again = next_attempt(request, retry, attempt, error, progress, now)
+            if again is None or now + again.pause_s >= deadline:
                 raise
         time.sleep(again.pause_s)
         request = again.request
@@ -284,10 +286,15 @@ class NextAttempt(NamedTuple):
     pause_s: float
 
 
-def next_attempt(request: GenerateRequest, retry: Retry, attempt: int, error: ClientError) -> NextAttempt | None:
+def next_attempt(
+    request: GenerateRequest, retry: Retry, attempt: int, error: ClientError, progress: Progress, now_s: float
+) -> NextAttempt | None:
     """The same request after UNAVAILABLE, one for the whole answer where the server does not stream; None: nothing.
-    `attempt`: that failed, the first is 0.
+    `attempt`: that failed, the first is 0. `progress`: what has come of it. `now_s`: monotonic.
     """
+    if progress.has_begun:
+        pause_s = progress.pause_s(error, retry.resume_s, now_s) if request.repeatable else None
+        return None if pause_s is None else NextAttempt(request, pause_s)
     if request.stream and error.refuses_streams:
         return NextAttempt(replace(request, stream=False), 0.0)
     pause_s = retry.pause_s(attempt, error) if request.repeatable else None

@@ -24,6 +24,16 @@ def check_own(config: EngineConfig) -> None:
         raise UserError(f"--chat-template {file}: {error}") from None
 
 
+def source(config: EngineConfig) -> str:
+    """The source of the chat template, of all of them where there are several; '' where none can be read."""
+    if not config.model.path:
+        return ""
+    try:
+        return "\n".join(read_templates(Path(config.model.path), config.model.chat_template).values())
+    except ConfigError:
+        return ""
+
+
 def exists(config: EngineConfig) -> bool:
     """True if the model has a chat template, also one that cannot be read: the server reports what is wrong with that. True
     for a server without a checkpoint, which may have one.

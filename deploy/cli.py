@@ -93,6 +93,15 @@ def serve_command(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template for chats, in place of the model's own.")
     ] = None,
+    tool_format: Annotated[
+        str, typer.Option(metavar="NAME", help="How the model writes calls of tools; auto: as its chat template shows.")
+    ] = "auto",
+    reasoning_format: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="How it marks its reasoning; auto: as its chat template shows; none: not at all."
+        ),
+    ] = "auto",
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="What clients of that endpoint may call the model; several."),
@@ -138,6 +147,8 @@ def serve_command(
             openai_host=openai_host,
             api_keys=api_keys,
             chat_template=chat_template,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
             model_names=tuple(served_model_name or ()),
             verbose=verbose,
         )

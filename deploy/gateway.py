@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import Struct
@@ -31,6 +31,7 @@ from deploy.triton_server import TritonServer
 
 START_S = 60.0  # it imports a web server and opens a port
 LAST_WORDS_S = 1.0
+AUTO = "auto"
 LONGEST_NAME = 256  # characters of `model` in a request
 _POLL_S = 0.1
 PROGRAM = (sys.executable, "-P", "-m", "gateway")
@@ -45,13 +46,16 @@ class Served(Struct, frozen=True):
     names: tuple[str, ...]
     adapters: tuple[str, ...] = ()
     label: str = ""
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
 
 
 @dataclass(frozen=True)
 class GatewayOptions:
     """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters`: names of LoRA adapters that
     clients may send there, too. `others`: further models of the server. `metrics_label`: what the metrics of the first one's
-    engine call it, where there are several. `api_keys`: the file of keys; None: no key is needed.
+    engine call it, where there are several. `api_keys`: the file of keys; None: no key is needed. `tool_format` and
+    `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its chat template shows.
     """
 
     port: int
@@ -61,6 +65,8 @@ class GatewayOptions:
     adapters: tuple[str, ...] = ()
     metrics_label: str = ""
     others: tuple[Served, ...] = ()
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
 
     def check(self, taken: tuple[int, ...]) -> None:
         """Raise UserError when it could not listen, or lacks what it needs. `taken`: ports that the server is to have."""
@@ -82,6 +88,29 @@ class GatewayOptions:
                 "the package of the OpenAI endpoint is not installed; give --openai-port 0 to serve without"
             )
         self._check_keys()
+        self._check_formats()
+
+    def with_formats_of(self, template: str) -> GatewayOptions:
+        """The same with the formats that a chat template shows, where none are given."""
+        from gateway.detected import formats_of  # here, because the server can do without the package
+
+        found = formats_of(template)
+        tools = found.tools if self.tool_format == AUTO else self.tool_format
+        reasoning = found.reasoning if self.reasoning_format == AUTO else self.reasoning_format
+        return replace(self, tool_format=tools, reasoning_format=reasoning)
+
+    def _check_formats(self) -> None:
+        """Raise UserError for a name that stands for no format."""
+        if self.tool_format == self.reasoning_format == AUTO:
+            return
+        from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
+
+        for flag, name, known in (
+            ("--tool-format", self.tool_format, TOOL_FORMATS),
+            ("--reasoning-format", self.reasoning_format, REASONING_FORMATS),
+        ):
+            if name not in (AUTO, *known):
+                raise UserError(f"{flag} {name[:40]!r} is not known; allowed are {AUTO}, {', '.join(known)}")
 
     def _check_keys(self) -> None:
         """Raise UserError for a file of keys that the endpoint would not start with."""
@@ -179,6 +208,8 @@ class ServerWithGateway:
             "--metrics-url": self.server.metrics_url,
             "--shutdown-grace-s": str(self.server.exit_timeout_s),
         }
+        formats = {"--tool-format": self.options.tool_format, "--reasoning-format": self.options.reasoning_format}
+        options |= {flag: name for flag, name in formats.items() if name != AUTO}
         if self.options.api_keys is not None:
             options["--api-keys"] = str(self.options.api_keys.resolve())
         named = [word for name in self.options.names for word in ("--model-name", name)]

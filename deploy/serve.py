@@ -61,6 +61,8 @@ class ServeOptions:
     openai_host: str = ""  # "": the same as `host`
     api_keys: Path | None = None
     chat_template: Path | None = None
+    tool_format: str = "auto"  # how the model writes calls of tools
+    reasoning_format: str = "auto"  # how it marks its reasoning
     model_names: tuple[str, ...] = ()  # names for the OpenAI endpoint, instead of the model's own
     verbose: bool = False
 
@@ -68,7 +70,14 @@ class ServeOptions:
     def gateway(self) -> GatewayOptions | None:
         if self.openai_port == 0:
             return None
-        return GatewayOptions(self.openai_port, self.openai_host or self.host, self.api_keys, self.served_names)
+        return GatewayOptions(
+            self.openai_port,
+            self.openai_host or self.host,
+            self.api_keys,
+            self.served_names,
+            tool_format=self.tool_format,
+            reasoning_format=self.reasoning_format,
+        )
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -138,6 +147,7 @@ def serve(options: ServeOptions, console: Console) -> int:
         gateway = replace(gateway, adapters=tuple(config.lora.directories))
         gateway = gateway if several is None else of_several(gateway, several)
         gateway.check((options.ports.http, options.ports.grpc, options.ports.metrics))
+        gateway = gateway.with_formats_of(chat_template.source(config))
     served = server if gateway is None else ServerWithGateway(server, gateway)
     openai_url = served.url if isinstance(served, ServerWithGateway) else None
     chats = chat_template.exists(config)

@@ -70,11 +70,15 @@ def of_several(gateway: GatewayOptions, several: Several) -> GatewayOptions:
         gateway,
         names=first.served_names,
         metrics_label=first.name,
-        others=tuple(
-            Served(each.own_wire, each.served_names, tuple(each.engine.share.config.lora.directories), each.name)
-            for each in others
-        ),
+        others=tuple(_served(each, gateway) for each in others),
     )
+
+
+def _served(each: EngineSet, gateway: GatewayOptions) -> Served:
+    config = each.engine.share.config
+    shown = gateway.with_formats_of(chat_template.source(config))
+    adapters = tuple(config.lora.directories)
+    return Served(each.own_wire, each.served_names, adapters, each.name, shown.tool_format, shown.reasoning_format)
 
 
 def described(each: EngineSet) -> str:

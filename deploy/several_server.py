@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class SeveralServer(TritonServer):
             each.engine.lay_out(place)
         return super()._lay_out(place)
 
-    def _generate_first_tokens(self, deadline: float) -> None:
+    def _generate_first_tokens(self, deadline: float, on_phase: Callable[[str], None]) -> None:
+        on_phase("generating a first token of each model")
         for each in self.sets:
             asked = text_model(each.clients(each.engine))
             if asked is not None and self._several.generates(each.name):

@@ -207,9 +207,7 @@ class TritonServer:
                 phase = said
                 on_phase(f"engine: {phase}")
         self._stubs = stubs_of(self.pid)
-        if self.text_model is not None:
-            on_phase("generating a first token")
-            self._generate_first_tokens(deadline)
+        self._generate_first_tokens(deadline, on_phase)
         if dead := self.dead_stubs():
             raise ServerFailed(f"stub process {dead[0].pid} died while the server started", self.log_tail())
         self._watch()
@@ -357,8 +355,9 @@ class TritonServer:
                 f"tritonserver was not ready after {timeout_s:.0f} s; the whole log is {self.log_path}", self.log_tail()
             )
 
-    def _generate_first_tokens(self, deadline: float) -> None:
+    def _generate_first_tokens(self, deadline: float, on_phase: Callable[[str], None]) -> None:
         if self.text_model is not None:
+            on_phase("generating a first token")
             self._generate_first_token(self.text_model, deadline)
 
     def _lay_out(self, place: Path) -> Path:

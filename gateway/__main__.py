@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
 from gateway.served import served_of
@@ -49,6 +50,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--metrics-label", default="", metavar="NAME", help="what the metrics of the first model's engine call it")
     add("--control", type=Path, metavar="SOCKET", help="the launcher's, for operations on models")
+    add(
+        "--tool-format",
+        default=_DEFAULTS.tool_format,
+        choices=TOOL_FORMATS,
+        help="how the model writes calls of tools",
+    )
+    add(
+        "--reasoning-format",
+        default=_DEFAULTS.reasoning_format,
+        choices=REASONING_FORMATS,
+        help="how the model marks its reasoning; none: that is part of the content",
+    )
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
     add("--api-keys", type=Path, metavar="FILE", help=f"lines of {FORM}; mode 0600")
@@ -58,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
         ("max-body-bytes", int, "of one request"),
         ("body-timeout-s", float, "for a body to arrive"),
         ("request-timeout-s", float, "for a reply to be complete"),
+        ("resume-timeout-s", float, "for a server that has ended to be back, until a reply is given up; 0: at once"),
         ("max-requests", int, "POST requests at once; more get 429"),
         ("max-choices", int, "replies at once; more get 429"),
         ("max-choices-per-request", int, "prompts times n, or best_of, of one request"),

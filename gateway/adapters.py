@@ -15,14 +15,14 @@ from gateway.choices import whole
 from gateway.core import Gateway
 from gateway.errors import GatewayError
 from gateway.messages import LoadAdapter, UnloadAdapter
-from gateway.openapi import ERRORS, body_of
+from gateway.openapi import body_of, errors_of
 from gateway.request_context import RequestContext, visit_of
 from gateway.served import Served
 from gateway.triton_client import Job
 
 _DONE: dict[int | str, dict[str, Any]] = {
     200: {"description": "Done", "content": {"text/plain": {"schema": {"type": "string"}}}},
-    **ERRORS,
+    **errors_of(),
 }
 
 

@@ -9,12 +9,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import GatewayError, failed, overloaded, unavailable
+from gateway.errors import GatewayError, failed, overloaded, too_many_of_one, unavailable
 from gateway.places import Places
 from gateway.request_context import RequestContext, visit_of
 
 LAST_WORD_TIMEOUT_S = 1.0
 BLOCK = 1 << 16  # bytes of a response that are written at once
+WAITING = b": waiting for the server\n\n"
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 _JSON_HEADER = (b"content-type", b"application/json")
 
@@ -39,7 +40,7 @@ class Running:
             held, taken, total = self._places.held(namespace), self.choices, self._places.total
             if taken + choices > total:
                 raise overloaded(f"{taken} replies are being generated, the limit is {total}; try later")
-            raise overloaded(f"{held} replies with this key are being generated, its share of {total}; try later")
+            raise too_many_of_one(f"{held} replies with this key are being generated, its share of {total}; try later")
 
     def leave(self, namespace: str, choices: int) -> None:
         self._places.give_back(namespace, choices)
@@ -70,6 +71,11 @@ class Outlet:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def waiting(self) -> None:
+        """Tell the client of a stream that has begun that it goes on: a comment, which readers of events leave out."""
+        if self.started:
+            await self.event(WAITING)
 
     async def end_of_events(self, data: bytes = b"") -> None:
         """Send the last events; there may be none."""

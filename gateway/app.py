@@ -16,6 +16,7 @@ from gateway import translate
 from gateway.adapters import add_adapter_routes
 from gateway.administration import add_administration_routes
 from gateway.answers import Outlet
+from gateway.anthropic_routes import add_message_routes
 from gateway.choices import whole
 from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, completion_body
 from gateway.conversations import add_conversation_routes
@@ -38,12 +39,12 @@ from gateway.outputs import (
     ModelList,
     ResponseBody,
 )
+from gateway.parts import PlainReader
 from gateway.request_context import visit_of
 from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import InputTokensRequest, ResponseRequest
 from gateway.tokens import add_token_routes
-from gateway.tools import wants_calls
 from gateway.vectors import add_vector_routes
 
 
@@ -62,6 +63,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     api.add_exception_handler(GatewayError, _gateway_error)
     add_generating_routes(api, gateway)
     add_response_routes(api, gateway)
+    add_message_routes(api, gateway)
     add_vector_routes(api, gateway)
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
@@ -81,18 +83,23 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     async def chat_completions(request: Request) -> Response:
         message, context = await gateway.read(ChatRequest, request), visit_of(request.scope)
         places = gateway.places(message)
-        jobs = gateway.jobs([await gateway.aside(context, translate.chat, message)], context, message.model)
+        jobs = gateway.jobs(
+            [await gateway.aside(context, translate.chat, message, gateway.dialect(message.model))],
+            context,
+            message.model,
+        )
         name, count = f"chatcmpl-{context.request_id}", message.n or 1
         kind = "chat.completion.chunk" if message.stream else "chat.completion"
-        head = Head(name, kind, message.model, message.service_tier is not None)
+        head = Head(name, kind, message.model, message.service_tier is not None, bool(message.return_token_ids))
+        readers = [gateway.dialect(message.model).reader(message) or PlainReader() for _ in range(count)]
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                chunks = ChatChunks(head, count, wants_usage(message), wants_calls(message))
+                chunks = ChatChunks(head, count, wants_usage(message), readers)
                 await gateway.send_chunks(out, jobs, context, chunks)
             else:
                 replies = await whole(gateway.link, jobs, context)
-                await out.json(await chat_body(head, replies, gateway.turns, wants_calls(message)))
+                await out.json(await chat_body(head, replies, gateway.turns, readers))
 
         return gateway.answer(work, places)
 
@@ -103,7 +110,8 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         message, context = await gateway.read(CompletionRequest, request), visit_of(request.scope)
         places, count = gateway.places(message), message.n or 1
         jobs = gateway.jobs(await gateway.aside(context, translate.completions, message), context, message.model)
-        head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, message.service_tier is not None)
+        tells_tier, tells_ids = message.service_tier is not None, bool(message.return_token_ids)
+        head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, tells_tier, tells_ids)
 
         async def work(out: Outlet) -> None:
             if message.stream:
@@ -121,9 +129,11 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def create_response(request: Request) -> Response:
         message, context = await gateway.read(ResponseRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(context, translate.response, message, before.items, items)
+        asked = await gateway.aside(
+            context, translate.response, message, before.items, items, gateway.dialect(message.model)
+        )
         (job,) = gateway.jobs([asked], context, message.model)
-        writer = ResponseWriter(message, gateway.turns)
+        writer = ResponseWriter(message, gateway.turns, gateway.dialect(message.model).reader(message))
 
         async def work(out: Outlet) -> None:
             await gateway.respond(out, Responding(message, items, before), job, context, writer)
@@ -134,7 +144,9 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def input_tokens(request: Request) -> Response:
         message, context = await gateway.read(InputTokensRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(context, translate.counting, message, before.items, items)
+        asked = await gateway.aside(
+            context, translate.counting, message, before.items, items, gateway.dialect(message.model)
+        )
         (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:
@@ -166,7 +178,9 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/v1/models", responses=answer_of(ModelList))
     async def models(request: Request) -> Response:
         names = gateway.models(visit_of(request.scope).client)
-        return as_json({"object": "list", "data": [await gateway.card(name) for name in names]})
+        ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": None, "last_id": None}
+        cards = [await gateway.card(name) for name in names]
+        return as_json({"object": "list", "data": cards, "has_more": False, **ends})
 
     @api.get("/v1/models/{name:path}", responses=answer_of(ModelCard))
     async def model(request: Request, name: str) -> Response:
@@ -174,6 +188,8 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
         return as_json(await gateway.card(name))
 
     @api.get("/health", responses=answer_of(Health))
+    @api.get("/ping", responses=answer_of(Health))
+    @api.post("/ping", responses=answer_of(Health))
     async def health() -> Response:
         if gateway.running.stopping or not await gateway.link.is_ready():
             raise unavailable("the server is not ready: the model is being loaded, or the server is being stopped")
@@ -196,8 +212,10 @@ def wants_usage(message: Completing) -> bool:
 
 async def _gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    visit_of(request.scope).error = error
-    return as_json(error.body(), error.status, error.headers)
+    context = visit_of(request.scope)
+    context.error = error
+    status, body = context.refusal(error)
+    return as_json(body, status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

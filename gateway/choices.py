@@ -10,33 +10,36 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.request_context import RequestContext
+from gateway.resuming import OnWait, nothing, replies
 from gateway.triton_client import Job, Piece, TritonLink, Usage
 
 READ_AHEAD = 4  # pieces that wait for the client when there are several prompts
 
 
-async def pieces(link: TritonLink, jobs: list[Job], context: RequestContext) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Yield (choice, piece) as they come, until each choice has had its last. Raises GatewayError.
+async def pieces(
+    link: TritonLink, jobs: list[Job], context: RequestContext, on_wait: OnWait = nothing
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Yield (choice, piece) as they come, until each choice has had its last. Raises GatewayError. `on_wait`: see `replies`.
 
     The choices are those of the first job, then those of the second, and so on; each job has as many. Leaving early cancels all
     of them. The order within a choice is kept.
     """
-    source = _one(link, jobs[0]) if len(jobs) == 1 else _merged(link, jobs)
+    source = _one(link, jobs[0], on_wait) if len(jobs) == 1 else _merged(link, jobs, on_wait)
     async with aclosing(source):
         async for index, piece in source:
             context.count(piece)
             yield index * jobs[0].choices + piece.index, piece
 
 
-async def _one(link: TritonLink, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
-    async with aclosing(link.stream(job)) as source:
+async def _one(link: TritonLink, job: Job, on_wait: OnWait) -> AsyncGenerator[tuple[int, Piece], None]:
+    async with aclosing(replies(link, job, on_wait)) as source:
         async for piece in source:
             yield 0, piece
 
 
-async def _merged(link: TritonLink, jobs: list[Job]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def _merged(link: TritonLink, jobs: list[Job], on_wait: OnWait) -> AsyncGenerator[tuple[int, Piece], None]:
     waiting: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(READ_AHEAD)
-    workers = [asyncio.ensure_future(_feed(waiting, link, index, job)) for index, job in enumerate(jobs)]
+    workers = [asyncio.ensure_future(_feed(waiting, link, index, job, on_wait)) for index, job in enumerate(jobs)]
     open_jobs = len(jobs)
     try:
         while open_jobs:
@@ -54,11 +57,15 @@ async def _merged(link: TritonLink, jobs: list[Job]) -> AsyncGenerator[tuple[int
 
 
 async def _feed(
-    waiting: asyncio.Queue[tuple[int, Piece | Exception | None]], link: TritonLink, index: int, job: Job
+    waiting: asyncio.Queue[tuple[int, Piece | Exception | None]],
+    link: TritonLink,
+    index: int,
+    job: Job,
+    on_wait: OnWait,
 ) -> None:
     """Put what comes of a job into the queue, and None behind it."""
     try:
-        async with aclosing(link.stream(job)) as source:
+        async with aclosing(replies(link, job, on_wait)) as source:
             async for piece in source:
                 await waiting.put((index, piece))
         await waiting.put((index, None))
@@ -74,6 +81,8 @@ class Reply:
         self.logprobs: list[msgspec.Raw] | None = None
         self.finish_reason: str | None = None
         self.usage = Usage()
+        self.token_ids: list[int] = []
+        self.prompt_token_ids: list[int] | None = None  # where they are asked for
 
     @property
     def text(self) -> str:
@@ -84,6 +93,9 @@ class Reply:
         if (logprobs := piece.shown_logprobs) is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.extend(logprobs)
+        self.token_ids += piece.token_ids
+        if piece.prompt is not None:
+            self.prompt_token_ids = piece.prompt.token_ids
         self.finish_reason = piece.finish_reason
         self.usage = piece.usage or self.usage
 
@@ -103,7 +115,7 @@ async def each_last(
 
     async def last(index: int, job: Job) -> Piece:
         try:
-            async with free, aclosing(link.stream(job)) as source:
+            async with free, aclosing(replies(link, job)) as source:
                 async for piece in source:
                     context.count(piece)
                     found = piece
@@ -145,4 +157,5 @@ def total_usage(usages: list[Usage], choices_per_prompt: int) -> dict[str, objec
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
     }

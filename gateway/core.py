@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from gateway.bodies import LARGE_BODY
 from gateway.choices import pieces, whole
 from gateway.chunks import DONE, Chunks
 from gateway.counters import Counters
+from gateway.dialect import Dialect
 from gateway.errors import GatewayError
 from gateway.invalid import parse
 from gateway.items import Item
@@ -64,11 +66,13 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        first = Served(settings.triton_model, settings.model_names, settings.adapters, settings.metrics_label)
-        self.served = (
-            first,
-            *map(copy, settings.others),
-        )  # their adapters change while the server runs (gateway/adapters.py)
+        # Their adapters change while the server runs (gateway/adapters.py).
+        first = Served(
+            *(settings.triton_model, settings.model_names, settings.adapters, settings.metrics_label),
+            *(settings.tool_format, settings.reasoning_format),
+        )
+        self.served = (first, *map(copy, settings.others))
+        self._dialects = {each.triton_model: Dialect.of(each) for each in self.served}
         self.changing_adapters = asyncio.Lock()  # held from a change until its list of names has come
         self.keys = None if settings.api_keys is None else Keys(settings.api_keys, self.names)
         self.counters = Counters()
@@ -87,6 +91,9 @@ class Gateway:
         """The models and LoRA adapters that requests may name."""
         return tuple(name for each in self.served for name in each.all_names)
 
+    def dialect(self, model: str) -> Dialect:
+        return self._dialects[self.served_as(model).triton_model]
+
     def served_as(self, name: str) -> Served:
         """The model that a name is of; the first one for a name of none."""
         return next((each for each in self.served if name in each.all_names), self.served[0])
@@ -95,7 +102,8 @@ class Gateway:
     async def linked(self) -> AsyncIterator[None]:
         """While the application runs: the link, which belongs to its event loop."""
         settings = self.settings
-        self.link = TritonLink(settings.triton, settings.triton_model, settings.request_timeout_s, self.turns)
+        timeout_s, patience_s = settings.request_timeout_s, settings.resume_timeout_s
+        self.link = TritonLink(settings.triton, settings.triton_model, timeout_s, self.turns, patience_s)
         yield
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self.link.close()
@@ -178,17 +186,21 @@ class Gateway:
         return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error)
 
     async def card(self, name: str) -> dict[str, Any]:
-        """The entry of /v1/models. `parent` of an adapter is the model that it belongs to, as with vLLM."""
-        card = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
+        """The entry of /v1/models, for OpenAI's clients and for Anthropic's. `parent` of an adapter is the model that it belongs
+        to, as with vLLM.
+        """
+        card: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
+        created_at = datetime.fromtimestamp(self.created, UTC).isoformat()
+        card |= {"type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active"}
         served = self.served_as(name)
         if (length := await self.max_model_len(served)) is not None:
-            card["max_model_len"] = length
+            card |= {"max_model_len": length, "max_input_tokens": length, "max_tokens": length}
         return card if name in served.names else card | {"parent": served.names[0]}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:
         """The cheap path of a token: one event, one write. Clients that take each HTTP chunk for an event, as
         perf_analyzer and genai-perf do, cannot read two in one."""
-        async with aclosing(pieces(self.link, jobs, context)) as source:
+        async with aclosing(pieces(self.link, jobs, context, out.waiting)) as source:
             async for index, piece in source:
                 for event in chunks.of(index, piece):
                     await out.event(event)
@@ -203,7 +215,7 @@ class Gateway:
     ) -> None:
         """A reply of /v1/responses, kept for later turns unless `store` is false."""
         message = asked.message
-        async with aclosing(pieces(self.link, [job], context)) as source:
+        async with aclosing(pieces(self.link, [job], context, out.waiting)) as source:
             async for _, piece in source:
                 if not message.stream:
                     writer.take(piece)

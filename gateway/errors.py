@@ -1,4 +1,4 @@
-"""The shape of an error to OpenAI's clients: a status, and {"error": {message, type, param, code}}."""
+"""Errors to clients: a status and {"error": {message, type, param, code}}; `anthropic_refusal` is for Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _TYPES = {
     415: "invalid_request_error",
     429: "rate_limit_error",
 }
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 504: "timeout_error", 529: "overloaded_error"}
 _STATUS_OF_CODE = {
     "INVALID_ARGUMENT": 400,
     "UNSUPPORTED": 400,
@@ -36,6 +37,7 @@ _STATUS_OF_CODE = {
 _OVERLOAD = re.compile(r"queue|max_queue_size|overload|too many", re.IGNORECASE)
 _GUIDE = re.compile(r"guide((?:\.\w+|\[\d+\])*): ")  # the model's errors about a guide begin with the place in it
 _NO_GUIDES = "GuidedDecoder"  # the first word where no guide is taken at all
+_DEAD_STUB = re.compile(r"Stub process '.*' is not healthy")  # Triton's words until the launcher has started it again
 _CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
 # keys of the Triton model that clients know, and what OpenAI calls those that have another name there
 _SAME_NAME = (
@@ -104,12 +106,36 @@ class GatewayError(Exception):
         return _TYPES.get(self.status, "server_error")
 
 
+class ConnectionLost(GatewayError):
+    """The server has ended, or its connection broke. `was_taken`: it may have had the request by then."""
+
+    def __init__(self, message: str, was_taken: bool = True) -> None:
+        super().__init__(503, message, code="service_unavailable", retry_after=RETRY_UNAVAILABLE_S)
+        self.was_taken = was_taken
+
+
+class Overloaded(GatewayError):
+    """The server is at its limit for all clients together."""
+
+
 def overloaded(message: str) -> GatewayError:
+    return Overloaded(429, message, code="rate_limit_exceeded", retry_after=RETRY_OVERLOAD_S)
+
+
+def too_many_of_one(message: str) -> GatewayError:
+    """One client has its share."""
     return GatewayError(429, message, code="rate_limit_exceeded", retry_after=RETRY_OVERLOAD_S)
 
 
 def unavailable(message: str) -> GatewayError:
     return GatewayError(503, message, code="service_unavailable", retry_after=RETRY_UNAVAILABLE_S)
+
+
+def anthropic_refusal(error: GatewayError, request_id: str) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error as Anthropic's API has them."""
+    status = 529 if isinstance(error, Overloaded) else 504 if error.status == 408 else error.status
+    shown = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": error.message}
+    return status, {"type": "error", "error": shown, "request_id": request_id}
 
 
 def failed(request_id: str) -> GatewayError:
@@ -124,6 +150,8 @@ def from_triton(text: str, origin: GuideOrigin | None = None) -> GatewayError:
     `origin`: what the guide of the request was made of.
     """
     found = _CODED.match(text)
+    if _DEAD_STUB.search(text):
+        return ConnectionLost("the model's process has ended; try again when /health answers 200")
     if found is None:
         if "unknown model" in text or "is not ready" in text or "unavailable" in text:
             return unavailable("the model is not loaded; try again when /health answers 200")

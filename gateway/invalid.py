@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
+from gateway.anthropic_messages import BLOCK
 from gateway.bodies import decoded
 from gateway.errors import GatewayError
 from gateway.formats import OLDER_FORMS
@@ -42,6 +43,7 @@ _KWARGS = {"kwargs": "is taken when it is empty only; send its keys beside the o
 _NO_TEMPLATE = "is told to a chat template, which this endpoint does not use; use chat completions, or leave it out"
 # A field that only one endpoint has -> what is refused there besides.
 _REFUSED_OF = {
+    "system": {"container": _NOT_HERE, "mcp_servers": "is not served here; the client calls tools itself"},
     "messages": {**_TEXT, **_KWARGS, "reasoning": "belongs to /v1/responses; use reasoning_effort"},
     "suffix": {**_TEXT, **_KWARGS, **_TOOLS, **dict.fromkeys(("reasoning", "reasoning_effort"), _NO_TEMPLATE)},
     "previous_response_id": {
@@ -59,9 +61,10 @@ _SAME = (
 )
 _TOLD_BY_TYPE = ("response_format", "format")  # objects whose `type` says their form; pydantic names that behind them
 _FORM = re.compile(
-    r"str|int|float|bool|none|literal|message|function_call(?:_output)?|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+"
+    r"str|int|float|bool|none|literal|message|function_call(?:_output)?|constrained-\w+|\w+\[.*\]|function-.*|\w+-block|[A-Z]\w+"
 )
 _OBJECT = re.compile(r"a valid dictionary(?: or instance of \w+)?")
+_TEXT_ONLY_FORMS = ("image", "document", "container_upload")  # types of content that is no text
 _IT = "it should be "
 _PLAIN = {
     "a valid string": "a text",
@@ -138,8 +141,12 @@ def _other_form(name: str, context: dict[str, Any]) -> GatewayError:
     place = f"{name}.{key}"
     if "tag" not in context:
         return GatewayError(400, f"{place} is missing", place, "missing_required_parameter")
-    forms = context["expected_tags"].replace("'", "")
-    text = f"{place} is {_shown(context['tag'])}; it is one of {forms}"
+    tag = context["tag"].removesuffix(BLOCK)
+    if tag in _TEXT_ONLY_FORMS:
+        text = f"{place} is {_shown(tag)}, which is not served: the models read and write text only; send text"
+        return GatewayError(400, text, place, "unsupported_parameter")
+    forms = context["expected_tags"].replace("'", "").replace(BLOCK, "")
+    text = f"{place} is {_shown(tag)}; it is one of {forms}"
     return GatewayError(400, text, place, "invalid_value")
 
 

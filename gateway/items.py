@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway.errors import GatewayError
-from gateway.response_messages import FunctionCallItem, FunctionOutputItem, InputMessage
+from gateway.response_messages import FunctionCallItem, FunctionOutputItem, InputMessage, ReasoningItem
 from gateway.tools import called_function
 
 Item = dict[str, Any]
-AnyItem = InputMessage | FunctionCallItem | FunctionOutputItem
+AnyItem = InputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem
 MOST_LISTED, LISTED = 100, 20  # items of one page: at most, and unless asked for
 
 
@@ -35,6 +35,8 @@ def _item(given: AnyItem) -> Item:
             output = given.output if isinstance(given.output, str) else "".join(part.text for part in given.output)
             own = {"id": given.id or new_id("fco"), "type": "function_call_output", "status": "completed"}
             return {**own, "call_id": given.call_id, "output": output}
+        case ReasoningItem():
+            return reasoning_item("".join(part.text for part in given.content or []), given.id)
 
 
 def message_item(role: str, text: str, item_id: str | None = None) -> Item:
@@ -51,16 +53,27 @@ def call_item(call_id: str, name: str, arguments: str, item_id: str | None = Non
     return {**own, "call_id": call_id, "name": name, "arguments": arguments}
 
 
+def reasoning_item(text: str, item_id: str | None = None) -> Item:
+    own: Item = {"id": item_id or new_id("rs"), "type": "reasoning", "status": "completed", "summary": []}
+    return {**own, "content": [{"type": "reasoning_text", "text": text}]}
+
+
 def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(16)}"
 
 
 def turns_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The turns of a chat: calls belong to the answer that they stand behind, and make one where there is none."""
+    """The turns of a chat: calls belong to the answer that they stand behind, and make one where there is none. Reasoning belongs
+    to the answer ahead of which it stands.
+    """
     turns: list[dict[str, Any]] = []
+    reasoning = ""
     for item in items:
+        if item["type"] == "reasoning":
+            reasoning += "".join(part["text"] for part in item["content"])
+            continue
         if item["type"] == "function_call":
-            if not turns or turns[-1]["role"] != "assistant":
+            if reasoning or not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": ""})
             call = called_function(item["call_id"], item["name"], item["arguments"])
             turns[-1].setdefault("tool_calls", []).append(call)
@@ -69,6 +82,9 @@ def turns_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         else:
             role = "system" if item["role"] == "developer" else item["role"]
             turns.append({"role": role, "content": "".join(part["text"] for part in item["content"])})
+        if reasoning and turns[-1]["role"] == "assistant":
+            turns[-1]["reasoning_content"] = reasoning
+        reasoning = ""
     return turns
 
 

@@ -1,7 +1,7 @@
 """Routes for routers in front of several servers: the version, the model, and the load of this server.
 
-The names are those of vLLM (/version) and SGLang (/server_info, /v1/loads), which smg and sglang-router read. What a server of
-one process on one machine does not have is left out.
+The names are those of vLLM (/version, /load) and SGLang (/server_info, /v1/loads), which smg and sglang-router read. What a
+server of one process on one machine does not have is left out.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class ServerInfo(BaseModel):
     max_model_len: int | None
     tp_size: int
     dp_size: int
+
+
+class ServerLoad(BaseModel):
+    server_load: int  # requests that are being answered
 
 
 class Load(BaseModel):
@@ -74,6 +78,12 @@ def add_load_routes(api: FastAPI, gateway: Gateway) -> None:
             "max_model_len": length,
         }
         return as_json({**told, "tp_size": 1, "dp_size": 1})
+
+    @api.get("/load", responses=answer_of(ServerLoad))
+    @api.get("/v1/load", responses=answer_of(ServerLoad))
+    async def load(request: Request) -> Response:
+        gateway.check_may_read_metrics(visit_of(request.scope).client)
+        return as_json({"server_load": gateway.requests.taken})
 
     @api.get("/v1/loads", responses=answer_of(Loads))
     async def loads(request: Request, model: str = "") -> Response:

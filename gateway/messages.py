@@ -23,6 +23,7 @@ Biases = Annotated[
     Field(fail_fast=True, json_schema_extra={"additionalProperties": False}),
 ]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+Budget = Annotated[int, Field(ge=0, lt=1 << 31)]
 Nothing = Annotated[list[Any], Field(max_length=0, fail_fast=True)]
 Empty = Annotated[dict[str, Any], Field(max_length=0)]
 Metadata = Annotated[dict[str, str], Field(max_length=16, fail_fast=True)]
@@ -124,9 +125,9 @@ class Sampling(ModelRequest):
     spaces_between_special_tokens: bool | None = None  # no spaces are ever put between them
     no_stop_trim: Literal[False] | None = None  # include_stop_str_in_output is the same
     return_hidden_states: Literal[False] | None = None
-    separate_reasoning: bool | None = None  # the answer is the model's text as it is: reasoning is not told apart,
-    stream_reasoning: bool | None = None  # so it can neither be separated nor left out
-    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None  # false: the answer's content is the model's text as it is, marks included
+    include_reasoning: bool | None = None  # false: the reasoning is left out of the answer
+    stream_reasoning: bool | None = None  # it is streamed in any case
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # there is one: default
 
 
@@ -142,6 +143,7 @@ class Completing(Sampling):
     min_new_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # LMDeploy's name of min_tokens
     kwargs: Empty | None = None  # LMDeploy's client sends it with every request
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None  # vLLM's: the answer has the ids of its tokens, and of the prompt's
     store: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's
@@ -149,6 +151,14 @@ class Completing(Sampling):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
+
+
+class Thinking(Wire):
+    """The most tokens of reasoning, under the names of Qwen's API, of vLLM, and of others."""
+
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None
+    max_reasoning_tokens: Budget | None = None
 
 
 class TextPart(Wire):
@@ -207,10 +217,12 @@ class ChatMessage(Wire):
     function_call: None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: Text | None = None  # an earlier answer's; some templates show it to the model
+    reasoning: Text | None = None  # the same by its other name
     annotations: Nothing | None = None
 
 
-class ChatRequest(Completing):
+class ChatRequest(Completing, Thinking):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -222,6 +234,7 @@ class ChatRequest(Completing):
     add_generation_prompt: bool | None = None  # vLLM's, as the two below
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # the variable of Qwen's templates, as its API has it
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     # Known and refused, but for their neutral values.

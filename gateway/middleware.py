@@ -15,14 +15,16 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.counters import Counters
-from gateway.errors import GatewayError, failed, overloaded
+from gateway.errors import GatewayError, failed, overloaded, too_many_of_one
 from gateway.keys import Client, Keys
 from gateway.places import Places
 from gateway.request_context import SCOPE_KEY, RequestContext
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
 
-OPEN_TO_ALL = ("/health", "/openapi.json")  # they need no key, and have no body that would be read
+OPEN_TO_ALL = ("/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
+MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
+ANTHROPIC_VERSION = "anthropic-version"
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
 _log = logging.getLogger("everbatch.gateway")
 
@@ -60,6 +62,7 @@ class Middleware:
         try:
             headers = Headers(scope=scope)
             is_open = scope["path"] in OPEN_TO_ALL
+            context.is_anthropic = scope["path"].startswith(MESSAGES) or ANTHROPIC_VERSION in headers
             context.is_forwarded = any(name in headers for name in OF_PROXIES)
             if self._keys is not None and not is_open:
                 context.client = _client(headers, self._keys)
@@ -83,7 +86,8 @@ class Middleware:
             held, total = self._places.held(context.namespace), self._places.total
             if self._places.taken >= total:
                 raise overloaded(f"{total} requests are being answered, the limit; try again later")
-            raise overloaded(f"{held} requests with this key are being answered, its share of {total}; try again later")
+            text = f"{held} requests with this key are being answered, its share of {total}; try again later"
+            raise too_many_of_one(text)
         context.admitted = True
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
@@ -125,11 +129,12 @@ class Middleware:
 
 
 def _client(headers: Headers, keys: Keys) -> Client:
-    """The client whose key the request carries. Raises GatewayError(401)."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    client = keys.client_of(key.strip()) if scheme.lower() == "bearer" else None
+    """The client whose key the request carries, in either of two headers. Raises GatewayError(401)."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
+    client = next((found for key in given if key and (found := keys.client_of(key)) is not None), None)
     if client is None:
-        text = "no valid API key; send the header Authorization: Bearer KEY"
+        text = "no valid API key; send the header Authorization: Bearer KEY, or x-api-key: KEY"
         raise GatewayError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return client
 
@@ -138,7 +143,9 @@ def _noting(send: Send, context: RequestContext) -> Send:
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             context.status = message["status"]
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", context.request_id.encode())]
+            names = (b"x-request-id", b"request-id") if context.is_anthropic else (b"x-request-id",)
+            own = [(name, context.request_id.encode()) for name in names]
+            message["headers"] = [*message.get("headers", []), *own]
         await send(message)
 
     return noting
@@ -160,10 +167,11 @@ def _after_body(receive: Receive) -> Receive:
 
 async def _refuse(send: Send, context: RequestContext, error: GatewayError) -> None:
     context.error = error
-    data = msgspec.json.encode(error.body())
+    status, body = context.refusal(error)
+    data = msgspec.json.encode(body)
     headers = {"content-type": "application/json", "content-length": str(len(data)), **error.headers}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": data})
 
 

@@ -10,7 +10,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from gateway.middleware import OPEN_TO_ALL
 from gateway.outputs import ErrorBody
 from gateway.response_messages import (
     ConversationItems,
@@ -28,6 +30,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ResponseRequest,
     InputTokensRequest,
+    MessagesRequest,
+    CountTokensRequest,
     NewConversation,
     ConversationMetadata,
     ConversationItems,
@@ -44,10 +48,6 @@ _EVENT = {
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
     "required": ["data"],
 }
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is"},
-    "5XX": {"model": ErrorBody, "description": "The server cannot serve it now"},
-}
 
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:
@@ -56,10 +56,20 @@ def body_of(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def answer_of(kind: type[BaseModel], streamed: bool = False) -> dict[int | str, dict[str, Any]]:
-    """For `responses` of a route that answers with `kind`, or with events that tell how it grows."""
+def errors_of(kind: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """For `responses` of a route whose errors have this shape."""
+    return {
+        "4XX": {"model": kind, "description": "The request cannot be served as it is"},
+        "5XX": {"model": kind, "description": "The server cannot serve it now"},
+    }
+
+
+def answer_of(
+    kind: type[BaseModel], streamed: bool = False, errors: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """For `responses` of a route that answers with `kind`, or with events that tell how it grows, or with `errors`."""
     content: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}} if streamed else {}
-    return {200: {"model": kind, "content": content, "description": "The reply"}, **ERRORS}
+    return {200: {"model": kind, "content": content, "description": "The reply"}, **errors_of(errors)}
 
 
 def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -74,5 +84,7 @@ def page(app: FastAPI, keys_are_asked_for: bool) -> dict[str, Any]:
     if keys_are_asked_for:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
-        document["paths"]["/health"]["get"]["security"] = []
+        for path in OPEN_TO_ALL:
+            for operation in document["paths"].get(path, {}).values():
+                operation["security"] = []
     return document

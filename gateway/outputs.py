@@ -26,13 +26,22 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]  # this and the next three: what Anthropic's client reads
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
     max_model_len: int | None = None  # tokens of prompt and answer together; absent while the model cannot be asked
+    max_input_tokens: int | None = None  # the same by Anthropic's names
+    max_tokens: int | None = None
     parent: str | None = None  # the model that a LoRA adapter belongs to; None for a model
 
 
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class Health(BaseModel):
@@ -43,11 +52,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int  # 0 where the reasoning is not told apart
+
+
 class UsageBody(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogProb(BaseModel):
@@ -83,6 +97,8 @@ class AssistantMessage(BaseModel):
     content: str | None
     refusal: None
     tool_calls: list[ToolCallBody] = []
+    reasoning_content: str = ""  # absent where there is none, under either name
+    reasoning: str = ""
 
 
 class ChatChoice(BaseModel):
@@ -90,6 +106,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogProbs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] = []  # where return_token_ids asks for it, as prompt_token_ids below
 
 
 class ChatCompletion(BaseModel):
@@ -98,6 +115,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     service_tier: Literal["default"] = "default"  # told where one was asked for
+    prompt_token_ids: list[int] = []
     choices: list[ChatChoice]
     usage: UsageBody
 
@@ -114,6 +132,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogProbs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] = []  # where return_token_ids asks for it, as the next
+    prompt_token_ids: list[int] = []
 
 
 class Completion(BaseModel):
@@ -139,6 +159,19 @@ class OutputMessage(BaseModel):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"]
     content: list[OutputText]
+
+
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningOutput(BaseModel):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]  # empty
+    content: list[ReasoningText]
 
 
 class FunctionCallOutput(BaseModel):
@@ -200,7 +233,7 @@ class Ranking(BaseModel):
 
 class ItemBody(BaseModel):
     id: str
-    type: Literal["message", "function_call", "function_call_output"]
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
     status: str
 
 
@@ -241,7 +274,7 @@ class ResponseBody(BaseModel):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | FunctionCallOutput]
+    output: list[OutputMessage | ReasoningOutput | FunctionCallOutput]
     parallel_tool_calls: bool
     previous_response_id: str | None
     service_tier: Literal["default"] | None

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, anthropic_refusal
 from gateway.keys import EVERYBODY, Client
 from gateway.triton_client import Piece
 
@@ -18,6 +18,7 @@ class RequestContext:
     """The client of a request, its body until a route takes it, and the tokens so far."""
 
     client: Client = EVERYBODY
+    is_anthropic: bool = False  # the client speaks Anthropic's API
     body: bytes = b""
     body_bytes: int = 0  # the length of the body, which is known when it is taken
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -32,6 +33,10 @@ class RequestContext:
     @property
     def namespace(self) -> str:
         return self.client.namespace
+
+    def refusal(self, error: GatewayError) -> tuple[int, dict[str, Any]]:
+        """The status and the body of the answer to an error, in the shape of the API that the client speaks."""
+        return anthropic_refusal(error, self.request_id) if self.is_anthropic else (error.status, error.body())
 
     def take_body(self) -> bytes:
         """The body, which is not kept any longer: replies may take minutes."""

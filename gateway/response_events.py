@@ -4,117 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from gateway.errors import GatewayError
 from gateway.formats import shown_format
-from gateway.items import Item, call_item, message_item, new_id
+from gateway.items import Item, new_id
 from gateway.logprobs import chat_columns, columns_of, encoded
+from gateway.parts import PartReader
 from gateway.response_messages import ResponseRequest
-from gateway.tools import Call, CallReader, wants_calls
+from gateway.response_output import Called, Growth, Output, TextItem
 from gateway.triton_client import Piece, Usage
 from gateway.turns import Turns
 
 encode = msgspec.json.encode
 
 
-@dataclass
-class _Message:
-    """A message of the output, which grows until a call or the end comes."""
-
-    place: int
-    id: str = field(default_factory=lambda: new_id("msg"))
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[msgspec.Raw] = field(default_factory=list)
-    content: list[Item] = field(default_factory=list)  # its text as one part, once it has ended
-
-    def item(self, status: str) -> Item:
-        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": self.content}
-
-    def where(self) -> dict[str, Any]:
-        return {"item_id": self.id, "output_index": self.place, "content_index": 0}
-
-
-@dataclass
-class _Growth:
-    """The part of a message that one piece adds."""
-
-    message: _Message
-    is_new: bool
-    text: str
-    logprobs: list[msgspec.Raw]
-
-
-@dataclass
-class _Called:
-    """A call of the output. It is complete when it is published."""
-
-    place: int
-    item: Item
-
-
-class _Output:
-    """The messages and the calls of one answer, in their order."""
-
-    def __init__(self, has_calls: bool) -> None:
-        self.entries: list[_Message | _Called] = []
-        self._reader = CallReader() if has_calls else None
-        self._blank = ""  # white space that is sent only if text follows it
-        self._waiting: list[msgspec.Raw] = []  # log-probabilities of what is held back
-
-    def add(self, piece: Piece) -> Iterator[_Growth | _Called]:
-        """Take in a piece, and yield what is new: text of a message, or a call."""
-        self._waiting += piece.logprobs or []
-        if self._reader is None:
-            yield self._grown(piece.text)
-            return
-        is_last = piece.finish_reason is not None
-        for part in (*self._reader.push(piece.text), self._reader.flush() if is_last else ""):
-            if isinstance(part, Call):
-                self._waiting, self._blank = [], ""
-                called = _Called(len(self.entries), call_item(part.id, part.name, part.arguments))
-                self.entries.append(called)
-                yield called
-            elif self._blank or part:
-                self._blank += part
-                if self._blank.strip() or self.open_message() is not None:
-                    yield self._grown(self._blank)
-        if is_last and not self.entries:
-            yield self._grown(self._blank)
-
-    def open_message(self) -> _Message | None:
-        last = self.entries[-1] if self.entries else None
-        return last if isinstance(last, _Message) else None
-
-    def _grown(self, text: str) -> _Growth:
-        message = self.open_message()
-        is_new = message is None
-        if message is None:
-            message = _Message(len(self.entries))
-            self.entries.append(message)
-        message.texts.append(text)
-        message.logprobs += self._waiting
-        growth = _Growth(message, is_new, text, self._waiting)
-        self._waiting, self._blank = [], ""
-        return growth
-
-
 class ResponseWriter:
     """One response: `take` or `events` of each piece in order, `finished`, and `closing`."""
 
-    def __init__(self, message: ResponseRequest, turns: Turns) -> None:
+    def __init__(self, message: ResponseRequest, turns: Turns, reader: PartReader | None = None) -> None:
+        """`reader`: of the answer; None: it is one message."""
         self.id = new_id("resp")
         self._message, self._turns = message, turns
         self._created = int(time.time())
         self._sequence_number = 0
-        self._output = _Output(wants_calls(message))
+        self._output = Output(reader)
         self._usage = Usage()
         self._is_cut = False
 
-    def take(self, piece: Piece) -> list[_Growth | _Called]:
+    def take(self, piece: Piece) -> list[Growth | Called]:
         """A piece of the answer; returns what it adds to the output."""
         self._usage = piece.usage or self._usage
         self._is_cut = piece.finish_reason == "length"
@@ -126,30 +46,32 @@ class ResponseWriter:
         if not self._sequence_number:
             response = self.body("in_progress")
             events += [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
-        before = self._output.open_message()
+        before = self._output.open_item()
         for new in self.take(piece):
-            if isinstance(new, _Growth):
-                events += self._growth(new)
-                before = new.message
-                continue
-            if before is not None:
+            is_same = isinstance(new, Growth) and new.item is before
+            if before is not None and not is_same:
                 events.append(await self._ended(before))
+            if isinstance(new, Growth):
+                events += self._growth(new)
+                before = new.item
+            else:
+                events += self._call(new)
                 before = None
-            events += self._call(new)
         return b"".join(events)
 
-    def _growth(self, new: _Growth) -> Iterator[bytes]:
-        where = new.message.where()
+    def _growth(self, new: Growth) -> Iterator[bytes]:
+        where = new.item.where()
         if new.is_new:
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item = new.message.item("in_progress")
-            yield self._event("response.output_item.added", output_index=new.message.place, item=item)
-            yield self._event("response.content_part.added", **where, part=part)
+            item = new.item.item("in_progress")
+            yield self._event("response.output_item.added", output_index=new.item.place, item=item)
+            yield self._event("response.content_part.added", **where, part=new.item.part("", []))
         if new.text or new.logprobs:
-            logprobs = columns_of(new.logprobs, chat_columns)["content"]
-            yield self._event("response.output_text.delta", **where, delta=new.text, logprobs=logprobs)
+            values: dict[str, Any] = {"delta": new.text}
+            if not new.item.is_reasoning:
+                values["logprobs"] = columns_of(new.logprobs, chat_columns)["content"]
+            yield self._event(f"response.{new.item.kind}.delta", **where, **values)
 
-    def _call(self, called: _Called) -> Iterator[bytes]:
+    def _call(self, called: Called) -> Iterator[bytes]:
         place, item = called.place, called.item
         where, arguments = {"item_id": item["id"], "output_index": place}, item["arguments"]
         begun = item | {"status": "in_progress", "arguments": ""}
@@ -158,34 +80,33 @@ class ResponseWriter:
         yield self._event("response.function_call_arguments.done", **where, name=item["name"], arguments=arguments)
         yield self._event("response.output_item.done", output_index=place, item=item)
 
-    async def _ended(self, message: _Message, status: str = "completed") -> bytes:
-        """The last events of a message."""
-        part = await self._part(message)
-        values = {"text": part["text"], "logprobs": part["logprobs"]}
-        where, item = message.where(), message.item(status)
+    async def _ended(self, text: TextItem, status: str = "completed") -> bytes:
+        """The last events of an item of text."""
+        part = await self._part(text)
+        values = {name: part[name] for name in ("text", "logprobs") if name in part}
+        where, item = text.where(), text.item(status)
         return b"".join(
             (
-                self._event("response.output_text.done", **where, **values),
+                self._event(f"response.{text.kind}.done", **where, **values),
                 self._event("response.content_part.done", **where, part=part),
-                self._event("response.output_item.done", output_index=message.place, item=item),
+                self._event("response.output_item.done", output_index=text.place, item=item),
             )
         )
 
-    async def _part(self, message: _Message) -> Item:
-        """The whole text of a message that has ended."""
-        if not message.content:
-            logprobs = (await encoded(message.logprobs, chat_columns, self._turns))["content"]
-            text = "".join(message.texts)
-            message.content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
-        return message.content[0]
+    async def _part(self, text: TextItem) -> Item:
+        """The whole text of an item that has ended."""
+        if not text.content:
+            logprobs = (await encoded(text.logprobs, chat_columns, self._turns))["content"]
+            text.content = [text.part(text.text, logprobs)]
+        return text.content[0]
 
     async def finished(self) -> dict[str, Any]:
         """The Response object of a complete answer, or of one that was cut at its limit."""
         status = "incomplete" if self._is_cut else "completed"
-        last = self._output.open_message()
+        last = self._output.open_item()
         output = []
         for entry in self._output.entries:
-            if isinstance(entry, _Message):
+            if isinstance(entry, TextItem):
                 await self._part(entry)
                 output.append(entry.item(status if entry is last else "completed"))
             else:
@@ -199,17 +120,13 @@ class ResponseWriter:
 
     async def closing(self, body: dict[str, Any]) -> bytes:
         """The last events, `body` being what `finished` made."""
-        last = self._output.open_message()
+        last = self._output.open_item()
         ends = b"" if last is None else await self._ended(last, body["status"])
         return ends + self._event(f"response.{body['status']}", response=body)
 
     def items(self) -> tuple[Item, ...]:
         """The output of a complete answer without log-probabilities, for later turns."""
-        entries = self._output.entries
-        return tuple(
-            message_item("assistant", "".join(entry.texts), entry.id) if isinstance(entry, _Message) else entry.item
-            for entry in entries
-        )
+        return tuple(entry.kept() if isinstance(entry, TextItem) else entry.item for entry in self._output.entries)
 
     def failure(self, error: GatewayError) -> bytes:
         """The last event of a response that failed after it had begun."""
@@ -267,6 +184,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -19,6 +19,7 @@ from gateway.messages import (
     StreamOptions,
     Text,
     TextFormat,
+    Thinking,
     Verbosity,
     Wire,
 )
@@ -27,7 +28,7 @@ ResponseId = Annotated[str, Field(max_length=64)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 MOST_ITEMS = 100  # the most that one request adds to a conversation
 LOGPROBS = "message.output_text.logprobs"
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # none is kept apart
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # none is encrypted
 
 
 class SchemaFormat(JsonSchema):
@@ -42,7 +43,7 @@ class TextConfig(Wire):
 
 
 class Reasoning(Wire):
-    """`effort` is a variable of the chat template. Reasoning is part of the answer's text, so there is no summary of it."""
+    """`effort` is a variable of the chat template. The reasoning itself is returned, not a summary of it."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -99,6 +100,21 @@ class FunctionOutputItem(Item):
     status: str | None = None
 
 
+class ReasoningText(Item):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class ReasoningItem(Item):
+    """The reasoning of an earlier answer; some chat templates show it to the model. A summary is not looked at."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], Field(max_length=MOST_ITEMS)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MOST_ITEMS, fail_fast=True)] | None = None
+    id: str | None = None
+    status: str | None = None
+
+
 def _kind_of_item(item: Any) -> str:
     """A message needs no type."""
     found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
@@ -108,7 +124,8 @@ def _kind_of_item(item: Any) -> str:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")],
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind_of_item),
 ]
 
@@ -165,7 +182,7 @@ class InputTokensRequest(Asking):
     """POST /v1/responses/input_tokens"""
 
 
-class ResponseRequest(Asking, Sampling):
+class ResponseRequest(Asking, Thinking, Sampling):
     """POST /v1/responses"""
 
     store: bool | None = None

@@ -7,13 +7,15 @@ import msgspec
 
 class Served(msgspec.Struct, forbid_unknown_fields=True):
     """A model: the Triton model that is asked, the names that clients may send, and the names of its LoRA adapters, which change
-    while the server runs. `label`: what the metrics of its engine call it; empty: there is one engine.
+    while the server runs. `label`: of the metrics of its engine; empty: there is one engine. The formats are those of Settings.
     """
 
     triton_model: str
     names: tuple[str, ...]
     adapters: tuple[str, ...] = ()
     label: str = ""
+    tool_format: str = "hermes"
+    reasoning_format: str = "none"
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -34,12 +34,15 @@ class Settings:
     control: Path | None = None  # the launcher's socket for operations on models; None: the server has one model
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
+    tool_format: str = "hermes"  # how the model writes calls of tools: a name of tool_formats/table.py
+    reasoning_format: str = "none"  # how it marks its reasoning: a name of reasoning.py; none: that is not told apart
     api_keys: Path | None = None  # None: no key is needed
     server_version: str = "unknown"  # as /version and the routes for routers tell it
     metrics_url: str | None = None  # Triton's metrics page; None: only the gateway's own counters are served
     max_body_bytes: int = 4 * MIB
     body_timeout_s: float = 30.0  # for the whole body to arrive
     request_timeout_s: float = 600.0  # for the whole reply
+    resume_timeout_s: float = 120.0  # a reply whose server ends waits so long for the next one; 0: it gets an error
     max_requests: int = 256  # POST requests at once
     max_choices: int = 512  # replies (choices) that are generated at once, of all requests together
     max_choices_per_request: int = 128  # prompts times n, or best_of, of one request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from gateway.dialect import DEFAULT, Dialect
 from gateway.errors import GatewayError
 from gateway.formats import asked_form, form_of
 from gateway.items import Item, turns_of
@@ -31,7 +32,7 @@ def _asked(request: dict[str, Any], form: Form | None) -> Asked:
     return Asked(request, None) if form is None else Asked({**request, "guide": form.guide}, form.origin)
 
 
-def chat(message: ChatRequest) -> Asked:
+def chat(message: ChatRequest, dialect: Dialect = DEFAULT) -> Asked:
     """One request, for all choices."""
     if message.top_logprobs and not message.logprobs:
         raise GatewayError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
@@ -41,11 +42,13 @@ def chat(message: ChatRequest) -> Asked:
         **sampling(message),
         **_limits(message),
         **_choices(message),
+        **_told(message),
+        **dialect.fields(message),
     }
     form = asked_form(message)
     if message.logprobs:
         request["logprobs"] = message.top_logprobs or 0
-    return _asked(request, form_of_tools(message) or form)
+    return _asked(request, form_of_tools(message, dialect.tools) or form)
 
 
 def conversation(message: ChatRequest) -> dict[str, Any]:
@@ -64,12 +67,17 @@ def _rendering(message: ChatRequest) -> dict[str, Any]:
         request["add_generation_prompt"] = False
     if message.continue_final_message:
         request["continue_final_message"] = True
-    return request | _template_variables(message.chat_template_kwargs, message.reasoning_effort, message.verbosity)
+    variables = _template_variables(
+        message.chat_template_kwargs, message.reasoning_effort, message.verbosity, message.enable_thinking
+    )
+    return request | variables
 
 
-def _template_variables(given: dict[str, Any] | None, effort: str | None, verbosity: str | None) -> dict[str, Any]:
-    """OpenAI's two are variables of some models' templates; others do not look at them."""
-    own = {"reasoning_effort": effort, "verbosity": verbosity}
+def _template_variables(
+    given: dict[str, Any] | None, effort: str | None, verbosity: str | None, thinks: bool | None = None
+) -> dict[str, Any]:
+    """Variables of some models' templates; others do not look at them."""
+    own = {"reasoning_effort": effort, "verbosity": verbosity, "enable_thinking": thinks}
     variables = {name: value for name, value in own.items() if value is not None} | (given or {})
     return {"chat_template_kwargs": variables} if variables else {}
 
@@ -91,7 +99,8 @@ def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
 def completions(message: CompletionRequest) -> list[Asked]:
     """One request for each prompt, for all its choices."""
     _check_stream_options(message)
-    common = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling(message), **_limits(message), **_choices(message)}
+    common = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling(message), **_limits(message)}
+    common |= {**_choices(message), **_told(message)}
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of
     if message.logprobs is not None:
@@ -123,6 +132,11 @@ def _choices(message: Completing) -> dict[str, Any]:
     return {"n": message.n, **beams} if message.n not in (None, 1) else beams
 
 
+def _told(message: Completing) -> dict[str, Any]:
+    """The request for the ids of the prompt, which come with the first piece of each choice."""
+    return {"tell_prompt": "token_ids"} if message.return_token_ids else {}
+
+
 def replies_generated(message: Completing) -> int:
     """How many sequences the model generates for a request, those that best_of leaves out included."""
     prompts, best_of = 1, 1
@@ -141,24 +155,24 @@ def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
     return [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompt]
 
 
-def response(message: ResponseRequest, earlier: list[Item], items: list[Item]) -> Asked:
+def response(message: ResponseRequest, earlier: list[Item], items: list[Item], dialect: Dialect = DEFAULT) -> Asked:
     """The one request of /v1/responses. `earlier`: what previous_response_id stands for; `items`: its own input."""
     if message.stream_options is not None and message.stream_options.include_usage is not None:
         text = "stream_options.include_usage belongs to chat completions; the last event has the usage anyway"
         raise GatewayError(400, text, "stream_options.include_usage", "unknown_parameter")
     _check_stream_options(message)
-    request = {**asked_input(message, earlier, items), **sampling(message)}
+    request = {**asked_input(message, earlier, items), **sampling(message), **dialect.fields(message)}
     if message.max_output_tokens is not None:
         request["max_tokens"] = message.max_output_tokens
     if message.top_logprobs or LOGPROBS in (message.include or []):
         request["logprobs"] = message.top_logprobs or 0
-    form = form_of_tools(message)
+    form = form_of_tools(message, dialect.tools)
     return _asked(request, form or form_of(None if message.text is None else message.text.format, "text.format"))
 
 
-def counting(message: Asking, earlier: list[Item], items: list[Item]) -> Asked:
+def counting(message: Asking, earlier: list[Item], items: list[Item], dialect: Dialect = DEFAULT) -> Asked:
     """A request that only tokenises the prompt."""
-    form_of_tools(message)
+    form_of_tools(message, dialect.tools)
     return Asked({**asked_input(message, earlier, items), "tokenize": True}, None)
 
 

@@ -16,7 +16,7 @@ import grpc  # type: ignore[import-untyped]
 import msgspec
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from gateway.errors import GatewayError, from_triton, unavailable
+from gateway.errors import ConnectionLost, GatewayError, from_triton, unavailable
 from gateway.origin import GuideOrigin
 from gateway.turns import Turns
 
@@ -30,6 +30,7 @@ _OPTIONS = [
 ]
 MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
 LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in a turn
+ENDED_EARLY = "the server ended this reply early; try again"
 _READY_TIMEOUT_S = 2.0
 END_S = 5.0  # for the end of a stream whose replies are complete
 
@@ -46,6 +47,7 @@ class Job:
     choices: int = 1
     origin: GuideOrigin | None = None
     triton_model: str = ""  # empty: the first model of the server
+    resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -53,6 +55,15 @@ class Usage(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     discarded_tokens: int = 0  # tokens of replies that best_of has left out; in the first of the others
+    reasoning_tokens: int = 0  # among completion_tokens
+
+
+class PromptTold(msgspec.Struct, gc=False):
+    """The prompt, as it is known when the first token comes; `token_ids` where the request asks for them."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] | None = None
 
 
 class Piece(msgspec.Struct):
@@ -65,9 +76,11 @@ class Piece(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
+    prompt: PromptTold | None = None  # in the first piece, where it is asked for
     max_model_len: int | None = None  # in the answer to a request that only tokenises
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
+    seed: int | None = None  # in the first piece of a stream that samples, where the request names none
     score: float = 0.0  # how relevant a document is to a query, 0 to 1
 
     @property
@@ -82,8 +95,10 @@ _decoder = msgspec.json.Decoder(Piece)
 class TritonLink:
     """Belongs to the event loop it is made in."""
 
-    def __init__(self, url: str, model: str, timeout_s: float, turns: Turns) -> None:
+    def __init__(self, url: str, model: str, timeout_s: float, turns: Turns, patience_s: float = 0.0) -> None:
+        """`patience_s`: how long a reply whose server has ended waits for the next one; 0: it ends with an error."""
         self._model, self._timeout_s, self._turns = model, timeout_s, turns
+        self.patience_s = patience_s
         self._asking: asyncio.Task[bool] | None = None
         self._ending: set[asyncio.Task[None]] = set()  # streams whose replies are complete
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
@@ -96,7 +111,7 @@ class TritonLink:
         """
         call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
         try:
-            open_choices = job.choices
+            open_choices = job.choices - job.resumed
             while (answer := await call.read()) is not grpc.aio.EOF:
                 data = _contents(answer, job.origin)
                 for piece in _pieces(data):
@@ -109,7 +124,7 @@ class TritonLink:
                     ending.add_done_callback(self._ending.discard)
                     call = None
                     return
-            raise unavailable("the server ended this reply early; try again")
+            raise ConnectionLost(ENDED_EARLY)
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
@@ -179,7 +194,7 @@ def _contents(answer: Any, origin: GuideOrigin | None) -> memoryview:
         raise from_triton(answer.error_message, origin)
     contents = answer.infer_response.raw_output_contents
     if not contents:
-        raise unavailable("the server ended this reply early; try again")
+        raise unavailable(ENDED_EARLY)
     return memoryview(contents[0])
 
 
@@ -201,5 +216,6 @@ def _from_rpc(error: grpc.RpcError) -> GatewayError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return GatewayError(408, "no answer in time; ask for fewer tokens", code="timeout")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return unavailable("the inference server cannot be reached; try again when /health answers 200")
+        text = "the inference server cannot be reached; try again when /health answers 200"
+        return ConnectionLost(text, was_taken="connect to" not in details)
     return from_triton(details)

@@ -6,6 +6,7 @@ The engine checks the rest, which depends on its state (session history, size of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -27,6 +28,7 @@ from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 from backend.api.sampling_fields import SAMPLING_FIELDS
+from backend.api.thinking import check_thinking
 
 UINT64 = 1 << 64
 MAX_END_IDS = 256  # each sampled token is compared with them
@@ -85,9 +87,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     check_outputs(
         request.output_config, limits.context_logits, limits.generation_logits, list(limits.additional_outputs)
     )
-    if request.guide is not None:
-        min_tokens = request.sampling_config.min_tokens
-        check_guide(request.guide, limits.guide_refusal, limits.max_guide_bytes, min_tokens)
+    _check_form(request, limits)
     check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     check_prompt_log_probs(request, limits.caps.max_top_log_probs)
@@ -116,17 +116,40 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         _check_returns_one(request.sampling_config)
 
 
+def _check_form(request: Request, limits: RequestLimits) -> None:
+    if request.guide is not None:
+        min_tokens = request.sampling_config.min_tokens
+        check_guide(request.guide, limits.guide_refusal, limits.max_guide_bytes, min_tokens)
+    if request.thinking is not None:
+        check_thinking(request.thinking, limits.vocab_size)
+
+
 def _check_range(name: str, value: float, least: float, greatest: float, excludes_least: bool = False) -> None:
     if not least <= value <= greatest or (excludes_least and value == least):  # true for NaN too
         above = "more than " if excludes_least else ""
         raise InvalidRequest(f"{name} is {value}, allowed is {above}{least} to {greatest}")
 
 
-def check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequest for the first token id that the vocabulary does not have."""
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(f"{name} {wrong} is outside the vocabulary; allowed is 0 to {vocab_size - 1}")
+
+
+def check_outputs_so_far(outputs: Sequence[Sequence[int]], request: Request, vocab_size: int, max_seq_len: int) -> None:
+    """Raise InvalidRequest for output token ids, one list for each sequence, that cannot have come of a checked request."""
+    count = request.sampling_config.num_return_sequences or 1
+    if len(outputs) != count:
+        raise InvalidRequest(f"resume has {len(outputs)} entries, expected is one for each of the {count} sequences")
+    most = min(request.max_tokens, max_seq_len - len(request.input_token_ids))
+    for ids in outputs:
+        if len(ids) > most:
+            raise InvalidRequest(
+                f"resume has {len(ids)} output tokens of a sequence, and the request allows {most}; send the request as it was, "
+                f"with the tokens that came of it"
+            )
+        check_ids("resume: output token", ids, vocab_size)
 
 
 def _check_words(name: str, words: list[list[int]], max_words: int, limits: RequestLimits) -> None:

@@ -12,6 +12,7 @@ from backend.api.guide import Guide
 from backend.api.lora import LoraConfig
 from backend.api.sampling import OutputConfig, SamplingConfig
 from backend.api.tensor import TensorData
+from backend.api.thinking import Thinking
 
 RequestId = NewType("RequestId", int)  # uint64, unique among the live requests of one engine
 SessionId = NewType("SessionId", int)  # uint64, TurboMind's CORRID
@@ -112,6 +113,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
     `extra_ids`: a number for each input token that distinguishes equal ids with different embeddings; 0 = none.
     `guide`: the form that the output must have.
+    `thinking`: the output begins with reasoning; the guide applies behind it, and it may have a budget.
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
     Models that take none refuse them. KV is shared only between requests that agree in these four fields; zeros at the end of
     `extra_ids` do not count.
@@ -139,6 +141,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     position_ids: list[int] | None = None
     extra_ids: list[int] = []
     guide: Guide | None = None
+    thinking: Thinking | None = None
     lora: LoraConfig | None = None
     draft_tokens: list[int] = []
     ends_after_drafts: bool = False

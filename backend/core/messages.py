@@ -31,8 +31,9 @@ class Resume(Struct, frozen=True, omit_defaults=True):
     """The state in which earlier engines have left a request, so that this one goes on there (docs/replay.md).
 
     `is_again`: an engine had accepted it; it has its place in the queue whatever the limits are. `delivered`: an entry for each
-    sequence; empty: all begin anew. `turn`: names a turn of a session in all its lives, so that
-    what an earlier life of it has left in the session is undone first; the first life has it too. `trial_tokens`: the request
+    sequence; empty: all begin anew. Without `is_again` it is a client that says so: the engine has not heard of the request.
+    `turn`: names a turn of a session in all its lives, so that what an earlier life of it has left in the session is undone
+    first; the first life has it too, and undoes nothing. `trial_tokens`: the request
     was running when engines ended, and runs alone until each of its sequences has so many new tokens (engine/trial.py); 0: to
     its end; None: it is not suspected. `first_token_ns`: when the client had its first token, 0 if it had none.
     """
@@ -42,6 +43,13 @@ class Resume(Struct, frozen=True, omit_defaults=True):
     trial_tokens: int | None = None
     first_token_ns: int = 0
     is_again: bool = False
+
+    def is_life_of(self, turn: str) -> bool:
+        """True if a session's turn of this name is an earlier life of this one. A client's part of a name ends with a slash."""
+        if not turn or not (self.is_again or self.delivered):
+            return False
+        clients, slash, _ = self.turn.partition("/")
+        return turn == self.turn or (not self.is_again and bool(slash) and turn.startswith(clients + slash))
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -86,6 +94,13 @@ class ClientGone(Struct, frozen=True):
     client_index: int
 
 
+class Former(Struct, frozen=True, omit_defaults=True):
+    """The life of the engine before this one, as its end has left it: messages that it had not sent are lost, this is not."""
+
+    engine: str = ""  # its name (Hello.engine); empty: there was none, or nothing is known of it
+    trial: RequestId | None = None  # the request that ran alone when it ended (engine/trials.py)
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """First message of the engine on every connection."""
 
@@ -98,6 +113,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     engine: str = ""  # names this engine's life: another one has another name
     trial: RequestId | None = None  # see Trial
     checkpoint: str = ""  # a mark of the model's files: another checkpoint of the same shape has another one
+    former: Former = Former()
 
 
 class Trial(Struct, frozen=True, tag="trial"):

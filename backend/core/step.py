@@ -31,6 +31,7 @@ from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.lora import LoraConfig
 from backend.api.sampling import SamplingConfig
 from backend.api.tensor import TensorData
+from backend.api.thinking import Thinking
 from backend.core.adapter import PreparedAdapter
 from backend.core.guides import Guides
 
@@ -70,10 +71,16 @@ class NewRow(Struct, frozen=True):
     prompt_embeddings: TensorData | None = None  # row i is the embedding of token id vocab_size + i
     position_ids: list[int] | None = None  # one for each token of the prompt
     guide: Guide | None = None  # the form of the output, token_ids[num_prompt_tokens:]
+    thinking: Thinking | None = None  # the reasoning at its beginning, behind which the guide applies
     post_processor: str = ""  # name of a callable that changes the logits; it is called with the next two fields
     request_id: int = 0
     client_id: int | None = None
     adapter: str = ""  # content hash of the LoRA adapter that the row uses; empty = none
+
+    @property
+    def is_guided(self) -> bool:
+        """True if not every token may follow the output."""
+        return self.guide is not None or self.thinking is not None
 
 
 class Row(Struct, frozen=True, array_like=True, gc=False):

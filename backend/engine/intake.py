@@ -85,7 +85,7 @@ class Intake:
         check_request(request, self._limits)
         self._transfer.check(request)
         if resume is not None:
-            check_resume(resume, request, self._model.vocab_size)
+            check_resume(resume, request, self._model.vocab_size, self._model.max_seq_len)
         if request.guide is None or request.end_ids:
             return request
         if not self._model.eos_ids:
@@ -106,7 +106,9 @@ class Intake:
         beam_width = request.sampling_config.beam_width
         count = beam_width if beam_width > 1 else request.sampling_config.num_return_sequences or 1
         if resume is None or not resume.is_again:
-            self._check_queue(request, count)
+            self._check_queue(
+                request, count, 0 if resume is None else sum(len(each.token_ids) for each in resume.delivered)
+            )
         state = self._transfer.read(request)
         if request.session is None:
             max_output = self._check_room(request, 0, len(request.input_token_ids))
@@ -155,10 +157,10 @@ class Intake:
         session = request.session
         assert session is not None  # checked by the caller
         key = SessionKey(request.cache_salt, session.id)
-        if key in self.sessions_this_poll and not (resume.turn and self.sessions_this_poll[key] == resume.turn):
+        if key in self.sessions_this_poll and not resume.is_life_of(self.sessions_this_poll[key]):
             raise SessionError(SessionStatus.CONFLICT, f"session {session.id} has two requests at the same moment")
         known = self._sessions.check_turn(request)
-        if known is not None and resume.turn and known.turn == resume.turn:
+        if known is not None and resume.is_life_of(known.turn):
             self._sessions.undo(known, self._kv)
         if known is not None and known.adapter != request.adapter:
             raise SessionError(
@@ -191,8 +193,9 @@ class Intake:
         live = (*self._scheduler.waiting, *self._scheduler.running)
         return promise(request, self._model.output_widths, num_new, max_output, live, self._caps, count)
 
-    def _check_queue(self, request: Request, count: int) -> None:
-        """Raise Overloaded if the queue is full. Each of the `count` sequences takes a place, and the tokens of its prompt.
+    def _check_queue(self, request: Request, count: int, num_delivered: int = 0) -> None:
+        """Raise Overloaded if the queue is full. Each of the `count` sequences takes a place, and the tokens of its prompt;
+        `num_delivered`: output tokens that a client has had, which are computed like a prompt.
 
         A namespace with less than 1 / SPARE of the places is accepted beyond the limit, up to 1 / SPARE more, so that a namespace
         that fills the queue does not keep others out.
@@ -204,7 +207,7 @@ class Intake:
                 f"Exceeds maximum queue size: {len(waiting)} requests wait, Maximum queue size of {caps.max_queue_size} "
                 f"is reached (limits.max_queue_size); try again later"
             )
-        num_new = count * len(request.input_token_ids)
+        num_new = count * len(request.input_token_ids) + num_delivered
         tokens, own = waiting.num_tokens + num_new, waiting.num_tokens_of(namespace) + num_new
         if _is_full(tokens, own, caps.max_queued_tokens):
             raise Overloaded(

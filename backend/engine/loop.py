@@ -202,10 +202,10 @@ class EngineLoop:
 
     def _supersede(self, request: Request, resume: Resume | None) -> None:
         """End an earlier life of a session's turn that still runs: its client has lost its connection, not its engine."""
-        if resume is None or not resume.turn or request.session is None:
+        if resume is None or request.session is None:
             return
         seq = self._core.sessions.get(SessionKey(request.cache_salt, request.session.id))
-        if seq is not None and seq.turn == resume.turn and seq.status is not Status.IDLE:
+        if seq is not None and resume.is_life_of(seq.turn) and seq.status is not Status.IDLE:
             self._core.cancel(seq.request_id)
 
     def _report(self, publish_stats: PublishStats) -> None:

@@ -6,7 +6,10 @@ the random stream. docs/replay.md has the contract, field by field.
 
 from __future__ import annotations
 
-from backend.api.errors import InvalidRequest
+import math
+
+from backend.api.errors import InvalidRequest, Unsupported
+from backend.api.limits import check_outputs_so_far
 from backend.api.request import Request
 from backend.core.gathered import wanted
 from backend.core.messages import Delivered, Resume
@@ -15,9 +18,8 @@ from backend.core.sequence import Sequence
 MAX_TURN_CHARACTERS = 64
 
 
-def check_resume(resume: Resume, request: Request, vocab_size: int) -> None:
-    """Raise InvalidRequest unless a request may go on so. The request itself must have been checked."""
-    sampling = request.sampling_config
+def check_resume(resume: Resume, request: Request, vocab_size: int, max_seq_len: int) -> None:
+    """Raise InvalidRequest, or Unsupported, unless a request may go on so. The request itself must have been checked."""
     if len(resume.turn) > MAX_TURN_CHARACTERS or (resume.turn and request.session is None):
         raise InvalidRequest(
             f"resume.turn has {len(resume.turn)} characters, at most {MAX_TURN_CHARACTERS} name a turn of a session"
@@ -27,15 +29,15 @@ def check_resume(resume: Resume, request: Request, vocab_size: int) -> None:
     if not resume.delivered:
         return
     if not goes_on(request):
-        raise InvalidRequest("the request cannot go on from its middle; leave resume.delivered out, and it begins anew")
-    count = sampling.num_return_sequences or 1
-    if len(resume.delivered) != count or all(each.has_ended for each in resume.delivered):
-        raise InvalidRequest(
-            f"resume.delivered is of {len(resume.delivered)} sequences, the request has {count}, not all of them ended"
+        raise Unsupported(
+            "resume: this request cannot go on from its middle, because it does not stream, or asks for beams, logits, hidden "
+            "states or log-probabilities of the prompt; leave resume out, and it begins anew"
         )
-    for each in resume.delivered:
-        if not all(0 <= token_id < vocab_size for token_id in each.token_ids):
-            raise InvalidRequest(f"resume.delivered has a token id outside of the vocabulary, 0 to {vocab_size - 1}")
+    check_outputs_so_far([each.token_ids for each in resume.delivered], request, vocab_size, max_seq_len)
+    if all(each.has_ended for each in resume.delivered):
+        raise InvalidRequest("resume says of every sequence that it has ended; the answer is complete")
+    if not all(math.isfinite(each.cum_log_prob) for each in resume.delivered):
+        raise InvalidRequest("resume has a log-probability that is no finite number; send those that came")
 
 
 def check_room(resume: Resume | None, max_output: int) -> None:
@@ -43,7 +45,8 @@ def check_room(resume: Resume | None, max_output: int) -> None:
     for each in () if resume is None else resume.delivered:
         if len(each.token_ids) >= max_output and not each.has_ended and each.token_ids:
             raise InvalidRequest(
-                f"resume.delivered has {len(each.token_ids)} tokens of a sequence that goes on, and it ends with {max_output}"
+                f"resume has {len(each.token_ids)} output tokens of a sequence that goes on, and it ends with {max_output}; mark "
+                f"it as ended"
             )
 
 

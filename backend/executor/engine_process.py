@@ -8,6 +8,7 @@ error. It ends when its standard input ends, so it never outlives its parent.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -70,9 +71,10 @@ def main(serve: Callable[[EngineConfig, str, KeptFiles], None] = serve_engine) -
 
 
 def tell(line: dict[str, object]) -> None:
-    """Report to the supervisor."""
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+    """Report to the supervisor. If the supervisor has just ended, `_die_with_parent` ends this process as well."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
 
 
 def _die_with_parent(directory: str | None, called: threading.Event | None = None) -> None:

@@ -19,8 +19,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from backend.api.config import EngineConfig
 from backend.api.errors import EngineUnavailable, EverbatchError
@@ -42,22 +42,22 @@ from backend.core.messages import (
     Submit,
     Trial,
 )
-from backend.core.step import WorkerGroup
 from backend.executor.commands import Commands
+from backend.executor.in_this_process import InThisProcess
 from backend.executor.live import OnResponse
-from backend.executor.load import engine_of, with_model_path, workers_of, workers_of_buffers
 from backend.executor.mailbox import Mailboxes, ResponseReader
-from backend.executor.pause import Pauses
+from backend.executor.pause import NOT_BACK, Pauses
 from backend.executor.record_shelf import RecordReader, RecordShelf
 from backend.executor.replay import COUNTER, Replay
-from backend.executor.transport import ENDED, InProcessTransport, Transport
+from backend.executor.transport import ENDED, Transport
 from backend.executor.watch import OwnedEngine, Watch
 from backend.wire.client import SocketTransport, wait_until
 
 log = logging.getLogger("everbatch.executor")
+LEAVE_MARGIN_S = 2.0  # by so much a client of an engine is more patient than its owner, who ends it
 
 
-class Executor(Commands, ResponseReader, RecordReader):
+class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
     def __init__(self, transport: Transport, process: OwnedEngine | None = None) -> None:
         """Use one of the class methods below instead. `process` is the engine process that this Executor owns, if any."""
         self._transport = transport
@@ -76,46 +76,11 @@ class Executor(Commands, ResponseReader, RecordReader):
         self.socket_path = ""  # path of the socket, if this Executor has launched the engine process
         self._pauses = Pauses(self._replay, self._lock, transport, process, self._tell)
         self._watch: Watch | None = None
+        self._num_left = 0  # how often a silent engine has been left since its last sign of life
         if transport.is_remote:
             self._watch = Watch(process, self._tick)
             self._watch.start()
         transport.start(self._on_message, self._on_lost)
-
-    @classmethod
-    def in_process(cls, config: EngineConfig, workers: WorkerGroup, model_path: str = "") -> Executor:
-        """Run an engine in a thread of this process."""
-        return cls(InProcessTransport(engine_of(config, workers), model_path))
-
-    @classmethod
-    def from_directory(
-        cls,
-        model_path: str | Path,
-        config: EngineConfig | None = None,
-        logits_post_processors: Mapping[str, Callable[..., Any]] | None = None,
-        batched_logits_post_processor: Callable[..., Any] | None = None,
-    ) -> Executor:
-        """Run an engine in this process with the checkpoint in a directory.
-
-        `logits_post_processors`: by the names that requests give, see worker/post_processors.py. Raises ConfigError, which
-        says `File does not exist` when there is no such directory.
-        """
-        config = with_model_path(config or EngineConfig(), str(model_path))
-        workers = workers_of(config, logits_post_processors, batched_logits_post_processor)
-        return cls.in_process(config, workers, str(workers.model_path))
-
-    @classmethod
-    def from_buffers(
-        cls,
-        tensors: Mapping[str, Any],
-        json_config: str,
-        config: EngineConfig | None = None,
-        logits_post_processors: Mapping[str, Callable[..., Any]] | None = None,
-        batched_logits_post_processor: Callable[..., Any] | None = None,
-    ) -> Executor:
-        """Like `from_directory`, with tensors in memory, by their names in a checkpoint, and the text of config.json."""
-        config = config or EngineConfig()
-        own = (logits_post_processors, batched_logits_post_processor)
-        return cls.in_process(config, workers_of_buffers(tensors, json_config, config, *own))
 
     @classmethod
     def launch(
@@ -226,7 +191,8 @@ class Executor(Commands, ResponseReader, RecordReader):
         return self._replay.counts
 
     def can_enqueue_requests(self) -> bool:
-        return self.is_ready()
+        """True if a request that is sent now is accepted: by the engine, or to wait for it while it is started again."""
+        return self.is_ready() or (not self._shut_down and not self.is_connected and self._pauses.takes_new())
 
     def latest_stats(self) -> EngineStats | None:
         """Statistics of the engine: current ones if it runs in this process, else the last that the engine process has sent
@@ -260,17 +226,30 @@ class Executor(Commands, ResponseReader, RecordReader):
 
     def _submit(self, request: Request, on_response: OnResponse, resume: Resume | None, mailbox: bool) -> RequestId:
         def command(request_id: RequestId) -> Submit:
-            if resume is None and request.session is not None:
-                return Submit(request_id, request, Resume(turn=f"{self._name}-{request_id & COUNTER}"))
-            return Submit(request_id, request, resume)
+            known = resume or Resume()
+            is_named = bool(known.turn) and not known.turn.endswith("/")
+            if request.session is None or is_named:
+                return Submit(request_id, request, resume)
+            turn = (
+                known.turn + f"{self._name}-{request_id & COUNTER}"
+            )  # behind the client's part of the name, if there is one
+            return Submit(request_id, request, replace(known, turn=turn))
 
-        return self._send(command, on_response, mailbox)
+        return self._send(command, on_response, mailbox, request)
 
     def _send(
-        self, command: Callable[[RequestId], Command], on_response: OnResponse, mailbox: bool = False
+        self,
+        command: Callable[[RequestId], Command],
+        on_response: OnResponse,
+        mailbox: bool = False,
+        request: Request | None = None,
     ) -> RequestId:
+        """`request`: what the command submits; it may wait for an engine that is started again."""
         with self._sending:
-            registered = self._register(command, on_response, mailbox)
+            waiting = None if self.is_connected or not self._pauses.takes_new() else request
+            registered = self._register(command, on_response, mailbox, waiting)
+            if waiting is not None:
+                return registered.request_id
             try:
                 self._transport.send(registered)
             except EverbatchError:
@@ -282,25 +261,31 @@ class Executor(Commands, ResponseReader, RecordReader):
         return registered.request_id
 
     def _register(
-        self, command: Callable[[RequestId], Command], on_response: OnResponse, mailbox: bool = False
+        self,
+        command: Callable[[RequestId], Command],
+        on_response: OnResponse,
+        mailbox: bool = False,
+        waiting: Request | None = None,
     ) -> Command:
-        """Make a command of the next id, and keep where its responses go. It can be sent from then on."""
+        """Make a command of the next id, and keep where its responses go. It can be sent from then on, unless it is `waiting`."""
         with self._lock:
-            request_id = self._next_id()
+            if waiting is not None:
+                self._pauses.check_new(waiting)
+            request_id = self._next_id(waiting is not None)
             if mailbox:
                 self._mailboxes.open(request_id)  # The box must be there before its first response.
             made = command(request_id)
-            self._replay.add(request_id, on_response, made, time.monotonic())
+            self._replay.add(request_id, on_response, made, time.monotonic(), waiting is not None)
         return made
 
-    def _next_id(self) -> RequestId:
-        """Raises EngineUnavailable while no engine takes commands."""
+    def _next_id(self, is_held: bool = False) -> RequestId:
+        """Raises EngineUnavailable while no engine takes commands, for one that is not held until then."""
         self._check_open()
         self._check_works()
         if not (self.is_connected or self._transport.is_remote):
             raise EngineUnavailable(ENDED)
-        if self._hello is None or not self.is_connected:
-            raise EngineUnavailable("the engine is not ready yet; try again in a few seconds")
+        if self._hello is None or not (self.is_connected or is_held):
+            raise EngineUnavailable(NOT_BACK)
         return RequestId(self._hello.client_index << CLIENT_SHIFT | next(self._counter))
 
     def _try_send(self, command: Command) -> None:
@@ -385,3 +370,17 @@ class Executor(Commands, ResponseReader, RecordReader):
     def _tick(self) -> None:
         if not self.is_connected:
             self._pauses.look()
+        if self._process is None:
+            self._leave_silent_engine()
+
+    def _leave_silent_engine(self) -> None:
+        """Connect again where the engine has been silent for longer than its owner bears, and again after as long a time: the
+        owner may have died while the process was stopped, and another engine listens at the address now.
+        """
+        if self._watch is None or self._hello is None:
+            return
+        patience_s = self._hello.config.triton.watchdog_timeout_s + LEAVE_MARGIN_S
+        num_times = int(self._watch.silent_s / patience_s)
+        if num_times > self._num_left:
+            self._transport.reconnect()
+        self._num_left = num_times

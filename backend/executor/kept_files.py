@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import struct
+import zlib
 from typing import NamedTuple
 
 from backend.api.config import EngineConfig
+from backend.api.request import RequestId
+from backend.core.messages import Former
 from backend.engine.session_files import in_memory
 
-POOL = "kv-pool"  # name of the memory, as /proc shows it
+POOL, TRIAL = "kv-pool", "engine-trial"  # names of the memory, as /proc shows them
+# The engine's name, the id of the request on trial plus one (0: none is), and the CRC of both.
+_TRIAL, _CRC = struct.Struct("<16sQ"), struct.Struct("<I")
 
 
 class KeptFiles(NamedTuple):
     sessions: tuple[int, ...] = ()  # two descriptors of the log of sessions, or none
     pool: int | None = None  # the KV pool's (core/pool_file.py)
+    trial: int | None = None  # it names the request on trial
 
     @staticmethod
     def make(config: EngineConfig) -> KeptFiles:
@@ -23,7 +30,9 @@ class KeptFiles(NamedTuple):
             return KeptFiles()
         keeps_pool = config.kv_cache.keeps_pool and config.workers.num_ranks == 1
         return KeptFiles(
-            () if config.sessions.directory else in_memory(), os.memfd_create(POOL) if keeps_pool else None
+            () if config.sessions.directory else in_memory(),
+            os.memfd_create(POOL) if keeps_pool else None,
+            os.memfd_create(TRIAL),
         )
 
     @staticmethod
@@ -31,20 +40,41 @@ class KeptFiles(NamedTuple):
         """The options of `arguments`."""
         parser.add_argument("--session-files", nargs=2, type=int, default=[], help="descriptors of the log of sessions")
         parser.add_argument("--kv-pool", type=int, help="descriptor of memory for the KV pool")
+        parser.add_argument("--trial-file", type=int, help="descriptor of memory that tells who runs alone")
 
     @staticmethod
     def of(options: argparse.Namespace) -> KeptFiles:
-        return KeptFiles(tuple(options.session_files), options.kv_pool)
+        return KeptFiles(tuple(options.session_files), options.kv_pool, options.trial_file)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        return self.sessions if self.pool is None else (*self.sessions, self.pool)
+        return (*self.sessions, *(each for each in (self.pool, self.trial) if each is not None))
 
     @property
     def arguments(self) -> list[str]:
         """The part of a command line that names these descriptors, which the process must inherit."""
         named = ["--session-files", *map(str, self.sessions)] if self.sessions else []
-        return named if self.pool is None else [*named, "--kv-pool", str(self.pool)]
+        for option, descriptor in (("--kv-pool", self.pool), ("--trial-file", self.trial)):
+            named += [] if descriptor is None else [option, str(descriptor)]
+        return named
+
+    def former(self) -> Former:
+        """Return the name of the engine before this one, and the request that was on trial when it ended."""
+        data = b"" if self.trial is None else os.pread(self.trial, _TRIAL.size + _CRC.size, 0)
+        body, crc = data[: _TRIAL.size], data[_TRIAL.size :]
+        if not body or crc != _CRC.pack(zlib.crc32(body)):  # the first engine, or one that ended while it wrote
+            return Former()
+        name, number = _TRIAL.unpack(body)
+        return Former(name.rstrip(b"\0").decode("ascii", "replace"), RequestId(number - 1) if number else None)
+
+    def note_trial(self, engine: str, request_id: RequestId | None) -> None:
+        """The engine of this name runs only this request from now on; None: all of them."""
+        if self.trial is None:
+            return
+        body = _TRIAL.pack(engine.encode(), 0 if request_id is None else request_id + 1)
+        data, done = body + _CRC.pack(zlib.crc32(body)), 0
+        while done < len(data):
+            done += os.pwrite(self.trial, data[done:], done)
 
     def empty_pool(self) -> None:
         """Forget all KV, and give its memory back. No engine may have it mapped."""

@@ -42,7 +42,7 @@ class Live:
     cancels: list[Cancel] = field(default_factory=list)
     num_cancels_sent: int = 0  # to the present engine
     num_crashes: int = 0  # ends of engines in a row during which it was in flight
-    num_lives: int = 1
+    num_lives: int = 1  # 0: it is new, and waits for its first engine
     is_held: bool = False
 
     @property

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from backend.api.config import EngineConfig
-from backend.api.errors import ErrorCode, EverbatchError
-from backend.api.request import RequestId
+from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
+from backend.api.request import Request, RequestId
 from backend.api.response import Response
 from backend.core.messages import Command, Hello, NameAdapter
 from backend.core.step import ModelInfo
@@ -28,6 +28,7 @@ from backend.wire.client import wait_until
 log = logging.getLogger("everbatch.executor")
 LOST = "the engine process ended while the request ran; send it again in a few seconds"
 OTHER_MODEL = "the engine process ended while the request ran, and came back with another model; send the request again"
+NOT_BACK = "the engine is not ready yet; try again in a few seconds"
 MAX_DEATH_WAIT_S = 1.0  # by then the supervisor has noticed a death, and decided if the engine is started again
 
 
@@ -67,8 +68,25 @@ class Pauses:
         self._refuse(not_held, LOST)
         self.look()
 
+    def takes_new(self) -> bool:
+        """True if new requests may wait for an engine that is started again."""
+        triton = self._config.triton
+        is_coming = self._model is not None and self._transport.is_remote and not self._why_over(0.0)
+        return is_coming and triton.resume_requests and triton.hold_new_s > 0
+
+    def check_new(self, request: Request) -> None:
+        """Raise EngineUnavailable where as many wait already as its queue will hold. The lock must be held."""
+        caps, (number, tokens) = self._config.limits, self._replay.newcomers()
+        if number >= caps.max_queue_size or tokens + len(request.input_token_ids) > caps.max_queued_tokens:
+            raise EngineUnavailable(
+                f"{number} new requests wait for the engine to come back, no more do; try again later"
+            )
+
     def look(self) -> None:
         """Answer held commands once it is sure that no engine will come back, or certain for too long."""
+        with self._lock:
+            overdue = self._replay.overdue(time.monotonic(), self._config.triton.hold_new_s)
+        self._refuse(overdue, NOT_BACK)
         with self._lock:
             ids = self._replay.ids() if self._replay.num_held else []
             held_s = self._replay.held_s(time.monotonic())

@@ -69,10 +69,28 @@ class Replay:
         """The seconds for which commands have been held; 0 while none is."""
         return 0.0 if self._held_since_s is None else now_s - self._held_since_s
 
+    def newcomers(self) -> tuple[int, int]:
+        """Requests that came while there was no engine, and the tokens of their prompts."""
+        prompts = [
+            len(live.request.input_token_ids) for live in self._live.values() if not live.num_lives and live.request
+        ]
+        return len(prompts), sum(prompts)
+
+    def overdue(self, now_s: float, limit_s: float) -> list[RequestId]:
+        """The new requests that have waited for more than `limit_s`, or are too large to be kept."""
+        new = (live for live in self._live.values() if not live.num_lives)
+        return [each.request_id for each in new if now_s - each.accepted_s > limit_s or each.num_held_bytes is None]
+
     # The life of a command
 
-    def add(self, request_id: RequestId, on_response: OnResponse, command: Command, now_s: float) -> None:
+    def add(
+        self, request_id: RequestId, on_response: OnResponse, command: Command, now_s: float, is_held: bool = False
+    ) -> None:
+        """`is_held`: it is not sent, because there is no engine; the next one gets it behind those that were there."""
         live = Live(request_id, on_response, command, now_s)
+        if is_held:
+            live.is_held, live.num_lives = True, 0
+            self._held_since_s = now_s if self._held_since_s is None else self._held_since_s
         if isinstance(command, Submit):
             num_bytes = _bytes_of(command.request)
             live.num_held_bytes = num_bytes if self._num_held_bytes + num_bytes <= MAX_HELD_BYTES else None
@@ -147,6 +165,9 @@ class Replay:
     def greet(self, hello: Hello) -> list[tuple[RequestId, str]]:
         """An engine is there. Returns the requests that are not run again, each with the reason."""
         has_died = bool(self._engine) and hello.engine != self._engine
+        former = hello.former
+        if former.engine:  # This client may have missed the last messages about trials.
+            self._trial = former.trial if former.engine == self._engine else None
         refused = list(self._blame()) if has_died else []
         self._engine, self._index, self._trial = hello.engine, hello.client_index, hello.trial
         self._limits = hello.config.limits
@@ -156,8 +177,8 @@ class Replay:
         """The commands for the engine that was greeted, in the order of acceptance."""
         for live in self._live.values():
             if live.is_held:
+                self._count(resumed=bool(live.num_lives))
                 live.num_lives += 1
-                self._count(resumed=1)
                 yield from self._once_more(live, now_s)
 
     def let_go(self, now_s: float) -> list[Command]:
@@ -183,6 +204,8 @@ class Replay:
     def _blame(self) -> Iterator[tuple[RequestId, str]]:
         """Count the end of an engine for those who may have caused it. Yields those who have."""
         for live in self._live.values():
+            if not live.num_lives:
+                continue
             if self._trial is None:
                 live.num_crashes += 1
             elif self._trial == self._there(live.request_id):
@@ -233,7 +256,7 @@ class Replay:
             count = request.sampling_config.num_return_sequences or 1
             outputs = [live.outputs.get(index, Output()) for index in range(count)]
             delivered = [Delivered(list(each.token_ids), each.cum_log_prob, each.has_ended) for each in outputs]
-        return Resume(delivered, first.turn, trial, live.first_token_ns, is_again=True)
+        return Resume(delivered, first.turn, trial, live.first_token_ns, is_again=live.num_lives > 1)
 
     # Adapters, which later requests name by a task id alone
 

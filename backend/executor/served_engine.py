@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,13 +76,15 @@ class ServedEngine:
         period_s, clients_hold = config.triton.stats_period_ms / 1000, config.triton.resume_requests
         loop = self._loop = EngineLoop(core, period_s, clients_hold)
         self._tell = tell
-        name = secrets.token_hex(8)
+        name, former = secrets.token_hex(8), kept.former()
+        kept.note_trial(name, None)
+        self._note_trial = partial(kept.note_trial, name)
         self._server = EngineServer(
             address,
             loop.post,
             lambda index: Hello(
                 *(index, core.model, str(workers.model_path), core.config, core.max_kv_tokens, core.names.directories),
-                *(name, loop.trials.request_id, mark),
+                *(name, loop.trials.request_id, mark, former),
             ),
             present_iteration=lambda: loop.present_iteration,
         )
@@ -126,6 +129,7 @@ class ServedEngine:
             self._core.close()
 
     def _publish_trial(self, request_id: RequestId | None) -> None:
-        """The supervisor hears of a trial first, ahead of all clients."""
+        """The supervisor hears of a trial first, ahead of all clients. What outlives this process is written before both."""
+        self._note_trial(request_id)
         self._tell({"trial": request_id is not None})
         self._server.publish_trial(request_id)

@@ -52,6 +52,10 @@ class Transport(Protocol):
         """True if it is certain that no engine will be there again."""
         ...
 
+    def reconnect(self) -> None:
+        """Give up the present connection, if there is one, and make another. Only where the engine is another process."""
+        ...
+
     def close(self, drain: bool) -> None:
         """End the transport. When this returns no more messages will come."""
         ...
@@ -103,6 +107,9 @@ class InProcessTransport:
 
     def is_abandoned(self) -> bool:
         return not self._thread.is_alive()
+
+    def reconnect(self) -> None:
+        """There is no connection."""
 
     def close(self, drain: bool) -> None:
         self._loop.stop(drain)

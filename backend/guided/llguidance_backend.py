@@ -8,7 +8,8 @@ names it (`lenient` is off), and a client cannot change these options (its key x
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import llguidance
@@ -21,7 +22,7 @@ from backend.guided.json_text import check_schema, parse_json
 from backend.guided.protocol import GuideError, bits_of
 from backend.guided.schema_parts import hold_formats
 from backend.guided.sentences import LINE, is_gbnf, sentence
-from backend.guided.structural_tag import StructuralTag, Structure, parse_structural_tag
+from backend.guided.structural_tag import Json, Maybe, Part, StructuralTag, Until, each_part, parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
 WHITESPACE = r" ?|\n[ ]{0,32}"  # one space, or a line break with an indentation
@@ -91,9 +92,12 @@ class LLGuidanceBackend:
         self._tokenizer = llguidance.LLTokenizer(source, n_vocab=vocabulary.size, eos_token=list(ends))
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._stop_bits = bits_of(ends)
+        marks = vocabulary.special_ids - frozenset(ends)
+        named = {vocabulary.tokens[i].decode(errors="replace"): i for i in marks if i < len(vocabulary.tokens)}
+        self._special = {text: i for text, i in named.items() if text}
 
     def compile(self, guide: Guide) -> LLGuidanceGuide:
-        grammar, lines = _grammar(guide)
+        grammar, lines = _grammar(guide, self._special)
         matcher = self._matcher(grammar)
         if matcher.is_error():
             error, line = matcher.get_error(), lines.get(0, _Line(""))
@@ -154,7 +158,7 @@ class LLGuidanceMatcher:
         return sentence(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
-def _grammar(guide: Guide) -> tuple[str, dict[int, _Line]]:
+def _grammar(guide: Guide, special: Mapping[str, int]) -> tuple[str, dict[int, _Line]]:
     """The guide in llguidance's terms, and some of its lines, from 1, with what they are made of; 0 stands for all of them.
     Raises GuideError.
     """
@@ -169,7 +173,7 @@ def _grammar(guide: Guide) -> tuple[str, dict[int, _Line]]:
         case GuideType.EBNF_GRAMMAR:
             return llguidance.LLMatcher.grammar_from_lark(_lark(guide)), {}
         case GuideType.STRUCTURAL_TAG:
-            lines = list(_of_tags(parse_structural_tag(guide.text)))
+            lines = list(_TagGrammar(parse_structural_tag(guide.text), special).lines())
             return "\n".join(line.text for line in lines), dict(enumerate(lines, 1))
 
 
@@ -201,41 +205,89 @@ class _Line(NamedTuple):
     schema: Any = None
 
 
-def _of_tags(tag: StructuralTag) -> Iterator[_Line]:
-    """Any text in which each trigger begins one of the structures that begin with it, or such a text up to the end of the first
-    one; without triggers one structure. Each structure is a rule in a line of its own, which errors name.
+class _TagGrammar:
+    """Any text in which each trigger begins one of the structures that may follow it, or such a text up to the end of the first
+    one; without triggers one structure. What a schema is made into is a rule in a line of its own, which errors name.
     """
-    yield _Line("%llguidance {}")
-    if not tag.triggers:
-        yield from _rule("start", tag, "")
-        return
-    tags = " | ".join(f"tag_{i}" for i in range(len(tag.triggers)))
-    yield _Line(f"start: {tags} | tag_end" if tag.at_most_one else f"start: ({tags})* tag_end")
-    yield _Line("tag_end: TAG_TEXT")
-    yield _Line(r"TAG_TEXT: /(.|\n)*/")
-    for i, trigger in enumerate(tag.triggers):
-        yield _Line(f"tag_{i}_head[lazy]: TAG_TEXT {_quoted(trigger)}")
-        yield _Line(f"tag_{i}: tag_{i}_head tag_{i}_body")
-        yield from _rule(f"tag_{i}_body", tag, trigger)
+
+    def __init__(self, tag: StructuralTag, special: Mapping[str, int]) -> None:
+        """`special`: ids of the special tokens, by their texts."""
+        self._tag = tag
+        texts = [tag.group or (), *tag.triggers, *(structure.begin + structure.end for structure in tag.structures)]
+        for part in (part for structure in tag.structures for part in each_part(structure.parts)):
+            texts += [part] if isinstance(part, str) else [part.text] if isinstance(part, Until) else []
+        written = "\n".join(map(str, texts))
+        self._special = {text: token_id for text, token_id in special.items() if text in written}
+        self._split = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
+
+    def lines(self) -> Iterator[_Line]:
+        tag = self._tag
+        yield _Line("%llguidance {}")
+        if not tag.triggers:
+            yield from self._run("start", list(range(len(tag.structures))), "", is_one=True)
+            return
+        tags = " | ".join(f"tag_{i}" for i in range(len(tag.triggers)))
+        yield _Line(f"start: {tags} | tag_end" if tag.at_most_one else f"start: ({tags})* tag_end")
+        yield _Line("tag_end: TAG_TEXT")
+        yield _Line(r"TAG_TEXT: /(.|\n)*/")
+        for i, trigger in enumerate(tag.triggers):
+            yield _Line(f"tag_{i}_head{self._lazy(trigger)}: TAG_TEXT {self._quoted(trigger)}")
+            yield _Line(f"tag_{i}: tag_{i}_head tag_{i}_body")
+            yield from self._run(f"tag_{i}_body", tag.of_trigger(trigger), trigger, is_one=tag.at_most_one)
+
+    def _run(self, name: str, places: list[int], trigger: str, is_one: bool) -> Iterator[_Line]:
+        """A rule for one of the structures at these places, or for a group of them, behind a trigger."""
+        group = self._tag.group
+        if group is not None:
+            begin, separator, end = group.begin[len(trigger) :], self._quoted(group.separator), self._quoted(group.end)
+            more = "" if is_one else f"({separator} {name}_each)*"
+            yield _Line(f"{name}: {self._quoted(begin)} {name}_each {more} {end}")
+            name, trigger = f"{name}_each", ""
+        yield _Line(f"{name}: " + " | ".join(f"{name}_{i}" for i in places))
+        for i in places:
+            structure = self._tag.structures[i]
+            parts = [structure.begin[len(trigger) :], *structure.parts, structure.end]
+            body, lines = self._body(f"{name}_{i}", parts)
+            yield _Line(f"{name}_{i}: {body}")
+            yield from lines
+
+    def _body(self, name: str, parts: list[Part]) -> tuple[str, list[_Line]]:
+        """Parts in the words of a rule, and the rules that it uses."""
+        words, lines = list[str](), list[_Line]()
+        for j, part in enumerate(parts):
+            own = f"{name}_{j}"
+            match part:
+                case str():
+                    words.append(self._quoted(part))
+                    continue
+                case Json():
+                    lines.append(_json_rule(own, part))
+                case Until(text):
+                    lines.append(_Line(rf"{own}{self._lazy(text)}: /(.|\n)*/ {self._quoted(text)}"))
+                case Maybe(inner):
+                    body, further = self._body(own, inner)
+                    words.append(f"({body})?")
+                    lines += further
+                    continue
+            words.append(own)
+        return " ".join(words) or '""', lines
+
+    def _lazy(self, end: str) -> str:
+        """The attribute of a rule for a text up to this end. A special token ends a text by itself."""
+        return "" if self._split.search(end) else "[lazy]"
+
+    def _quoted(self, text: str) -> str:
+        """A text in the words of a rule: its special tokens by their ids."""
+        words, start = list[str](), 0
+        for found in self._split.finditer(text):
+            words += [text[start : found.start()], f"<[{self._special[found.group()]}]>"]
+            start = found.end()
+        texts = [*words, text[start:]]
+        return " ".join(word if i % 2 else json.dumps(word) for i, word in enumerate(texts) if word)
 
 
-def _rule(name: str, tag: StructuralTag, trigger: str) -> Iterator[_Line]:
-    """A rule for one of the structures that begin with a trigger, which stands ahead of it."""
-    begun = [i for i, structure in enumerate(tag.structures) if structure.begin.startswith(trigger)]
-    yield _Line(f"{name}: " + " | ".join(f"{name}_{i}" for i in begun))
-    for i in begun:
-        structure, place = tag.structures[i], f".structures[{i}].schema"
-        yield _Line(f"{name}_{i}: {_body(structure, structure.begin[len(trigger) :], place)}", place, structure.schema)
-
-
-def _body(structure: Structure, begin: str, place: str) -> str:
-    """A structure of which `begin` is still to come."""
-    check_schema(structure.schema, place)
-    hold_formats(structure.schema)
-    schema = structure.schema if isinstance(structure.schema, dict) else {"allOf": [structure.schema]}
-    text = json.dumps({**schema, "x-guidance": _OPTIONS})
-    return f"{_quoted(begin)} %json {text} {_quoted(structure.end)}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _json_rule(name: str, part: Json) -> _Line:
+    check_schema(part.schema, part.place)
+    hold_formats(part.schema)
+    schema = part.schema if isinstance(part.schema, dict) else {"allOf": [part.schema]}
+    return _Line(f"{name}: %json {json.dumps({**schema, 'x-guidance': _OPTIONS})}", part.place, part.schema)

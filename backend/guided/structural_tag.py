@@ -3,24 +3,55 @@
 {"type": "structural_tag", "triggers": ["<function="],
  "structures": [{"begin": "<function=add>", "schema": {...}, "end": "</function>"}]}
 
-Two keys are this project's own: with `"free_text": false` the output is one of the structures and nothing else (triggers are then
-left out), with `"at_most_one": true` it ends with the first structure.
+Four keys are this project's own. With `"free_text": false` the output is one of the structures and nothing else (triggers are
+then left out), with `"at_most_one": true` it ends with the first structure. `"group"` has `begin`, `separator` and `end`, texts
+that stand around structures which follow each other. `"parts"` of a structure is in the place of `"schema"` where there is more
+between begin and end than one value: a TEXT, {"schema": SCHEMA}, {"until": TEXT}, which is any text up to and with the first
+TEXT, or {"optional": [the parts that may be left out]}.
+
+Where the texts name special tokens of the model, these tokens are meant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from backend.guided.json_text import parse_json
 from backend.guided.protocol import GuideError
 
 _FORM = '{"type": "structural_tag", "structures": [{"begin": TEXT, "schema": SCHEMA, "end": TEXT}], "triggers": [TEXT]}'
+_PARTS = 'TEXT, {"schema": SCHEMA}, {"until": TEXT} or {"optional": [PARTS]}'
+_KEYS = {"type", "structures", "triggers", "free_text", "at_most_one", "group"}
 MAX_STRUCTURES = 128
+MAX_PARTS = 512  # in one structure, with those that are optional
+
+
+class Json(NamedTuple):
+    schema: Any
+    place: str  # in the guide's text, as in `.structures[1].schema`
+
+
+class Until(NamedTuple):
+    text: str
+
+
+class Maybe(NamedTuple):
+    parts: list[Part]
+
+
+Part = str | Json | Until | Maybe
 
 
 class Structure(NamedTuple):
     begin: str
-    schema: Any
+    parts: list[Part]
+    end: str
+
+
+class Group(NamedTuple):
+    begin: str
+    separator: str
     end: str
 
 
@@ -28,9 +59,13 @@ class StructuralTag(NamedTuple):
     structures: list[Structure]
     triggers: list[str]  # none: the output is one of the structures
     at_most_one: bool = False
+    group: Group | None = None
 
-    def of_trigger(self, trigger: str) -> list[Structure]:
-        return [structure for structure in self.structures if structure.begin.startswith(trigger)]
+    def of_trigger(self, trigger: str) -> list[int]:
+        """The structures that may follow it, by their places."""
+        if self.group is not None:
+            return list(range(len(self.structures))) if self.group.begin.startswith(trigger) else []
+        return [i for i, structure in enumerate(self.structures) if structure.begin.startswith(trigger)]
 
 
 def parse_structural_tag(text: str) -> StructuralTag:
@@ -38,7 +73,7 @@ def parse_structural_tag(text: str) -> StructuralTag:
     tree = parse_json(text)
     if not isinstance(tree, dict) or tree.get("type", "structural_tag") != "structural_tag":
         raise GuideError(f"the structural tag has not the form {_FORM}")
-    unknown = set(tree) - {"type", "structures", "triggers", "free_text", "at_most_one"}
+    unknown = set(tree) - _KEYS
     if unknown:
         raise GuideError(f"the structural tag has the key {min(unknown)[:80]!r}; its form is {_FORM}")
     structures, triggers, is_bound = tree.get("structures"), tree.get("triggers", []), tree.get("free_text") is False
@@ -51,20 +86,69 @@ def parse_structural_tag(text: str) -> StructuralTag:
     at_most_one = tree.get("at_most_one", False)
     if not isinstance(at_most_one, bool):
         raise GuideError("at_most_one of the structural tag is no bool; send true or false")
-    tag = StructuralTag([_structure(each) for each in structures], list(dict.fromkeys(triggers)), at_most_one)
+    found = [_structure(each, f".structures[{i}]") for i, each in enumerate(structures)]
+    tag = StructuralTag(found, list(dict.fromkeys(triggers)), at_most_one, _group(tree.get("group")))
+    _check_triggers(tag)
+    return tag
+
+
+def _check_triggers(tag: StructuralTag) -> None:
     for trigger in tag.triggers:
         if not tag.of_trigger(trigger):
             raise GuideError(f"no structure begins with the trigger {trigger[:80]!r}; remove it")
         if any(other != trigger and other.startswith(trigger) for other in tag.triggers):
             raise GuideError(f"the trigger {trigger[:80]!r} is the beginning of another one; leave one out")
-    for structure in tag.structures if tag.triggers else ():
+    for structure in tag.structures if tag.triggers and tag.group is None else ():
         if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
             raise GuideError(f"the structure {structure.begin[:80]!r} begins with no trigger; add one")
-    return tag
 
 
-def _structure(tree: Any) -> Structure:
-    is_right = isinstance(tree, dict) and set(tree) <= {"begin", "schema", "end"} and isinstance(tree.get("begin"), str)
-    if not is_right or not isinstance(tree.get("end", ""), str) or "schema" not in tree:
+def _group(tree: Any) -> Group | None:
+    if tree is None:
+        return None
+    is_right = isinstance(tree, dict) and set(tree) <= set(Group._fields)
+    if not is_right or not all(isinstance(text, str) for text in tree.values()):
+        raise GuideError("the group of the structural tag has begin, separator and end, which are texts")
+    return Group(*(tree.get(name, "") for name in Group._fields))
+
+
+def _structure(tree: Any, place: str) -> Structure:
+    keys = {"begin", "end", "parts" if isinstance(tree, dict) and "parts" in tree else "schema"}
+    is_right = isinstance(tree, dict) and set(tree) <= keys and isinstance(tree.get("begin"), str)
+    if not is_right or not isinstance(tree.get("end", ""), str) or not tree.keys() & {"schema", "parts"}:
         raise GuideError(f"a structure of the structural tag has not its form: {_FORM}")
-    return Structure(tree["begin"], tree["schema"], tree.get("end", ""))
+    if "schema" in tree:
+        parts: list[Part] = [Json(tree["schema"], f"{place}.schema")]
+    else:
+        parts = _parts(tree["parts"], f"{place}.parts", may_be_optional=True)
+        if sum(1 for _ in each_part(parts)) > MAX_PARTS:
+            raise GuideError(f"a structure has more than {MAX_PARTS} parts; give fewer", f"{place}.parts")
+    return Structure(tree["begin"], parts, tree.get("end", ""))
+
+
+def _parts(trees: Any, place: str, may_be_optional: bool) -> list[Part]:
+    if not isinstance(trees, list):
+        raise GuideError("parts are a list", place)
+    return [_part(tree, f"{place}[{i}]", may_be_optional) for i, tree in enumerate(trees)]
+
+
+def _part(tree: Any, place: str, may_be_optional: bool) -> Part:
+    match tree:
+        case str():
+            return tree
+        case {"schema": schema, **others} if not others:
+            return Json(schema, f"{place}.schema")
+        case {"until": str() as text, **others} if text and not others:
+            return Until(text)
+        case {"optional": parts, **others} if may_be_optional and not others:
+            return Maybe(_parts(parts, f"{place}.optional", may_be_optional=False))
+    raise GuideError(f"a part of a structure is none of {_PARTS}", place)
+
+
+def each_part(parts: list[Part]) -> Iterator[str | Json | Until]:
+    """All parts but those that hold others."""
+    for part in parts:
+        if isinstance(part, Maybe):
+            yield from each_part(part.parts)
+        else:
+            yield part

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from backend.api.guide import Guide, GuideType
 from backend.guided.json_text import check_schema, parse_json
 from backend.guided.protocol import GuideError, bits_of
-from backend.guided.structural_tag import parse_structural_tag
+from backend.guided.structural_tag import Json, StructuralTag, parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
 _MAX_WHITESPACE = 33  # characters in a row
@@ -57,15 +57,20 @@ class XGrammarBackend:
             case GuideType.EBNF_GRAMMAR:
                 return self._compiler.compile_grammar(guide.text)
             case GuideType.STRUCTURAL_TAG:
-                tag = parse_structural_tag(guide.text)
-                if not tag.triggers or tag.at_most_one:
-                    key = "at_most_one" if tag.triggers else "free_text"
-                    raise GuideError(f"xgrammar takes no structural tag with {key}; use guided.backend=llguidance")
-                items = [
-                    xgrammar.StructuralTagItem(begin=each.begin, schema=json.dumps(each.schema), end=each.end)
-                    for each in tag.structures
-                ]
-                return self._compiler.compile_structural_tag(items, tag.triggers)
+                return self._of_tag(parse_structural_tag(guide.text))
+
+    def _of_tag(self, tag: StructuralTag) -> xgrammar.CompiledGrammar:
+        own = {"free_text": not tag.triggers, "at_most_one": tag.at_most_one, "group": tag.group is not None}
+        items = list[xgrammar.StructuralTagItem]()
+        for each in tag.structures:
+            match each.parts:
+                case [Json(schema, _)]:
+                    items.append(xgrammar.StructuralTagItem(begin=each.begin, schema=json.dumps(schema), end=each.end))
+                case _:
+                    own["parts"] = True
+        if (key := next((key for key, is_given in own.items() if is_given), None)) is not None:
+            raise GuideError(f"xgrammar takes no structural tag with {key}; use guided.backend=llguidance")
+        return self._compiler.compile_structural_tag(items, tag.triggers)
 
     def _of_schema(self, text: str) -> xgrammar.CompiledGrammar:
         schema = parse_json(text)

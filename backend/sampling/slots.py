@@ -128,7 +128,7 @@ class SlotParameters:
             decay=_decay(config, top_p) if config.decays_top_p and not config.is_greedy else None,
             return_log_probs=row.return_log_probs,
             top_log_probs=min(row.top_log_probs, self.vocab_size),
-            is_guided=row.guide is not None,
+            is_guided=row.is_guided,
         )
         seed = config.seed or 0
         seed -= (1 << 64) if seed >= 1 << 63 else 0

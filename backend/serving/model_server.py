@@ -50,6 +50,7 @@ from backend.serving.requests import (
     read_parameters,
     read_request_id,
 )
+from backend.serving.resuming import resume_of
 from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
 from backend.serving.text_pool import Job, TextPool
@@ -216,7 +217,7 @@ class ModelServer:
         if self._draining:
             raise EngineUnavailable(SHUTTING_DOWN)
         hello = self._executor.hello
-        if hello is None or (self._model.check_text is not None and not self._executor.is_ready()):
+        if hello is None or (self._model.check_text is not None and not self._executor.can_enqueue_requests()):
             raise EngineUnavailable(NOT_READY)
         config = self._model.configure(hello.config) if self._model.configure else self._config
         adapters = {**self._executor.adapters, **self._model.adapters}
@@ -282,7 +283,8 @@ class ModelServer:
                 row.request_id = self._executor.look(on_response)
             else:
                 self._load.enter()
-                row.request_id = self._executor.submit(work.request, on_response)
+                resume = resume_of(work.request, work.delivered, stream.client_request_id)
+                row.request_id = self._executor.submit(work.request, on_response, resume)
         except EverbatchError as error:
             on_response(Response(RequestId(0), error_or_none=error.message, error_code=error.code))
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from backend.api import EngineStats, Request, RequestId, Response, SessionId
 from backend.api.stats import PauseCounts
-from backend.core.messages import Hello
+from backend.core.messages import Hello, Resume
 from backend.serving.reading import NamedTensor
 from backend.serving.requests import RequestHeader
 
@@ -36,7 +36,7 @@ class EngineClient(Protocol):
     @property
     def hello(self) -> Hello | None: ...
 
-    def submit(self, request: Request, on_response: OnResponse) -> RequestId: ...
+    def submit(self, request: Request, on_response: OnResponse, resume: Resume | None = None) -> RequestId: ...
 
     def cancel_request(
         self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
@@ -58,6 +58,10 @@ class EngineClient(Protocol):
     def latest_stats(self) -> EngineStats | None: ...
 
     def is_ready(self) -> bool: ...
+
+    def can_enqueue_requests(self) -> bool:
+        """True while it is ready, and while requests may wait until it is."""
+        ...
 
     def why_not_ready(self) -> str:
         """One clause for a person; empty while it is ready."""

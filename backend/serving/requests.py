@@ -8,11 +8,12 @@ built.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from backend.api import EngineConfig, InvalidRequest, Request, SessionId, Unsupported
+from backend.core.messages import Delivered
 from backend.core.step import ModelInfo
 from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
@@ -85,10 +86,14 @@ class Look(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One row, ready to be handed to the executor. Without a request the row is answered at once."""
+    """One row, ready to be handed to the executor. Without a request the row is answered at once.
+
+    `delivered`: of a request that another server began, what its client has had of each sequence (serving/resuming.py).
+    """
 
     request: Request | StopSession | NameAdapter | Look | None
     output: RowOutput
+    delivered: Sequence[Delivered] = ()
 
     @property
     def takes_long(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from os.path import commonprefix
 from typing import NamedTuple
 
+from backend.api.errors import InvalidRequest
 from backend.api.response import FinishReason, PerfMetrics, PromptLogProb, Result, TopLogProb
 from backend.text.stream import TextStream
 
@@ -112,6 +113,23 @@ class OutputAccumulator:
         if _has_tensors(result):
             self._with_tensors.append((result, self.num_tokens - before))
         return None if is_end else num_kept
+
+    def take_up(self, ids: Sequence[int], has_ended: bool = False) -> None:
+        """The client has had these tokens with their text, of an answer that another process began; it gets what follows.
+
+        Called before any Result. Raises InvalidRequest where the text ends within them and the client does not say so.
+        """
+        if has_ended:
+            self.has_ended = self.end_is_taken = True
+        elif ids:
+            self.text = ""  # it has had the prefix, too
+        self.num_tokens = len(ids)
+        if self._stream is None or has_ended:
+            return
+        if (stop := self._stream.push(ids).finished_by) is not None:
+            raise InvalidRequest(
+                f"resume has output with the stop string {stop[:40]!r}, which ends it; mark it as ended"
+            )
 
     def replace(self, result: Result, beam: int) -> None:
         """Take in all tokens of a beam, which may have nothing in common with those before."""

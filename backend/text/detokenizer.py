@@ -24,9 +24,16 @@ _CONTEXT_TOKENS = 64
 class IncrementalDetokenizer:
     """Detokenises one output stream. `prompt_ids` are all tokens before the output, with those of earlier turns."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown_ids`: special tokens whose text is shown in any case."""
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens, self._shown_ids = skip_special_tokens, shown_ids
         self._pipeline = tokenizer.new_pipeline()
         self._rest: str | None = None  # cached result of the pipeline's `finish`; None if unknown
         for token_id in _relevant_tail(prompt_ids, tokenizer, self._pipeline, skip_special_tokens):
@@ -54,7 +61,7 @@ class IncrementalDetokenizer:
     def text_with(self, token_id: int) -> str:
         """The text that this token would add as the last one. An incomplete UTF-8 sequence yields no text. Changes nothing."""
         longer = self._pipeline.copy()
-        token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)
+        token = self._visible(token_id)
         if self._rest is None:
             self._rest = self._pipeline.copy().finish()
         before = self._rest
@@ -62,9 +69,13 @@ class IncrementalDetokenizer:
         return after[len(commonprefix([before, after])) :].rstrip(REPLACEMENT)
 
     def _feed(self, token_id: int) -> str:
-        token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)
+        token = self._visible(token_id)
         self._rest = None
         return "" if token is None else self._pipeline.push(token)
+
+    def _visible(self, token_id: int) -> str | None:
+        skip = self._skip_special_tokens and token_id not in self._shown_ids
+        return self._tokenizer.visible_token(token_id, skip)
 
     def _without_prompt(self, text: str) -> str:
         """Drop what is part of the prompt's text. The comparison ends for good at the first difference."""

@@ -37,10 +37,11 @@ class TextStream:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._settings = (tokenizer, prompt_ids, stops, include_stop, skip_special_tokens)
+        self._settings = (tokenizer, prompt_ids, stops, include_stop, skip_special_tokens, shown_ids)
         self._new_detokenizer: Callable[[Sequence[int]], IncrementalDetokenizer] = lambda ids: IncrementalDetokenizer(
-            tokenizer, ids, skip_special_tokens
+            tokenizer, ids, skip_special_tokens, shown_ids
         )
         self._prompt_ids = prompt_ids
         self._detokenizer = self._new_detokenizer(prompt_ids)

@@ -58,6 +58,11 @@ class SocketTransport:
         """True if its supervisor has given the engine up, or has removed the socket with its directory."""
         return not self._address.may_be_served()
 
+    def reconnect(self) -> None:
+        with self._lock:
+            if self._sock is not None:
+                hang_up(self._sock)
+
     def close(self, drain: bool) -> None:
         with self._lock:
             self._closed.set()

@@ -24,14 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.guide import Guide, InvalidGuide
+from backend.api.thinking import Thinking
 from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher, bits_of
+from backend.guided.thinking import ThinkingMatcher
 from kernels.common.transfer import place
 
 NOT_ALLOWED = -9999.0  # published log-probability of forbidden tokens: JSON has no infinity
 Further = dict[SlotId, list[SampledToken]]  # StepOutput.further
 Failure = tuple[int, str]  # index of the step's row, a sentence for its client
-_STUCK = "bad_words (or no_repeat_ngram_size) and the guide leave no token together; forbid less"
+_STUCK = "bad_words (or no_repeat_ngram_size) and the guide (or the end of the reasoning) leave no token together; forbid less"
 
 
 class MatcherSource(Protocol):
@@ -129,15 +131,24 @@ class GuidedRows:
         self._source = source
         self._vocab_size = vocab_size
         self._masks = np.zeros((num_slots, -(-vocab_size // 32)), dtype=np.int32)
-        self._slots: dict[SlotId, GuidedRow] = {}  # only of sequences with guides
+        self._slots: dict[SlotId, GuidedRow] = {}  # only of sequences with guides or reasoning
 
     def set_row(self, row: NewRow) -> None:
         """Take note of the sequence that takes a slot."""
         self._slots.pop(row.slot, None)
-        if row.guide is not None:
-            assert self._source is not None  # the engine refuses guides without
+        if row.is_guided:
             output = row.token_ids[row.num_prompt_tokens :]
-            self._slots[row.slot] = GuidedRow(partial(self._source.matcher, row.guide), row.end_ids, output)
+            self._slots[row.slot] = GuidedRow(partial(self._matcher, row.guide, row.thinking), row.end_ids, output)
+
+    def _matcher(self, guide: Guide | None, thinking: Thinking | None) -> Matcher:
+        matcher = None
+        if guide is not None:
+            assert self._source is not None  # the engine refuses guides without
+            matcher = self._source.matcher(guide)
+        if thinking is not None:
+            return ThinkingMatcher(thinking, matcher)
+        assert matcher is not None  # it is guided
+        return matcher
 
     def of_step(self, rows: Sequence[Row]) -> GuidedStep:
         """The guided rows among those that sample."""

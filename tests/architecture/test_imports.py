@@ -59,7 +59,7 @@ ROOT_ARROWS = {
     "kernels": set(),
     "client": set(),
     "gateway": set(),
-    "deploy": {"backend.api", "backend.architectures", "backend.text", "client", "gateway.keys"},
+    "deploy": {"backend.api", "backend.architectures", "backend.text", "client", "gateway.detected", "gateway.keys"},
     "model_repository": {"backend.serving"},
 }
 ADAPTERS = ("backends", "profiles")  # directories of deploy/ with files for Triton's stubs

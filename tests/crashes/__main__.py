@@ -1,4 +1,4 @@
-"""`python -m tests.crashes --kills 100 [--streams 64 | --served] [--plot FILE]`: kills engines; no byte may differ.
+"""`python -m tests.crashes --kills 100 [--streams 64 | --served [--of WHAT]] [--plot FILE]`: kills engines; no byte differs.
 
 The moments are random. Through the Executor, or with --served through a real tritonserver: tritonclient's gRPC and the
 OpenAI endpoint.
@@ -12,20 +12,25 @@ from pathlib import Path
 
 from tests.crashes.killing import Outcome, run
 
+VICTIMS = ("engine", "stub", "server")
+
 
 def main() -> int:
     """Exit status 1 where a byte differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.crashes", description=__doc__)
-    parser.add_argument("--kills", type=int, default=10, help="of the engine process")
+    parser.add_argument("--kills", type=int, default=10, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--streams", type=int, help="requests at a time; without it one of each kind (16)")
     parser.add_argument("--served", action="store_true", help="through tritonserver and the OpenAI endpoint")
+    parser.add_argument("--of", choices=VICTIMS, default="engine", help="what is killed; with --served")
     parser.add_argument("--plot", type=Path, help="PNG of the pauses")
     arguments = parser.parse_args()
+    if arguments.of != "engine" and not arguments.served:
+        parser.error("--of stub and --of server need --served")
     if arguments.served:
         from tests.crashes.served import run_served
 
-        outcome = run_served(arguments.kills, arguments.seed)
+        outcome = run_served(arguments.kills, arguments.seed, arguments.of)
     else:
         outcome = run(arguments.kills, arguments.seed, arguments.streams)
     _show(outcome)

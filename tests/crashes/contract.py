@@ -16,6 +16,7 @@ from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.api.sampling import AdditionalOutput
 from backend.api.tensor import TensorData
+from backend.api.thinking import Thinking
 
 PROMPT = [40, 300, 17, 923, 40, 300, 17]
 MAX_TOKENS = 14
@@ -75,6 +76,7 @@ def cases(adapter: Path) -> dict[str, Request]:
         "position_ids": plain(position_ids=[0, 1, 2, 5, 6, 7, 9]),
         "extra_ids": plain(extra_ids=[0, 0, 7, 7, 0, 0, 0]),
         "guide": plain(guide=Guide(GuideType.REGEX, "[a-z]{3,40}[0-9]{2}"), max_tokens=30),
+        "thinking": plain(thinking=Thinking((40, 41), max_tokens=12), max_tokens=30),
         "lora": plain(lora=LoraConfig(5, path=str(adapter))),
         "draft_tokens": plain(draft_tokens=[9, 9, 9, 9, 9, 9]),
         "ends_after_drafts": plain(draft_tokens=[9, 9, 9, 9, 9, 9], ends_after_drafts=True),

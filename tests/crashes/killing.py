@@ -68,11 +68,11 @@ def run(num_kills: int, seed: int = 0, num_streams: int | None = None, progress:
     rng, outcome, tokenizer = random.Random(seed), Outcome(), Tokenizer.from_directory(MODEL)
     with launched() as (owner, each_kind):
         all_kinds = copies(each_kind, num_streams or len(each_kind))
-        started = time.monotonic()
-        right = {name: each.told() for name, each in _round(owner, all_kinds, tokenizer).items()}
-        length_s = time.monotonic() - started
+        undisturbed = _round(owner, all_kinds, tokenizer)
+        right = {name: each.told() for name, each in undisturbed.items()}
+        num_responses = _num_responses(undisturbed)
         while outcome.num_kills < num_kills:
-            _disturbed_round(owner, all_kinds, tokenizer, right, length_s, rng, outcome)
+            _disturbed_round(owner, all_kinds, tokenizer, right, num_responses, rng, outcome)
             if progress:
                 print(f"{outcome.num_kills} kills, {len(outcome.differences)} differences", end="\r", flush=True)
     if progress:
@@ -85,12 +85,13 @@ def _disturbed_round(
     all_kinds: dict[str, Kind],
     tokenizer: Tokenizer,
     right: dict[str, object],
-    length_s: float,
+    num_responses: int,
     rng: random.Random,
     outcome: Outcome,
 ) -> None:
-    heard = _begin(owner, all_kinds, tokenizer)
-    time.sleep(rng.uniform(0.0, length_s))
+    heard, moment = _begin(owner, all_kinds, tokenizer), rng.uniform(0.0, num_responses)
+    while _num_responses(heard) < moment and not all(each.done.is_set() for each in heard.values()):
+        time.sleep(0.0005)
     _kill(owner, heard, outcome)
     if rng.random() < TWICE and not all(each.done.is_set() for each in heard.values()):
         _kill(owner, heard, outcome)
@@ -104,6 +105,10 @@ def _disturbed_round(
     if any(each.num_responses for each in heard.values()):
         wait_until(lambda: _num_adopted(owner) > 0, 3)  # statistics come once a second
     outcome.num_adopted += _num_adopted(owner)
+
+
+def _num_responses(heard: dict[str, Heard]) -> int:
+    return sum(each.num_responses for each in heard.values())
 
 
 def _num_adopted(owner: Executor) -> int:

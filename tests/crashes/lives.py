@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,17 +30,20 @@ class Client:
 class Lives:
     """One client of an engine that may die."""
 
-    def __init__(self, make: Callable[[], EngineCore], keeps_sessions: bool = True) -> None:
+    def __init__(
+        self, make: Callable[[], EngineCore], keeps_sessions: bool = True, files: tuple[int, int] | None = None
+    ) -> None:
+        """`files`: with the sessions of another one, as after a restart of a whole server with `sessions.directory`."""
         self._make, self._now_s = make, 0.0
-        self._files = in_memory() if keeps_sessions else None
+        self.files = files or (in_memory() if keeps_sessions else None)
         self.replay = Replay()
         self._counter, self._number = itertools.count(1), 0
         self._begin()
 
     def _begin(self) -> None:
         self.core = self._make()
-        if self._files is not None:
-            restore_sessions(self.core, self._files)
+        if self.files is not None:
+            restore_sessions(self.core, self.files)
         self.loop = EngineLoop(self.core)
         self._number += 1
         self.index = 3 * self._number  # another one at each engine
@@ -62,7 +66,8 @@ class Lives:
         self.tell(command)
         return client
 
-    def step(self) -> None:
+    def step(self) -> bool:
+        """Returns whether anything came of it."""
         self.core.begin_poll()
         self.loop._advance_trials()
         self.loop._cancel_late()
@@ -73,13 +78,14 @@ class Lives:
             if told is not None:
                 on_response, response = told
                 on_response(response)
+        return bool(responses)
 
     def run(self, until: Callable[[], bool]) -> None:
-        for _ in range(5000):
-            if until():
-                return
-            self.step()
-        raise AssertionError("it does not end")
+        deadline = time.monotonic() + 120
+        while not until():
+            assert time.monotonic() < deadline, "it does not end"
+            if not self.step():
+                time.sleep(0.0005)  # a guide is compiled, in a process of its own
 
     def crash(self) -> None:
         """The engine is dropped with all it has, and another one takes over."""

@@ -1,4 +1,6 @@
-"""The same on a whole server: the engine process behind a tritonserver is killed under tritonclient's and OpenAI's clients."""
+"""The same on a whole server: the engine process behind a tritonserver, a stub, or tritonserver itself is killed under
+tritonclient's and OpenAI's clients.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ from backend.executor.engine_supervisor import MAX_RESTARTS
 from deploy.triton_server import TritonServer
 from tests.crashes.killing import Outcome
 from tests.e2e.conftest import health, serve
+from tests.e2e.launched import WORDS, Launched, launched
+from tests.e2e.resuming import PATIENCE_S, tokens_over_ends
 from tests.e2e.starts import wait_ready
 from tests.e2e.test_engine_death import engine_pid
 from tests.e2e.wire import TokenClient, eventually, ids_of
@@ -34,11 +38,15 @@ SCHEMA = {
 Ask = Callable[[], object]
 
 
-def asks(grpc_url: str, client: openai.OpenAI) -> dict[str, Ask]:
-    """By their names functions that send a request, and return all that its client was given."""
+def asks(grpc_url: str, client: openai.OpenAI, over_ends: bool = False) -> dict[str, Ask]:
+    """By their names functions that send a request, and return all that its client was given. `over_ends`: clients of gRPC
+    come back with what they have had.
+    """
 
     def tokens(num_tokens: int = 150, **inputs: Any) -> Ask:
         def ask() -> object:
+            if over_ends:
+                return tokens_over_ends(grpc_url, PROMPT, num_tokens, **inputs)
             with TokenClient(grpc_url) as own:
                 results = list(own.start(PROMPT, num_tokens, streaming=True, **inputs))
                 sums = [result.as_numpy("cum_log_probs") for result in results]
@@ -97,9 +105,14 @@ def _joined(parts: Any) -> object:
     return sorted(texts.items()), sorted(ends.items())
 
 
-def run_served(num_kills: int, seed: int = 0) -> Outcome:
-    """A server is left after as many kills as its supervisor takes; then the next one begins."""
+def run_served(num_kills: int, seed: int = 0, of: str = "engine") -> Outcome:
+    """A server is left after as many kills as its supervisor takes; then the next one begins. `of`: engine, stub or server;
+    the latter two end all of `everbatch serve` but its launcher and its endpoint.
+    """
     rng, outcome = random.Random(seed), Outcome()
+    if of != "engine":
+        _run_launched(num_kills, rng, of, outcome)
+        return outcome
     while outcome.num_kills < num_kills:
         with tempfile.TemporaryDirectory(prefix="everbatch-crashes-") as directory, serve(Path(directory)) as server:
             wait_ready(server)
@@ -115,6 +128,38 @@ def run_served(num_kills: int, seed: int = 0) -> Outcome:
     return outcome
 
 
+def _run_launched(num_kills: int, rng: random.Random, of: str, outcome: Outcome) -> None:
+    with (
+        launched() as server,
+        openai.OpenAI(base_url=server.url, api_key="none", timeout=600, max_retries=60) as client,
+    ):
+        all_asks = asks(server.grpc_url, client, over_ends=True)
+        started = time.monotonic()
+        right = answers_of(all_asks)
+        length_s = time.monotonic() - started
+        while outcome.num_kills < num_kills:
+            moment_s, word = rng.uniform(0.1, 0.7) * length_s, rng.choice(WORDS[of])
+            answers = answers_of(all_asks, partial(_kill_launched, server, word, moment_s, outcome))
+            _compare(answers, right, outcome)
+
+
+def _kill_launched(server: Launched, word: bytes, moment_s: float, outcome: Outcome) -> None:
+    time.sleep(moment_s)
+    dead = server.pid_of(word)
+    assert dead is not None
+    os.kill(dead, signal.SIGKILL)
+    outcome.num_kills += 1
+    assert eventually(lambda: server.pid_of(word) not in (None, dead), PATIENCE_S)
+
+
+def _compare(answers: dict[str, object], right: dict[str, object], outcome: Outcome) -> None:
+    for name, answer in answers.items():
+        outcome.num_requests += 1
+        if answer != right[name]:
+            outcome.differences.append(f"{name}: {answer if isinstance(answer, Exception) else 'other bytes'}")
+    print(f"{outcome.num_kills} kills, {len(outcome.differences)} differences", end="\r", flush=True)
+
+
 def _rounds(server: TritonServer, all_asks: dict[str, Ask], number: int, rng: random.Random, outcome: Outcome) -> None:
     started = time.monotonic()
     right = answers_of(all_asks)
@@ -122,12 +167,8 @@ def _rounds(server: TritonServer, all_asks: dict[str, Ask], number: int, rng: ra
     for _ in range(number):
         moment = rng.uniform(0.1, 0.7) * length_s
         answers = answers_of(all_asks, partial(_kill, server, moment, outcome))
-        for name, answer in answers.items():
-            outcome.num_requests += 1
-            if answer != right[name]:
-                outcome.differences.append(f"{name}: {answer if isinstance(answer, Exception) else 'other bytes'}")
+        _compare(answers, right, outcome)
         assert eventually(lambda: health(server)["tensorrt_llm"].state == "ready", 60)
-        print(f"{outcome.num_kills} kills, {len(outcome.differences)} differences", end="\r", flush=True)
 
 
 def _kill(server: TritonServer, moment_s: float, outcome: Outcome) -> None:

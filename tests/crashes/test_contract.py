@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec import Struct
 from torch import Tensor
 
-from backend.api import SessionConfig
+from backend.api import Request, Response, SessionConfig, Unsupported
 from backend.api.config import (
     EngineConfig,
     KvCacheConfig,
@@ -21,22 +22,29 @@ from backend.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from backend.core.messages import Delivered, Resume
 from backend.engine.core import EngineCore
-from backend.engine.resume import goes_on
+from backend.engine.resume import check_resume, goes_on
 from backend.executor.load import workers_of
-from tests.crashes.contract import ANEW, EXACT, PROMPT, REFUSED, STRUCTS, WAYS, cases, plain
+from tests.crashes.contract import ANEW, EXACT, NOT_APPLICABLE, PROMPT, REFUSED, STRUCTS, WAYS, cases, plain
 from tests.crashes.lives import Client, Lives
 from tests.model.adapters import make_adapter
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"^\| `(\w+\.\w+)` \| ([^|]+?) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+\.\w+)` \| ([^|]+?) \| ([^|]+?) \|", re.MULTILINE)
+OF_CLIENTS = {EXACT: "goes on", ANEW: "sent again", REFUSED: "refused", NOT_APPLICABLE: "not applicable"}
 # The engine dies when the client of a request has had so many responses. Beams run when all others have ended.
 MOMENTS = (("Request.input_token_ids", 1), ("Request.input_token_ids", 5), ("SamplingConfig.beam_width", 4))
 
 
 def table() -> dict[str, str]:
     """Field -> way, of the page."""
-    return dict(ROW.findall((ROOT / "docs" / "replay.md").read_text()))
+    return {field: way for field, way, _ in rows()}
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Field, what becomes of it when the engine dies, and for a client that comes back to another server."""
+    return ROW.findall((ROOT / "docs" / "replay.md").read_text())
 
 
 def fields() -> set[str]:
@@ -55,6 +63,18 @@ def test_rows_say_of_each_case_what_the_engine_does(tmp_path: Path) -> None:
         way = table()[name]
         if way in (EXACT, ANEW):
             assert goes_on(request) == (way == EXACT), name
+
+
+def test_rows_say_of_each_case_what_becomes_of_a_client_that_comes_back(tmp_path: Path) -> None:
+    of_clients = {field: way for field, _, way in rows()}
+    assert of_clients == {field: OF_CLIENTS[way] for field, way in table().items()}
+    for name, request in cases(tmp_path).items():
+        delivered = [Delivered([1])] * (request.sampling_config.num_return_sequences or 1)
+        if of_clients[name] == "sent again":
+            with pytest.raises(Unsupported, match="^resume: this request cannot go on from its middle"):
+                check_resume(Resume(delivered), request, 8192, 2048)
+        elif of_clients[name] == "goes on":
+            check_resume(Resume(delivered), request, 8192, 2048)
 
 
 def shift(request_id: int, logits: Tensor, token_ids: list[list[int]], stream: int, client_id: int | None) -> None:
@@ -86,6 +106,25 @@ class Runs:
         self.undisturbed = self._run(None)
         self.disturbed = {moment: self._run(moment) for moment in MOMENTS}
 
+    def resume(self, moment: tuple[str, int]) -> dict[str, Client]:
+        """The same with a server that ends: its clients send to the next one what they have had, where a request goes on."""
+        lives, clients = self._begin()
+        lives.run(lambda: len(clients[moment[0]].responses) >= moment[1])
+        lives.core.close()
+        later = Lives(self._make, files=lives.files)
+        for name, request in self.cases.items():
+            client = clients[name]
+            if client.has_ended or not (client.responses and goes_on(request)):
+                continue
+            delivered = [
+                had(request, client, index) for index in range(request.sampling_config.num_return_sequences or 1)
+            ]
+            again = later.ask(request, Resume(delivered, turn="" if request.session is None else f"{name}/again"))
+            client.responses = Joined(client.responses, again.responses)
+        lives.core.check_integrity()
+        later.run(lambda: all(client.has_ended for client in clients.values() if isinstance(client.responses, Joined)))
+        return {name: client for name, client in clients.items() if isinstance(client.responses, Joined)}
+
     def _make(self) -> EngineCore:
         workers = workers_of(self._config, named={"shift": shift})
         core = EngineCore(self._config, workers)
@@ -98,7 +137,8 @@ class Runs:
         lives.run(lambda: client.has_ended)
         return client.responses[-1].result.kv_state
 
-    def _run(self, moment: tuple[str, int] | None) -> dict[str, Client]:
+    def _begin(self) -> tuple[Lives, dict[str, Client]]:
+        """An engine with all cases in it, each session with its first turn."""
         lives = Lives(self._make)
         ids = {request.session.id for request in self.cases.values() if request.session is not None}
         first = [
@@ -106,7 +146,10 @@ class Runs:
             for each in ids
         ]
         lives.run(lambda: all(each.has_ended for each in first))
-        clients = {name: lives.ask(request) for name, request in self.cases.items()}
+        return lives, {name: lives.ask(request) for name, request in self.cases.items()}
+
+    def _run(self, moment: tuple[str, int] | None) -> dict[str, Client]:
+        lives, clients = self._begin()
         if moment is not None:
             lives.run(lambda: len(clients[moment[0]].responses) >= moment[1])
             self.begun[moment] = {name for name, each in clients.items() if each.responses and not each.has_ended}
@@ -114,6 +157,35 @@ class Runs:
         lives.run(lambda: all(each.has_ended for each in clients.values()))
         lives.core.check_integrity()
         return clients
+
+
+class Joined(list[Response]):
+    """What has come from a server, and after it what comes from the next."""
+
+    def __init__(self, first: list[Response], later: list[Response]) -> None:
+        self._first, self._later = first, later
+
+    def _all(self) -> list[Response]:
+        return [*self._first, *self._later]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Response]:
+        return iter(self._all())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+
+def had(request: Request, client: Client, index: int) -> Delivered:
+    """What the client of a stream has had of a sequence."""
+    results = [each.result for each in client.responses if each.result.sequence_index == index]
+    tokens = [token for each in results for token in each.output_token_ids[0]]
+    if request.return_all_generated_tokens and results:
+        tokens = results[-1].output_token_ids[0]
+    sums = [each.cum_log_probs[0] for each in results if each.cum_log_probs]
+    return Delivered(tokens, sums[-1] if sums else 0.0, any(each.is_sequence_final for each in results))
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +257,21 @@ def test_a_client_gets_the_same_bytes_as_without_the_death(runs: Runs, name: str
         else:
             assert joined(disturbed) == joined(right), f"the engine died after {moment[1]} responses of {moment[0]}"
         assert sum(each.is_final for each in disturbed.responses) == 1
+
+
+@pytest.mark.feature("002-34")
+@pytest.mark.parametrize("moment", MOMENTS[:2])
+def test_a_client_that_brings_what_it_has_had_to_the_next_server_gets_the_rest(
+    runs: Runs, moment: tuple[str, int]
+) -> None:
+    resumed = runs.resume(moment)
+    assert len(resumed) > 20
+    for name, client in resumed.items():
+        request, right = runs.cases[name], runs.undisturbed[name]
+        if request.return_all_generated_tokens:
+            assert [each.output_token_ids for each in told(client)[1]] == [
+                each.output_token_ids for each in told(right)[1]
+            ]
+        else:
+            assert joined(client) == joined(right), name
+        assert table()[name] == EXACT

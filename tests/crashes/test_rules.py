@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import struct
 
 import pytest
@@ -16,17 +18,29 @@ from backend.api import (
     Response,
     SamplingConfig,
     SessionConfig,
+    Unsupported,
 )
 from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.response import FinishReason, Result
 from backend.api.tensor import TensorData
-from backend.core.messages import CLIENT_SHIFT, Cancel, Delivered, Hello, NameAdapter, Resume, StopSession, Submit
+from backend.core.messages import (
+    CLIENT_SHIFT,
+    Cancel,
+    Delivered,
+    Former,
+    Hello,
+    NameAdapter,
+    Resume,
+    StopSession,
+    Submit,
+)
 from backend.core.step import ModelInfo
 from backend.engine.core import EngineCore
 from backend.engine.resume import check_resume
 from backend.executor import replay
+from backend.executor.kept_files import KeptFiles
 from backend.executor.replay import Replay
 from tests.crashes.lives import Lives
 from tests.engine.test_preparation_guides import FakeGuides
@@ -46,8 +60,8 @@ def stream(prompt: list[int], max_tokens: int = 20, **fields: object) -> Request
     return Request(prompt, max_tokens, streaming=True, **fields)
 
 
-def hello(number: int, trial: int | None = None) -> Hello:
-    return Hello(number, MODEL, "", CONFIG, engine=f"engine {number}", trial=trial)
+def hello(number: int, trial: int | None = None, former: Former = Former()) -> Hello:  # noqa: B008 (immutable)
+    return Hello(number, MODEL, "", CONFIG, engine=f"engine {number}", trial=trial, former=former)
 
 
 class Kept:
@@ -257,25 +271,30 @@ def test_adapters_and_tensors_that_are_kept_are_bounded(monkeypatch: pytest.Monk
     [
         (Resume([Delivered([1])]), dict(streaming=False), "cannot go on from its middle"),
         (Resume([Delivered([1])]), dict(sampling_config=SamplingConfig(beam_width=2)), "cannot go on from its middle"),
-        (Resume([Delivered([1]), Delivered([1])]), {}, "is of 2 sequences"),
-        (Resume([Delivered([1], has_ended=True)]), {}, "not all of them ended"),
-        (Resume([Delivered([1000])]), {}, "outside of the vocabulary"),
-        (Resume([Delivered([-1])]), {}, "outside of the vocabulary"),
+        (Resume([Delivered([1]), Delivered([1])]), {}, "has 2 entries, expected is one for each of the 1 sequences"),
+        (Resume([Delivered([1], has_ended=True)]), {}, "the answer is complete"),
+        (Resume([Delivered([1000])]), {}, "output token 1000 is outside the vocabulary"),
+        (Resume([Delivered([-1])]), {}, "output token -1 is outside the vocabulary"),
+        (Resume([Delivered([1] * 10)]), {}, "has 10 output tokens of a sequence, and the request allows 9"),
+        (Resume([Delivered([1] * 31)]), dict(max_tokens=10**6), "has 31 output tokens .* allows 30"),
+        (Resume([Delivered([1], math.inf)]), {}, "no finite number"),
         (Resume(turn="x" * 65), dict(session=SessionConfig(1)), "has 65 characters"),
         (Resume(turn="x"), {}, "name a turn of a session"),
         (Resume(trial_tokens=-1), {}, "trial_tokens is -1"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(resume: Resume, fields: dict[str, object], why: str) -> None:
-    with pytest.raises(InvalidRequest, match=why):
-        check_resume(resume, Request(**{"input_token_ids": [1], "max_tokens": 9, "streaming": True} | fields), 1000)
+    with pytest.raises((InvalidRequest, Unsupported), match=why):
+        check_resume(
+            resume, Request(**{"input_token_ids": [1, 2], "max_tokens": 9, "streaming": True} | fields), 1000, 32
+        )
 
 
 def test_a_sequence_that_has_had_all_its_tokens_does_not_go_on() -> None:
     lives = Lives(make)
     lives.core.enqueue(1, stream([1], 3), None, Resume([Delivered([5, 6, 7])]))
     (response,) = lives.core.take_responses()
-    assert "3 tokens of a sequence that goes on" in response.error_msg
+    assert "3 output tokens of a sequence that goes on" in response.error_msg
 
 
 def test_requests_that_an_engine_had_accepted_are_not_refused_by_the_next_one_for_its_full_queue() -> None:
@@ -329,12 +348,14 @@ def test_a_turn_that_still_runs_for_a_lost_connection_is_run_again_for_the_new_o
     request = stream([1, 2], 30, session=SessionConfig(7, start=True))
     lost = lives.ask(request, Resume(turn="t"))
     lives.run(lambda: len(lost.responses) >= 4)
-    again = lives.ask(Request([1, 2], 30, streaming=True, session=SessionConfig(7, start=True)), Resume(turn="t"))
+    again = lives.ask(
+        Request([1, 2], 30, streaming=True, session=SessionConfig(7, start=True)), Resume(turn="t", is_again=True)
+    )
     lives.run(lambda: again.has_ended)
     assert [token for each in again.responses for token in each.result.output_token_ids[0]] == oracle([1, 2], 30, 1000)
     second = lives.ask(stream([3], 5, session=SessionConfig(7)), Resume(turn="u"))
     lives.run(lambda: second.has_ended)
-    repeated = lives.ask(stream([3], 5, session=SessionConfig(7)), Resume(turn="u"))
+    repeated = lives.ask(stream([3], 5, session=SessionConfig(7)), Resume(turn="u", is_again=True))
     lives.run(lambda: repeated.has_ended)
     assert [each.result.output_token_ids for each in repeated.responses] == [
         each.result.output_token_ids for each in second.responses
@@ -347,7 +368,9 @@ def test_a_turn_that_comes_twice_at_the_same_moment_is_no_conflict_and_another_t
     lives = Lives(make)
     request = stream([1, 2], 6, session=SessionConfig(7, start=True))
     lives.ask(request, Resume(turn="t"))
-    again = lives.ask(Request([1, 2], 6, streaming=True, session=SessionConfig(7, start=True)), Resume(turn="t"))
+    again = lives.ask(
+        Request([1, 2], 6, streaming=True, session=SessionConfig(7, start=True)), Resume(turn="t", is_again=True)
+    )
     other = lives.ask(stream([5], 2, session=SessionConfig(7)), Resume(turn="u"))
     lives.run(lambda: again.has_ended and other.has_ended)
     assert [token for each in again.responses for token in each.result.output_token_ids[0]] == oracle([1, 2], 6, 1000)
@@ -366,3 +389,47 @@ def test_a_cancel_of_a_turn_that_waits_for_its_guide_keeps_what_the_client_has_h
     guides.tell(request_id)
     lives.run(lambda: client.has_ended)
     assert list(lives.core.sessions.get(("", 7)).token_ids) == [1, 4, 5]
+
+
+def test_output_that_a_client_brings_back_takes_its_place_in_the_queue() -> None:
+    config = replace(CONFIG, limits=LimitsConfig(max_queued_tokens=16))
+    lives = Lives(lambda: EngineCore(config, HashWorkerGroup()))
+    output = oracle([1, 2], 15, 1000)
+    refused = lives.ask(stream([1, 2]), Resume([Delivered(output)]))
+    fits = lives.ask(stream([1, 2]), Resume([Delivered(output[:14])]))
+    lives.run(lambda: refused.has_ended and fits.has_ended)
+    assert "the limit is 16 (limits.max_queued_tokens)" in refused.responses[-1].error_msg
+    tokens = [token for each in fits.responses for token in each.result.output_token_ids[0]]
+    assert output[:14] + tokens == oracle([1, 2], 20, 1000)
+
+
+def test_what_the_former_engine_has_left_says_who_was_on_trial_when_it_ended() -> None:
+    """Its last words about trials may not have reached this client."""
+    for former, is_ended in (
+        (Former("engine 3", 3 << CLIENT_SHIFT | 1), True),
+        (Former("engine 3", None), False),
+        (Former("engine 3", 8 << CLIENT_SHIFT | 1), False),
+        (Former("another one", 3 << CLIENT_SHIFT | 1), False),
+    ):
+        kept = Kept()
+        kept.add(stream([1]))
+        kept.lose(2)
+        kept.lose(3)
+        kept.replay.note_trial(3 << CLIENT_SHIFT | 1 if former.trial is None else None)
+        kept.lose(4, former=former)
+        assert bool(kept.refused) == is_ended, former
+
+
+def test_the_trial_of_an_engine_outlives_it_and_a_torn_record_says_nothing() -> None:
+    kept = KeptFiles.make(EngineConfig())
+    try:
+        assert kept.former() == Former()
+        kept.note_trial("0123456789abcdef", None)
+        assert kept.former() == Former("0123456789abcdef", None)
+        for request_id in (0, 5 << CLIENT_SHIFT | 7):
+            kept.note_trial("0123456789abcdef", request_id)
+            assert kept.former() == Former("0123456789abcdef", request_id)
+        os.pwrite(kept.trial, b"\x01", 17)
+        assert kept.former() == Former()
+    finally:
+        kept.close()

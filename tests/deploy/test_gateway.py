@@ -291,3 +291,16 @@ def test_others_that_reach_the_endpoint_without_a_key_are_warned_about() -> None
 def test_the_console_shows_how_to_ask_it(server: TritonServer) -> None:
     assert any("http://here:1/v1/chat/completions" in line for line in examples(server, "http://here:1"))
     assert not any("/v1/" in line for line in examples(server, None))
+
+
+def test_the_formats_of_the_endpoint_are_those_of_the_chat_template_unless_they_are_given() -> None:
+    template = "{{ '[TOOL_CALLS]' }}<think></think>"
+    found = GatewayOptions(9000).with_formats_of(template)
+    assert (found.tool_format, found.reasoning_format) == ("mistral", "think")
+    given = GatewayOptions(9000, tool_format="llama", reasoning_format="none").with_formats_of(template)
+    assert (given.tool_format, given.reasoning_format) == ("llama", "none")
+    plain = GatewayOptions(9000).with_formats_of("")
+    assert (plain.tool_format, plain.reasoning_format) == ("hermes", "none")
+    for fields in ({"tool_format": "xml"}, {"reasoning_format": "xml"}):
+        with pytest.raises(UserError, match="'xml' is not known; allowed are auto, "):
+            GatewayOptions(Ports.free().http, **fields).check(())

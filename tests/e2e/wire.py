@@ -43,6 +43,9 @@ TYPES = {
     "repetition_penalty": np.float32,
     "min_tokens": np.int32,
     "embedding_bias": np.float32,
+    "resume_output_ids": np.int32,
+    "resume_log_probs": np.float32,
+    "resume_ended": bool,
     "guided_decoding_guide_type": np.object_,
     "guided_decoding_guide": np.object_,
 }

@@ -116,7 +116,7 @@ def test_a_large_log_is_written_anew_and_stays_bounded(monkeypatch: pytest.Monke
         new = turn(lives, 7, [number], start=number == 0, **({} if number == 0 else {"step": 6}))
         log = [*log[:6], number, *new]
         generations.add(lives.core.sessions.log._generation)
-        sizes = [os.fstat(file).st_size for file in lives._files]
+        sizes = [os.fstat(file).st_size for file in lives.files]
         assert max(sizes) < 4000 and min(sizes) == 0
     assert len(generations) > 3
     lives.crash()
@@ -129,7 +129,7 @@ def damaged(change: Callable[[bytearray], None]) -> Lives:
     for number in range(2):
         for session in (1, 2):
             turn(lives, session, [session], start=number == 0)
-    file = max(lives._files, key=lambda file: os.fstat(file).st_size)
+    file = max(lives.files, key=lambda file: os.fstat(file).st_size)
     data = bytearray(os.pread(file, 1 << 20, 0))
     change(data)
     os.ftruncate(file, 0)

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
+
 from backend.api import EngineConfig, Response
 from backend.api.config import KvCacheConfig, SchedulerConfig
 from backend.core.messages import Command, Hello, Message, Responses
@@ -23,6 +25,7 @@ CONFIG = EngineConfig(
     kv_cache=KvCacheConfig(block_size=4, max_tokens=4 * 64),
     scheduler=SchedulerConfig(max_batch_size=4, max_num_tokens=64),
 )
+POOL = msgspec.structs.replace(CONFIG, kv_cache=KvCacheConfig(block_size=4, max_tokens=4 * 512))  # for long streams
 
 
 def make_core(config: EngineConfig = CONFIG, **worker: object) -> EngineCore:

@@ -4,49 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from backend.api import ErrorCode, OutputConfig, Request, Response, SamplingConfig, SessionConfig
-from backend.api.config import EngineConfig, KvCacheConfig, TritonConfig
+from backend.api.config import TritonConfig
 from backend.executor import Executor
 from backend.wire.client import wait_until
 from tests.executor.hash_engine import KILLS
-from tests.executor.helpers import CONFIG
+from tests.executor.helpers import POOL
 from tests.fakes.hash_worker import oracle
-
-POOL = msgspec.structs.replace(CONFIG, kv_cache=KvCacheConfig(block_size=4, max_tokens=4 * 512))
-
-
-@pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Executor]]:
-    """Makes the owner of an engine process over the model of hashes, whose steps take 2 ms."""
-    program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.executor.hash_engine "$@"\n')
-    program.chmod(0o700)
-    monkeypatch.setenv("EVERBATCH_PYTHON", str(program))
-    monkeypatch.setenv("EVERBATCH_STEP_MS", "2")
-    owners: list[Executor] = []
-
-    def start(config: EngineConfig = POOL) -> Executor:
-        owners.append(Executor.launch(config, str(tmp_path / "run" / "engine.sock")))
-        owners[-1]._process._back_off._delay_s = 0.01
-        return owners[-1]
-
-    yield start
-    for owner in owners:
-        owner.shutdown()
-
-
-@pytest.fixture
-def owner(launch: Callable[..., Executor]) -> Executor:
-    return launch()
 
 
 class Heard:

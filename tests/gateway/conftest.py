@@ -91,6 +91,7 @@ def shared_triton() -> Iterator[FakeTriton]:
 def triton(shared_triton: FakeTriton) -> FakeTriton:
     """A fake that has seen nothing."""
     shared_triton.requests.clear()
+    shared_triton.script.clear()
     return shared_triton
 
 

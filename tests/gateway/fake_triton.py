@@ -1,10 +1,12 @@
 """Triton's gRPC with a model `everbatch` that follows the contract and says what the prompt tells it to.
 
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
-tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
-stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
-"say TEXT" says it; "linger TEXT" says it, and ends the stream some time later. Anything else is answered with WORDS, n
-times: a stream tells of one reply in each response, else one response has them all.
+tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "lose N" breaks the
+connection after N responses, `losses` times; "cut" ends the stream without a last response; "silent" says nothing until it is
+cancelled; "junk" says a token and then what is no JSON.
+"say TEXT" says it; "linger TEXT" says it, and ends the stream some time later; "full" ends at the model's length, "stopped
+by STOP" at a stop string. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else
+one response has them all. While `script` holds texts, they are the next answers, whatever is asked.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 WORDS = ["Hello", " wörld", " 🌍", "!"]
+ENDS = {
+    "timeout": "timeout",
+    "full": "length",
+    "stopped": "stop",
+}  # commands that only end the reply, and its finish_reason
+PROMPT_IDS = [11, 12, 13, 14, 15, 16, 17]
 KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
@@ -31,7 +39,7 @@ KEYS = {
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions"),
+    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "tell_prompt"),
 }
 
 
@@ -67,8 +75,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[Seen] = []
+        self.script: list[str] = []
         self.adapters = ["doll"]
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
+        self.losses = 0  # connections that break under "lose"
         self.ready = True  # the server
         self.model_ready = True
         self.readiness_asked = 0
@@ -125,7 +135,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         if unknown:
             yield error(f"[INVALID_ARGUMENT] unknown keys {sorted(unknown)}")
             return
-        yield from self._answers(seen, context)
+        is_scripted = bool(self.script) and "messages" in seen.body and not seen.body.get("tokenize")
+        yield from said(seen, self.script.pop(0)) if is_scripted else self._answers(seen, context)
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):
@@ -150,24 +161,46 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             seen.ended.wait(30)
         elif command == "silent":
             seen.ended.wait(30)
+        elif command == "lose":
+            yield from self._losing(seen, context, int(rest))
         elif command == "junk":
             yield piece(seen, [" tick"], None)
             broken = piece(seen, [" tock"], None)
             broken.infer_response.raw_output_contents[0] = b"\x04\0\0\0{MAR"
             yield broken
-        elif command == "timeout":
-            yield piece(seen, [" tick"], "timeout")
-        elif command == "say":
-            yield from said(seen, rest)
-        elif command == "linger":
-            yield from said(seen, rest)
-            seen.was_cancelled = seen.ended.wait(0.3)
+        elif command in ENDS:
+            yield piece(seen, [" tick"], ENDS[command], stop=rest.removeprefix("by ") or None)
+        elif command in ("say", "linger"):
+            yield from said(seen, rest, lingers=command == "linger")
         elif command == "flood":
             yield from flood(seen, int(rest))
         elif {"embed", "rank"} & seen.body.keys():
             yield response(seen, [vector(seen)])
         else:
             yield from plain(seen)
+
+    def _losing(self, seen: Seen, context: Any, count: int) -> Iterator[Any]:
+        """WORDS, one in a response; after `count` responses the connection breaks, as often as `losses` says."""
+        number = seen.body.get("n", 1)
+        had = seen.body.get("resume", [{}] * number)
+        for index, one in enumerate(had):
+            if one.get("token_ids"):
+                seen.words[index] = len(one["token_ids"])
+        left = [range(seen.words.get(index, 0), 0 if one.get("ended") else len(WORDS)) for index, one in enumerate(had)]
+        turns = sorted((place, index) for index, places in enumerate(left) for place in places)
+        if not seen.body.get("stream"):
+            if self.losses:
+                self.losses -= 1
+                context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            yield response(seen, [told(seen, WORDS, "stop", index) for index in range(number)])
+            return
+        for sent, (place, index) in enumerate(turns):
+            if self.losses and sent == count:
+                self.losses -= 1
+                context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            reason = "stop" if place == len(WORDS) - 1 else None
+            value = told(seen, [WORDS[place]], reason, index)
+            yield response(seen, [value if sent or "seed" in seen.body else {**value, "seed": 7}])
 
     def _change_adapters(self, seen: Seen) -> Any:
         loaded, unloaded = seen.body.get("load_adapter"), seen.body.get("unload_adapter")
@@ -212,12 +245,14 @@ def vector(seen: Seen) -> dict[str, Any]:
     return {**told(seen, [], "length"), "embedding": base64.b64encode(data).decode()}
 
 
-def said(seen: Seen, text: str) -> Iterator[Any]:
+def said(seen: Seen, text: str, lingers: bool = False) -> Iterator[Any]:
     """The text; in a stream seven characters at a time."""
     parts = [text[i : i + 7] for i in range(0, len(text), 7)] if seen.body.get("stream") else [text]
     for part in parts[:-1]:
         yield piece(seen, [part], None)
     yield piece(seen, parts[-1:], "stop")
+    if lingers:
+        seen.was_cancelled = seen.ended.wait(0.3)
 
 
 def flood(seen: Seen, count: int) -> Iterator[Any]:
@@ -226,9 +261,10 @@ def flood(seen: Seen, count: int) -> Iterator[Any]:
     yield piece(seen, ["x" * 1024], "stop")
 
 
-def piece(seen: Seen, words: list[str], reason: str | None) -> Any:
-    """A response that tells of one reply."""
-    return response(seen, [told(seen, words, reason)])
+def piece(seen: Seen, words: list[str], reason: str | None, stop: str | None = None) -> Any:
+    """A response that tells of one reply. `stop`: the stop string that has ended it."""
+    value = told(seen, words, reason)
+    return response(seen, [value | {"stop_reason": stop} if reason is not None else value])
 
 
 def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> dict[str, Any]:
@@ -242,6 +278,9 @@ def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> di
     of_prompt = seen.body.get("prompt_logprobs")
     if is_first and of_prompt is not None:
         value["prompt_logprobs"] = scored(seen.text(), of_prompt)
+    if is_first and (asked := seen.body.get("tell_prompt")):
+        value["prompt"] = {"prompt_tokens": 7, "cached_tokens": 6 if index else 3}
+        value["prompt"] |= {"token_ids": PROMPT_IDS} if asked == "token_ids" else {}
     if seen.body.get("n", 1) > 1:
         value["index"] = index
     count = seen.body.get("logprobs")

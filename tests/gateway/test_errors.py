@@ -267,11 +267,13 @@ def test_each_code_of_the_model_has_its_own_status() -> None:
 def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
     others = {
         **{"prompt_token_ids": "prompt", "lora_name": "model", "LoRA": "model", "num_return_sequences": "n"},
-        **{"prompt_logprobs": "logprobs", "prompt_log_probs": "logprobs", "tokenize": None},
+        **{"prompt_logprobs": "logprobs", "prompt_log_probs": "logprobs", "tokenize": None, "tell_prompt": None},
         **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
+        **{"visible_tokens": None, "reasoning": None},
     }
     # Of gateway/adapters.py and gateway/vectors.py, which calls texts as its clients do: no client sends them.
-    commands = {"load_adapter", "unload_adapter", "list_adapters", "embed", "rank"}
+    # Nor is `resume` theirs: gateway/resuming.py sends it.
+    commands = {"load_adapter", "unload_adapter", "list_adapters", "embed", "rank", "resume"}
     same = {name: name for name in KEYS - set(others) - {"guide"} - commands}
     expected = {**same, **others}
     assert {name: from_triton(f"[INVALID_ARGUMENT] {name} is odd").param for name in expected} == expected

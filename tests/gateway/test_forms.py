@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.tools import Call, CallReader, read_calls
 from tests.gateway.fake_triton import FakeTriton
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -147,42 +146,3 @@ def test_calls_and_results_reach_the_template(client: openai.OpenAI, triton: Fak
     function = {"name": "add", "arguments": {"a": 1}}
     assert sent[1] == {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]}
     assert sent[2] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
-
-
-HOLDS_AN_END = CALL.replace("}}", ', "note": "</tool_call> \\" </tool_call>"}}')  # within a string of its arguments
-TEXTS = [
-    "no call at all",
-    CALL,
-    f"{CALL}<tool_call></tool_call>{CALL}z",
-    f"x{CALL}{CALL}y",
-    '<tool_call>{"name": "add", "argum',  # cut off
-    "<tool_call>no json</tool_call>",
-    "ends like a call <tool_c",
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_pieces_tell_what_the_whole_tells(text: str, size: int) -> None:
-    """Whatever the pieces, content and calls are those of the whole text, and nothing is lost or held back at the end."""
-    reader, found = CallReader(), list[str | Call]()
-    for i in range(0, len(text), size):
-        found += reader.push(text[i : i + size])
-    found.append(reader.flush())
-    content, calls = read_calls(text)
-    assert "".join(part for part in found if isinstance(part, str)) == content
-    assert [(part.name, part.arguments) for part in found if isinstance(part, Call)] == [
-        (call.name, call.arguments) for call in calls
-    ]
-    assert len(calls) == text.count(CALL) and content == text.replace(CALL, "")
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_call_may_hold_what_ends_one(size: int) -> None:
-    reader, found = CallReader(), list[str | Call]()
-    text = HOLDS_AN_END + "then"
-    for i in range(0, len(text), size):
-        found += reader.push(text[i : i + size])
-    call, *content = found
-    assert isinstance(call, Call) and json.loads(call.arguments)["note"] == '</tool_call> " </tool_call>'
-    assert "".join(map(str, content)) + reader.flush() == "then" and reader.num_calls == 1

@@ -132,7 +132,7 @@ def test_a_server_that_stops_lets_replies_end_and_then_ends_them_with_an_error(t
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_a_stream_whose_server_dies_ends_with_an_error_event(path: str, prompts: int) -> None:
+def test_a_stream_whose_server_dies_and_is_not_waited_for_ends_with_an_error_event(path: str, prompts: int) -> None:
     """The last event says that it may be tried again; without it a client would take the text for the whole reply."""
     if prompts > 1 and path != "completions":
         return
@@ -141,7 +141,7 @@ def test_a_stream_whose_server_dies_ends_with_an_error_event(path: str, prompts:
         "completions": {"prompt": ["hold"] * prompts},
         "responses": {"input": "hold"},
     }
-    with FakeTriton() as triton, serving(triton.url) as served, connect(served) as connection:
+    with FakeTriton() as triton, serving(triton.url, resume_timeout_s=0) as served, connect(served) as connection:
         served.wait_healthy()
         body = {"model": "everbatch", "stream": True, **bodies[path]}
         connection.sendall(post(json.dumps(body).encode(), f"/v1/{path}"))

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
+
 from tests.gateway.conftest import Served, serving
 from tests.gateway.fake_triton import FakeTriton
 
@@ -83,3 +85,25 @@ def test_version_and_models_are_told(served: Served) -> None:
     assert served.request("GET", "/version")[1] == {"version": "unknown"}
     status, answer, _ = served.request("GET", "/server_info")
     assert (status, answer["served_model_name"], answer["max_model_len"]) == (200, "everbatch", 2048)
+
+
+@pytest.mark.parametrize("path", ["/load", "/v1/load"])
+def test_the_load_of_vllm_is_the_number_of_requests_that_are_being_answered(
+    path: str, served: Served, triton: FakeTriton
+) -> None:
+    assert served.request("GET", path)[:2] == (200, {"server_load": 0})
+    with served.client() as client:
+        stream = client.completions.create(model="everbatch", prompt="hold", stream=True)
+        next(stream)
+        assert served.request("GET", path)[:2] == (200, {"server_load": 1})
+        stream.close()
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")])
+def test_health_is_asked_for_in_several_ways(method: str, path: str, served: Served, triton: FakeTriton) -> None:
+    assert served.request(method, path)[:2] == (200, {"status": "ready"})
+    triton.model_ready = False
+    try:
+        assert served.request(method, path)[0] == 503
+    finally:
+        triton.model_ready = True

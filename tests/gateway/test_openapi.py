@@ -23,16 +23,21 @@ BETWEEN_PARAMETERS = (
     *("needs logprobs", "needs stream", "send one of them", "has no content", "prompts times n"),
     *("leave one out", "names no response", "belongs to chat completions"),
     *("give one of json, json_object", "one of prompt and messages", "add_special_tokens is"),
+    *("send it in one of role", "nothing answers it", "has no budget_tokens", "of type tool has no name"),
     *("has no tool_call_id", "there are no tools", "have the same name", "which is none of the tools"),
 )
 
 
 OPERATIONS = [
     ("GET", "/health"),
+    ("GET", "/ping"),
+    ("POST", "/ping"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/responses"),
     ("POST", "/v1/responses/input_tokens"),
     ("POST", "/v1/conversations"),
@@ -43,6 +48,8 @@ OPERATIONS = [
     ("POST", "/detokenize"),
     ("GET", "/version"),
     ("GET", "/server_info"),
+    ("GET", "/load"),
+    ("GET", "/v1/load"),
     ("GET", "/v1/loads"),
     ("GET", "/v1/admin/models"),
     *(("POST", f"/v1/admin/models/{{name}}/{operation}") for operation in ("load", "unload", "replace")),
@@ -59,7 +66,9 @@ OPERATIONS = [
 TRIED = [(method, path) for method, path in OPERATIONS if "{conversation_id}" not in path and path != "/v1/loads"]
 RUNS = [(method, path, "positive") for method, path in TRIED]
 RUNS += [
-    (method, path, "negative") for method, path in TRIED if method == "POST" and "/admin/" not in path
+    (method, path, "negative")
+    for method, path in TRIED
+    if method == "POST" and path != "/ping" and "/admin/" not in path
 ]  # others have no body
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from gateway import translate
+from gateway.dialect import Dialect
 from gateway.errors import GatewayError
 from gateway.invalid import parse, refused_of
 from gateway.items import items_of
 from gateway.messages import ChatRequest, CompletionRequest, Sampling
 from gateway.response_messages import ResponseRequest
+from gateway.settings import Settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "openai.md"
 KINDS: dict[str, type[Sampling]] = {
@@ -30,8 +32,10 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 SEEN_LATER = {  # nothing that the model is asked for; other tests show what they do
     *(("stream_options.include_usage", endpoint) for endpoint in ("chat", "completions")),
+    *((name, kind) for name in ("include_reasoning", "separate_reasoning") for kind in ("chat", "responses")),
     *(("store", "responses"), ("previous_response_id", "responses"), ("conversation", "responses")),
 }
+DIALECT = Dialect.of(Settings(reasoning_format="think"))
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 OWN_TOOLS = [{"type": "function", "name": "f"}]  # as /v1/responses writes them
 WITH: dict[str, dict[str, Any]] = {
@@ -48,13 +52,15 @@ VALUES: dict[str, Any] = {
     ),
     **dict.fromkeys(("seed", "best_of", "max_tool_calls", "prompt_logprobs", "top_logprobs"), 3),
     **dict.fromkeys(("stream", "echo", "ignore_eos", "include_stop_str_in_output", "store", "background"), True),
-    **dict.fromkeys(("use_beam_search", "early_stopping"), True),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "return_token_ids"), True),
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "instructions", "suffix", "conversation"), "x"),
     **dict.fromkeys(("reasoning_effort", "verbosity"), "low"),
     **dict.fromkeys(("no_stop_trim", "return_hidden_states", "continue_final_message"), True),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), False),
     **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), False),
     "chat_template_kwargs": {"enable_thinking": False},
+    "enable_thinking": False,
+    **dict.fromkeys(("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"), 7),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), "[]"),
     "guided_choice": ["a", "b"],
     "repetition_penalty": 1.5,
@@ -123,8 +129,8 @@ def jobs(endpoint: str, added: dict[str, Any]) -> list[dict[str, Any]]:
     """What the model is asked for."""
     message: Any = parse(KINDS[endpoint], json.dumps({**GOOD[endpoint], **added}).encode())
     if endpoint == "responses":
-        return [translate.response(message, [], items_of(message.input))]
-    return [translate.chat(message)] if endpoint == "chat" else translate.completions(message)
+        return [translate.response(message, [], items_of(message.input), DIALECT)]
+    return [translate.chat(message, DIALECT)] if endpoint == "chat" else translate.completions(message)
 
 
 def beside(endpoint: str, name: str) -> dict[str, Any]:

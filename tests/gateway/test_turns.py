@@ -16,6 +16,9 @@ from gateway.answers import BLOCK, Outlet
 from gateway.choices import Reply, total_usage
 from gateway.chunks import ChatChunks, Head, chat_body, completion_body
 from gateway.logprobs import SLICE, TextColumns, chat_columns, encoded
+from gateway.parts import PlainReader
+from gateway.tool_formats.reader import CallReader
+from gateway.tool_formats.table import TOOL_FORMATS
 from gateway.triton_client import Job, Piece, TritonLink, Usage
 from gateway.turns import Turns
 from tests.gateway.fake_triton import FakeTriton, logprob
@@ -86,7 +89,8 @@ def told(index: int, text: str, usage: Usage | None = None) -> Piece:
 
 def test_streamed_choices_read_their_own_calls_and_have_their_own_usage() -> None:
     """The pieces of two choices take turns."""
-    chunks = ChatChunks(Head("id", "x", "m"), 2, include_usage=True, with_calls=True)
+    readers = [CallReader(TOOL_FORMATS["hermes"].format, {}) for _ in range(2)]
+    chunks = ChatChunks(Head("id", "x", "m"), 2, include_usage=True, readers=readers)
     calls = [
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
@@ -123,7 +127,14 @@ def test_without_tokens_the_lists_are_empty() -> None:
     )
 
 
-@pytest.mark.parametrize("body", [chat_body, lambda *given: completion_body(*given, 1)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda *given: chat_body(*given, [PlainReader()] * 3),
+        lambda *given: completion_body(*given, 1),
+    ],
+    ids=["chat", "completions"],
+)
 def test_each_choice_of_a_reply_starts_from_its_own_beginning(body: Callable[..., Any]) -> None:
     replies = []
     for _ in range(3):

@@ -9,7 +9,7 @@ from tests.hostile import json_cases, values
 from tests.hostile.case import Case, HttpExchange
 from tests.hostile.served import GATEWAY
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank")
+PATHS = (*("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank"),)
 _JSON = "Content-Type: application/json\r\n"
 
 
@@ -103,7 +103,7 @@ def left(rng: random.Random, model: str) -> Case:
     path = rng.choice(PATHS)
     fields = dict(json_cases.SERVED[path]) | {"stream": rng.choice(("true", "true", "false"))}
     fields["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = str(rng.choice((20, 300)))
-    if path != "/v1/responses":
+    if path not in ("/v1/responses", "/v1/messages"):
         fields["n"] = str(rng.choice((1, 1, 4, 16)))
     call = exchange(json_cases.object_text(fields), path, leave_after=rng.choice((0, 1, 200, 900, 5000)))
     return Case("gateway-left", f"{path}: the client leaves", GATEWAY, call)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from backend.serving.fronts.everbatch import Generate
 from backend.serving.fronts.vllm_sampling import VllmSampling
+from gateway.anthropic_messages import MessagesRequest
 from gateway.messages import ChatRequest, CompletionRequest
 from gateway.response_messages import ResponseRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
@@ -29,6 +30,11 @@ SERVED: dict[str, Fields] = {
     },
     "/v1/completions": {"model": '"everbatch"', "prompt": '"a = "', "max_tokens": "3"},
     "/v1/responses": {"model": '"everbatch"', "input": '"a = "', "max_output_tokens": "3"},
+    "/v1/messages": {
+        "model": '"everbatch"',
+        "messages": '[{"role": "user", "content": "a"}]',
+        "max_tokens": "3",
+    },
     "/v1/embeddings": {"model": '"everbatch"', "input": '"a = "'},
     "/v1/rerank": {"model": '"everbatch"', "query": '"a"', "documents": '["b"]'},
 }
@@ -38,6 +44,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": tuple(ChatRequest.model_fields),
     "/v1/completions": tuple(CompletionRequest.model_fields),
     "/v1/responses": tuple(ResponseRequest.model_fields),
+    "/v1/messages": tuple(MessagesRequest.model_fields),
     "/v1/embeddings": tuple(EmbeddingRequest.model_fields),
     "/v1/rerank": tuple(RerankRequest.model_fields),
 }
@@ -68,6 +75,14 @@ NEARLY: dict[str, tuple[str, ...]] = {
             '[{"role": "user", "content": []}]',
         ),
         *('[{"role": "user", "content": "\\ud800"}]', '[{"role": "assistant", "content": null}]', '[{"role": 1}]'),
+        *(
+            '[{"role": "user", "content": [{"type": "image", "source": {}}]}]',
+            '[{"role": "assistant", "content": "a"}]',
+        ),
+        *(
+            '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": 5}]}]}]',
+            json.dumps([{"role": "user", "content": [{"type": "text", "text": "a"}] * 3000}]),
+        ),
         *('[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]',),
         *(json.dumps([{"role": "user", "content": "a"}] * 3000), '[{"role": "user", "content": {"a": 1}}]'),
         *('[{"role": "user", "content": "a", "name": "' + "n" * 9000 + '"}]', '[{"role": "\\ud800", "content": "a"}]'),

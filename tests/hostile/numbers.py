@@ -25,6 +25,7 @@ from backend.api.lora import LoraConfig
 from backend.api.request import Request, RetentionConfig, SessionConfig, SessionId, TokenRangeRetention
 from backend.api.sampling import AdditionalOutput, OutputConfig, SamplingConfig
 from backend.api.tensor import TensorData
+from backend.api.thinking import Thinking
 from compat import trtllm
 
 VALUES: dict[str, Any] = {
@@ -63,6 +64,7 @@ _SAMPLES: dict[type[Struct], Struct] = {  # a valid value of each nested struct,
     TensorData: TensorData("float32", (1, 4), bytes(16)),
     LoraConfig: LoraConfig(1),
     Guide: Guide(GuideType.REGEX, "a*"),
+    Thinking: Thinking((5,)),
 }
 
 

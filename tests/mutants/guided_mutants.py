@@ -5,7 +5,7 @@ from __future__ import annotations
 from backend.api import guide
 from backend.engine.core import EngineCore
 from backend.engine.preparation import Preparation
-from backend.guided import compiler, llguidance_backend, schema_parts, sentences, vocabulary
+from backend.guided import compiler, llguidance_backend, schema_parts, sentences, structural_tag, vocabulary
 from backend.guided.compile_errors import error_of
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
@@ -87,7 +87,7 @@ MUTANTS = {
         GRAMMARS,
     ),
     "any_whitespace_in_structures": (
-        change(llguidance_backend, "_body", ('{**schema, "x-guidance": _OPTIONS}', "schema")),
+        change(llguidance_backend, "_json_rule", ("{**schema, 'x-guidance': _OPTIONS}", "schema")),
         GRAMMARS,
     ),
     "places_in_our_own_grammar_are_told": (
@@ -111,9 +111,7 @@ MUTANTS = {
         GATEWAY,
     ),
     "triggers_may_overlap": (
-        change(
-            llguidance_backend, "parse_structural_tag", ("if any(other != trigger", "if False and any(other != trigger")
-        ),
+        change(structural_tag, "_check_triggers", ("if any(other != trigger", "if False and any(other != trigger")),
         GRAMMARS,
     ),
     "nesting_counts_round_brackets_only": (change(guide, "nesting", ('"([{"', '"[{"')), GUIDE),

@@ -11,7 +11,7 @@ from backend.serving.fronts import everbatch
 from backend.serving.requests import Work
 from backend.text import chat
 from backend.text.chat import ChatTemplate
-from gateway import chunks, core, invalid, keys, logprobs, response_events, translate
+from gateway import chunks, core, invalid, keys, logprobs, response_output, translate
 from gateway.triton_client import Piece
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -91,11 +91,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     # Functions in /v1/responses.
     "white_space_between_calls_is_a_message": (
-        change(response_events._Output, "add", ("self._blank.strip() or", "True or")),
+        change(response_output.Output, "_add_part", ("self._blank.strip() or", "True or")),
         RESPONSE_TOOLS,
     ),
     "later_texts_of_a_message_replace_earlier_ones": (
-        change(response_events._Output, "_grown", ("message.texts.append(text)", "message.texts[:] = [text]")),
+        change(response_output.Output, "_grown", ("item.texts.append(text)", "item.texts[:] = [text]")),
         ["tests/gateway/test_responses.py"],
     ),
     "to_count_is_to_generate": (change(translate, "counting", ('"tokenize": True', '"max_tokens": 1')), RESPONSE_TOOLS),

@@ -11,6 +11,7 @@ from backend.engine.session_log import SessionLog
 from backend.engine.sessions import SessionTable
 from backend.engine.trials import Trials
 from backend.executor import repeats
+from backend.executor.kept_files import KeptFiles
 from backend.executor.live import Live
 from backend.executor.replay import Replay
 from backend.replicas.front import Front
@@ -105,10 +106,6 @@ MUTANTS = {
         change(resume, "_take_up", ("seq.log_probs = [0.0] * len(delivered.token_ids)", "pass")),
         CONTRACT,
     ),
-    "token_ids_are_not_checked": (
-        change_everywhere(resume.check_resume, ("0 <= token_id < vocab_size", "True")),
-        RULES,
-    ),
     "a_full_sequence_goes_on": (
         change_everywhere(resume.check_room, (">= max_output", "> max_output")),
         RULES,
@@ -118,7 +115,7 @@ MUTANTS = {
         RULES,
     ),
     "a_turn_is_appended_twice": (
-        change(Intake, "_accept_turn", ("and known.turn == resume.turn", "and False")),
+        change(Intake, "_accept_turn", ("and resume.is_life_of(known.turn)", "and False")),
         RULES,
     ),
     "an_earlier_life_runs_on": (
@@ -127,6 +124,18 @@ MUTANTS = {
     ),
     "a_cancel_undoes_a_turn_that_goes_on": (
         change(Preparation, "goes_on", ("bool(waiting.resume.delivered)", "False")),
+        RULES,
+    ),
+    "the_former_engine_s_trial_is_not_noticed": (
+        change(Replay, "greet", ("if former.engine:", "if False:")),
+        RULES,
+    ),
+    "the_trial_of_any_former_engine_counts": (
+        change(Replay, "greet", (" if former.engine == self._engine else None", "")),
+        RULES,
+    ),
+    "a_torn_record_of_a_trial_counts": (
+        change(KeptFiles, "former", ("or crc != _CRC.pack(zlib.crc32(body))", "")),
         RULES,
     ),
     "others_run_beside_a_trial": (
@@ -194,11 +203,11 @@ MUTANTS = {
         ["tests/replicas/test_front.py::test_a_turn_of_a_session_waits_for_its_own_replica"],
     ),
     "a_turn_that_is_sent_again_at_the_same_moment_is_refused": (
-        change(Intake, "_accept_turn", (" and not (resume.turn and", " and not (False and")),
+        change(Intake, "_accept_turn", (" and not resume.is_life_of(self.sessions_this_poll[key])", "")),
         RULES,
     ),
     "any_turn_at_the_same_moment_is_taken": (
-        change(Intake, "_accept_turn", ("self.sessions_this_poll[key] == resume.turn", "True")),
+        change(Intake, "_accept_turn", ("not resume.is_life_of(self.sessions_this_poll[key])", "False")),
         RULES,
     ),
     "pauses_are_published_again_and_again": (

@@ -21,7 +21,7 @@ from backend.api import (
 )
 from backend.api.live_view import LiveView, Quantiles
 from backend.api.stats import EngineCounters, IterationStats, PauseCounts
-from backend.core.messages import Hello
+from backend.core.messages import Hello, Resume
 from backend.core.step import ModelInfo
 
 OnResponse = Callable[[Response], None]
@@ -40,6 +40,7 @@ class ScriptedExecutor:
         self.named: list[tuple[str, str | None]] = []
         self.requests: dict[RequestId, Request] = {}
         self.live: dict[RequestId, OnResponse] = {}
+        self.resumes: list[Resume | None] = []
         self.cancelled: list[tuple[RequestId, int | None]] = []
         self.cancelled_sequences: list[int | None] = []  # of each of these calls
         self.stopped_sessions: list[tuple[SessionId, bool, str]] = []
@@ -54,13 +55,14 @@ class ScriptedExecutor:
 
     # ---- the executor's interface ----
 
-    def submit(self, request: Request, on_response: OnResponse) -> RequestId:
+    def submit(self, request: Request, on_response: OnResponse, resume: Resume | None = None) -> RequestId:
         if self.refuse and (error := self.refuse.pop(0)) is not None:
             raise error
         if self.has_given_up or not self.is_ready():  # refuses as the real one does, in its own words
             raise EngineUnavailable("the engine was given up" if self.has_given_up else "no sign of life")
         request_id = RequestId(len(self.requests) + 1)
         self.requests[request_id] = request
+        self.resumes.append(resume)
         self.live[request_id] = on_response
         self.submitted.release()
         return request_id
@@ -107,6 +109,9 @@ class ScriptedExecutor:
 
     def why_not_ready(self) -> str:
         return "" if self.is_ready() else "no sign of life"
+
+    def can_enqueue_requests(self) -> bool:
+        return self.is_ready()
 
     def is_ready(self) -> bool:
         return self.hello is not None and not self.was_shut_down

@@ -137,7 +137,7 @@ def test_an_adapter_is_named_as_the_configuration_has_it(tools: TextTools) -> No
 
 
 def test_a_stream_tells_deltas_and_its_end_the_usage(tools: TextTools) -> None:
-    output = work(tools, prompt="a", stream=True).output
+    output = work(tools, prompt="a", stream=True, seed=1).output
     first, second = tools.tokenizer.encode("x y", add_special_tokens=False)[:2]
     output.feed(result([first]))
     assert told(output) == {"text": tools.tokenizer.decode([first]), "token_ids": [first]}
@@ -247,6 +247,22 @@ def test_each_sequence_of_a_stream_begins_with_the_scores_of_the_prompt(tools: T
     assert "prompt_logprobs" not in told(output)
 
 
+@pytest.mark.parametrize("what", ["counts", "token_ids"])
+def test_each_sequence_begins_with_what_is_known_of_the_prompt(what: str, tools: TextTools) -> None:
+    x = tools.tokenizer.encode("x", add_special_tokens=False)
+    output = work(tools, prompt_token_ids=[5, 6, 7], n=2, stream=True, tell_prompt=what, max_tokens=3).output
+    output.feed(result(x, perf_metrics=PerfMetrics(num_cached_tokens=2)))
+    output.feed(result(x, sequence_index=1))
+    found = [json.loads(dict(arrays)["response"][0]) for arrays in output.render()]
+    ids = {"token_ids": [5, 6, 7]} if what == "token_ids" else {}
+    prompts = [(one["index"], one["prompt"]) for one in found]
+    assert prompts == [(i, {"prompt_tokens": 3, "cached_tokens": 0 if i else 2, **ids}) for i in range(2)]
+    output.feed(result(x))
+    assert "prompt" not in told(output)
+    with pytest.raises(InvalidRequest, match="tell_prompt"):
+        work(tools, prompt="a", tell_prompt="all")
+
+
 def test_a_prompt_of_one_token_has_one_without_a_score(tools: TextTools) -> None:
     output = work(tools, prompt_token_ids=[5], max_tokens=0, prompt_logprobs=2).output
     output.feed(result([], FinishReason.LENGTH))
@@ -300,3 +316,64 @@ def test_a_prompt_may_only_be_tokenised(tools: TextTools) -> None:
     expected = {"text": "", "token_ids": ids, "finish_reason": "length", "stop_reason": None, "usage": usage}
     expected["max_model_len"] = 48
     assert told(only.output) == expected
+
+
+def test_special_tokens_are_shown_where_they_are_named(tools: TextTools) -> None:
+    """Tokens 1 and 2 of the default model are special, `x` is none."""
+    ids = [1, *tools.tokenizer.encode("x"), 2]
+    for visible, expected in (([], "x"), (["<|im_end|>", "no token"], "x<|im_end|>")):
+        output = work(tools, prompt="hi", visible_tokens=visible).output
+        output.feed(result(ids, FinishReason.LENGTH))
+        assert told(output)["text"] == expected
+
+
+def test_reasoning_is_the_engine_s_business_where_something_depends_on_it(tools: TextTools) -> None:
+    marks = {"start": "<|im_start|>", "end": "<|im_end|>", "follow": "x"}
+    follow = tuple(tools.tokenizer.encode("x"))
+    assert work(tools, prompt="a", reasoning=marks).request.thinking is None
+    for fields in ({"guide": {"type": "json"}}, {"reasoning": {**marks, "max_tokens": 3}}):
+        thinking = work(tools, prompt="a", **{"reasoning": marks, **fields}).request.thinking
+        assert thinking is not None and (thinking.start_ids, thinking.end_ids) == ((1,), (2,))
+        assert thinking.follow_ids == follow and thinking.max_tokens == (None if "guide" in fields else 3)
+
+
+def test_reasoning_that_the_prompt_has_begun_begins_the_text_and_is_counted(tools: TextTools) -> None:
+    """The prompt ends with the mark, as chat templates of models write it that always think."""
+    marks = {"start": "<|im_start|>", "end": "<|im_end|>", "max_tokens": 9}
+    x = tools.tokenizer.encode("x")
+    for prompt, ids, text, count in (
+        ("a<|im_start|>\n", [*x, 2, *x], "<|im_start|>x<|im_end|>x", 2),
+        ("a", [1, *x, 2, *x], "<|im_start|>x<|im_end|>x", 3),
+        ("a", [*x, 2, *x], "x<|im_end|>x", 0),
+        ("a<|im_start|>", [*x, *x], "<|im_start|>xx", 2),
+    ):
+        asked = work(tools, prompt=prompt, reasoning=marks, visible_tokens=["<|im_start|>", "<|im_end|>"])
+        assert asked.request.thinking is not None
+        assert asked.request.thinking.start_ids == (() if prompt != "a" else (1,))
+        asked.output.feed(result(ids, FinishReason.LENGTH))
+        reply = told(asked.output)
+        assert reply["text"] == text and reply["usage"]["reasoning_tokens"] == count
+
+
+def test_a_prompt_that_has_closed_the_reasoning_has_none_behind_it(tools: TextTools) -> None:
+    """As Qwen's template writes it for enable_thinking false."""
+    marks = {"start": "<|im_start|>", "end": "<|im_end|>", "max_tokens": 9}
+    asked = work(tools, prompt="a<|im_start|>\n\n<|im_end|>\n\n", reasoning=marks)
+    assert asked.request.thinking is None
+    asked.output.feed(result(tools.tokenizer.encode("x"), FinishReason.LENGTH))
+    assert "reasoning_tokens" not in told(asked.output)["usage"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reasoning": {"start": "", "end": "x"}}, r"reasoning\.start has 0 characters, allowed is 1 to 256"),
+        ({"reasoning": {"start": "x", "end": "x" * 257}}, r"reasoning\.end has 257 characters, allowed is 1 to 256"),
+        ({"reasoning": {"start": "x", "end": "x", "max_tokens": -1}}, r"reasoning\.max_tokens is -1, allowed is 0 to"),
+        ({"visible_tokens": ["x"] * 65}, "visible_tokens has 65 entries, the limit is 64"),
+        ({"visible_tokens": ["x" * 257]}, "visible_tokens has an entry of more than 256 characters"),
+    ],
+)
+def test_marks_have_limits(tools: TextTools, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        work(tools, prompt="a", **fields)

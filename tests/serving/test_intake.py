@@ -222,7 +222,7 @@ def test_what_the_engine_must_refuse_is_refused_without_asking_it(
 def test_a_submit_that_answers_before_it_returns_is_a_whole_answer(
     server: ModelServer, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer_at_once(asked: Request, on_response: OnResponse) -> int:
+    def answer_at_once(asked: Request, on_response: OnResponse, resume: object) -> int:
         request_id = 7 + len(executor.requests)
         executor.requests[request_id] = asked
         result = Result([[asked.input_token_ids[0]]], is_final=True, is_sequence_final=True)

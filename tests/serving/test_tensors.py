@@ -45,9 +45,19 @@ mrope_rotary_cos_sin FP32 -1; mrope_position_deltas INT64 1; context_phase_param
 retention_token_range_starts INT32 -1; retention_token_range_ends INT32 -1; retention_token_range_priorities INT32 -1;
 retention_token_range_durations_ms INT32 -1; guided_decoding_guide_type STRING 1; guided_decoding_guide STRING 1
 """
-OURS_ALONE = {"CORRID", "START", "END", "STOP", "step", "session_len", "session_full_history", "top_log_probs"} | {
-    "lora_name"
-}
+OURS_ALONE = {
+    "resume_output_ids",
+    "resume_log_probs",
+    "resume_ended",
+    "CORRID",
+    "START",
+    "END",
+    "STOP",
+    "step",
+    "session_len",
+    "session_full_history",
+    "top_log_probs",
+} | {"lora_name"}
 BOOLS = ("stop", "streaming", "early_stopping", "exclude_input_in_output", "skip_cross_attn_blocks")
 FLOATS = (
     "temperature", "len_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty", "runtime_top_p",

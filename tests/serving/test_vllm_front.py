@@ -113,7 +113,7 @@ def test_an_output_ends_where_the_model_or_the_pool_ends(tools: TextTools) -> No
 
 def test_of_a_prompt_the_last_tokens_are_taken_and_the_whole_text_is_told(tools: TextTools) -> None:
     long = "x " * 200
-    request, output = work(tools, text=long, sampling={"truncate_prompt_tokens": "5", "max_tokens": 3})
+    request, output, _ = work(tools, text=long, sampling={"truncate_prompt_tokens": "5", "max_tokens": 3})
     assert request.input_token_ids == tools.tokenizer.encode(long)[-5:] and request.max_tokens == 3
     output.feed(result(ids_of(tools, "y"), FinishReason.LENGTH))
     assert told(output) == {"text_output": long + "y"}
@@ -339,7 +339,7 @@ def test_the_tokens_of_rank_1_are_the_text_of_each_response(tools: TextTools, nu
 
 
 def test_a_sampled_token_that_is_not_among_the_most_likely_is_told_besides_with_its_rank(tools: TextTools) -> None:
-    request, output = work(tools, sampling={"logprobs": 1}, return_logprobs=True)
+    request, output, _ = work(tools, sampling={"logprobs": 1}, return_logprobs=True)
     assert request.output_config.top_log_probs == 20, "to find its rank"
     top = [TopLogProb(5, -0.5), TopLogProb(6, -1.0), TopLogProb(7, -2.0)]
     far = [TopLogProb(5, -0.5), TopLogProb(6, float("-inf"))]

@@ -2,9 +2,13 @@
 
     request   STRING [1]   {"messages": [...]} or {"prompt": "..."} or {"prompt_token_ids": [...]}, and the fields of Generate
     response  STRING [n]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a sequence has
-                           `finish_reason`, `stop_reason` and `usage` besides
+                           `finish_reason`, `stop_reason` and `usage` besides, and the first one of a stream the `seed` where
+                           the request has none and samples
 
-With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name.
+`resume` goes on with a stream whose server has ended: the request as it was, with its seed, and what came of each sequence.
+
+With `prompt_logprobs` the first object of each sequence has the log-probabilities of the prompt's tokens under that name, and
+with `tell_prompt` it has `prompt`: how many tokens that has, how many of them were cached, and which they are.
 
 With `n` above 1 each object has the `index` of its sequence: a response of a stream holds one sequence, and the only response of
 a request that does not stream holds all.
@@ -16,7 +20,7 @@ vector_commands.py, look_command.py). A stop request (`stop`: true) ends the req
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -25,6 +29,8 @@ from backend.api import InvalidRequest, OutputConfig, Request
 from backend.api.guide import Guide
 from backend.api.limits import check_ids
 from backend.api.response import PromptLogProb
+from backend.core.messages import Delivered
+from backend.core.thinking import ReasoningCounter
 from backend.serving.fronts.adapter_commands import is_command, read_command
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
@@ -38,10 +44,12 @@ from backend.serving.fronts.limits import (
 from backend.serving.fronts.look_command import is_look, read_look
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.fronts.vector_commands import is_vector_command, read_vector_command
+from backend.serving.fronts.visible import ReasoningMarks, check_visible, visible_ids
 from backend.serving.named_adapters import named_adapter
 from backend.serving.outputs import Answer, Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
+from backend.serving.resuming import check_resumed
 from backend.serving.sequence_output import SequenceOutput
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.text.accumulator import OutputDelta
@@ -75,13 +83,24 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompt_logprobs: int | None = None  # most likely tokens at each position of the prompt; 0: only the prompt's own
     timeout_s: float | None = None
     skip_special_tokens: bool = True  # False: special tokens that are generated are part of the text
+    visible_tokens: list[str] = []  # special tokens that are part of the text in any case, by their texts
+    reasoning: ReasoningMarks | None = None  # how the model marks its reasoning
     tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
     add_generation_prompt: bool = True  # True if the chat template begins the answer
     continue_final_message: bool = False  # the output goes on with the last message
     chat_template_kwargs: dict[str, Any] | None = None  # more variables for the chat template
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
+    tell_prompt: Literal["counts", "token_ids"] | None = None  # facts in the first object of each sequence
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
+    resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
+
+
+class Resumed(Struct, frozen=True, forbid_unknown_fields=True):
+    """The output so far of one sequence: all token ids, and whether the client has received its finish_reason."""
+
+    token_ids: list[int] = []
+    ended: bool = False
 
 
 class Choice(Struct, frozen=True):
@@ -101,6 +120,17 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     discarded_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = (
+        UNSET  # among the output tokens; set where the request says how reasoning is marked
+    )
+
+
+class PromptTold(Struct, frozen=True):
+    """The prompt, as it is known when the first token comes."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Generated(Struct, frozen=True):
@@ -111,9 +141,11 @@ class Generated(Struct, frozen=True):
     index: int | UnsetType = UNSET
     logprobs: list[Choice] | UnsetType = UNSET
     prompt_logprobs: msgspec.Raw | UnsetType = UNSET
+    prompt: PromptTold | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     stop_reason: str | int | None | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
 
 
@@ -140,7 +172,9 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     check_stops("stop", asked.stops, context.config.limits)
     check_stops("bad_words", asked.bad_words or [], context.config.limits)
     check_choices(asked, asked.stream)
+    check_visible(asked.visible_tokens)
     prompt = _read_prompt(asked, context, tools)
+    reasoning = None if asked.reasoning is None else asked.reasoning.found(prompt.text, tools.tokenizer)
     if asked.tokenize:
         return [Work(None, Answer(_tokenized(asked, prompt, context)))]
     request = Request(
@@ -162,27 +196,47 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
         cache_salt=parameters.namespace,
         guide=asked.guide,
+        thinking=None if reasoning is None else reasoning.for_engine(asked.guide is not None),
         lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
     )
 
+    delivered = [Delivered(one.token_ids, has_ended=one.ended) for one in asked.resume or ()]
+    check_resumed(request, delivered, context.model, has_seed=asked.seed is not None, streaming=asked.stream)
+    left = iter(delivered)
+    shown = visible_ids(asked.visible_tokens, tools.tokenizer)
+
     def new_sequence() -> SequenceOutput:
-        return SequenceOutput(
+        sequence = SequenceOutput(
             TextStream(
                 tools.tokenizer,
                 prompt.ids,
                 asked.stops,
                 include_stop=asked.include_stop_in_output,
                 skip_special_tokens=asked.skip_special_tokens,
+                shown_ids=shown,
             ),
             streaming=asked.stream,
-            prefix=prompt.text if asked.echo else "",
+            prefix=prompt.text if asked.echo else ("" if reasoning is None else reasoning.begun),
             every_token=context.config.triton.one_response_per_token,
             hidden_ends=() if asked.include_stop_in_output else request.end_ids,
         )
+        if (had := next(left, None)) is not None:
+            sequence.take_up(had.token_ids, had.has_ended)
+        return sequence
 
     texts = [] if asked.logprobs is None else [TokenTexts(tools.tokenizer, prompt.ids) for _ in range(asked.n)]
-    render = renderer(asked, prompt, texts, tools.tokenizer)
-    return [Work(request, choices_output(asked, new_sequence, render, streaming=asked.stream, joint=not asked.stream))]
+    counters = [] if reasoning is None else [ReasoningCounter(reasoning.thinking) for _ in range(asked.n)]
+    for index, had in enumerate(delivered):
+        for of_tokens in texts[index : index + 1]:
+            for token_id in had.token_ids:
+                of_tokens.push(token_id)
+        for counter in counters[index : index + 1]:
+            counter.push(had.token_ids)
+    sampling = request.sampling_config
+    chosen_seed = None if asked.seed is not None or sampling.is_greedy or not asked.stream else sampling.seed
+    render = renderer(asked, prompt, texts, tools.tokenizer, chosen_seed, counters)
+    output = choices_output(asked, new_sequence, render, streaming=asked.stream, joint=not asked.stream)
+    return [Work(request, output, delivered)]
 
 
 def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext) -> Arrays:
@@ -234,9 +288,20 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     return _Prompt(text, ids)
 
 
-def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], tokenizer: Tokenizer) -> Render:
-    """`texts`: token texts of each sequence, for its log-probabilities; empty if they are not asked for."""
+def renderer(
+    asked: Generate,
+    prompt: _Prompt,
+    texts: Sequence[TokenTexts],
+    tokenizer: Tokenizer,
+    seed: int | None = None,
+    counters: Sequence[ReasoningCounter] = (),
+) -> Render:
+    """`texts`: token texts of each sequence, for its log-probabilities; empty without. `seed`: the one to report, if any.
+    `counters`: of the reasoning of each sequence; empty if it is not told how that is marked.
+    """
+    seeds = iter(()) if seed is None else iter((seed,))  # for the first object
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
+    untold = set(range(asked.n)) if asked.tell_prompt is not None else set()
 
     def render(deltas: Sequence[OutputDelta]) -> Arrays:
         kept = chosen(asked, deltas)
@@ -247,18 +312,25 @@ def renderer(asked: Generate, prompt: _Prompt, texts: Sequence[TokenTexts], toke
         return [("response", text_array(bodies))]
 
     def _generated(delta: OutputDelta, discarded: int) -> Generated:
-        end: dict[str, Any] = {}
+        cached = 0 if delta.perf is None else delta.perf.num_cached_tokens
+        more: dict[str, Any] = {}
+        if delta.sequence in untold:
+            untold.remove(delta.sequence)
+            ids = prompt.ids if asked.tell_prompt == "token_ids" else UNSET
+            more["prompt"] = PromptTold(len(prompt.ids), cached, ids)
+        if counters:
+            counters[delta.sequence].push(delta.ids)
         if delta.finish is not None:
-            cached = 0 if delta.perf is None else delta.perf.num_cached_tokens
-            end = {
+            thought = counters[delta.sequence].count if counters else UNSET
+            more |= {
                 "finish_reason": delta.finish.openai_name,
                 "stop_reason": delta.stop,
-                "usage": Usage(len(prompt.ids), delta.num_tokens, cached, discarded or UNSET),
+                "usage": Usage(len(prompt.ids), delta.num_tokens, cached, discarded or UNSET, thought),
             }
         index = delta.sequence if asked.n > 1 else UNSET
         choices = _choices(delta, texts[delta.sequence]) if texts else UNSET
         prompt_choices = UNSET if of_prompt is None else of_prompt.once(delta.sequence)
-        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **end)
+        return Generated(delta.text, delta.ids, index, choices, prompt_choices, **more, seed=next(seeds, UNSET))
 
     return render
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
+from backend.core.messages import Delivered
 from backend.serving.outputs import Arrays, BeamsOutput, Render, RowOutput, SeparateOutput, text_array
 from backend.serving.sequence_output import SequenceOutput, context_logits, generation_logits
 from backend.text.accumulator import OutputDelta
@@ -34,6 +35,8 @@ class RowSettings(NamedTuple):
     num_sequences: int = 1  # names of additional outputs that the request asks for
     has_beams: bool = False
     max_repeated_bytes: int = 0  # bytes of context logits that later responses of a stream may repeat
+    delivered: Sequence[Delivered] = ()  # the output so far of each sequence that a client resumes
+    delivered_log_probs: Sequence[NDArray[np.float32]] = ()  # the log-probabilities of these tokens
 
 
 def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:
@@ -90,7 +93,7 @@ class _SoFar:
     def __init__(self, settings: RowSettings) -> None:
         self._repeats = settings.streaming and not settings.has_beams  # each response of beams is complete
         self._room = settings.max_repeated_bytes
-        self._log_probs: dict[int, NDArray[np.float32]] = {}
+        self._log_probs = dict(enumerate(settings.delivered_log_probs))
         self._context_logits: dict[int, NDArray[np.float32]] = {}
 
     def log_probs(self, delta: OutputDelta) -> list[float] | NDArray[np.float32]:
@@ -117,7 +120,10 @@ class _SoFar:
 def _row_output(settings: RowSettings, new_sequence: Callable[[], SequenceOutput], render: Render) -> RowOutput:
     if settings.has_beams:
         return BeamsOutput(new_sequence, render, streaming=settings.streaming)
-    return SeparateOutput([new_sequence() for _ in range(settings.num_sequences)], render)
+    sequences = [new_sequence() for _ in range(settings.num_sequences)]
+    for sequence, delivered in zip(sequences, settings.delivered):
+        sequence.take_up(delivered.token_ids, delivered.has_ended)
+    return SeparateOutput(sequences, render)
 
 
 def _common_arrays(settings: RowSettings, deltas: Sequence[OutputDelta], so_far: _SoFar) -> Arrays:

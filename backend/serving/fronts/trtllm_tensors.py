@@ -85,6 +85,13 @@ _RETENTION = (
     Input("retention_decode_duration_ms", "INT32", ONE, "request"),
 )
 
+# The output so far of each sequence of a stream whose server has ended: rows padded with -1, like `output_ids`.
+_RESUME = (
+    Input("resume_output_ids", "INT32", (-1, -1), "request"),
+    Input("resume_log_probs", "FP32", (-1, -1), "request"),  # their `output_log_probs`, with return_log_probs
+    Input("resume_ended", "BOOL", ANY, "request"),  # sequences whose end has come; without it none
+)
+
 _PERF_OUTPUTS = tuple(
     Output(name, dtype, ONE, "return_perf_metrics")
     for name, dtype in (
@@ -135,6 +142,7 @@ TOKEN_MODEL = ModelTensors(
         Input("streaming", "BOOL", ONE, "request"),
         *_SESSION,
         *_RETENTION,
+        *_RESUME,
         *_PROMPT_TUNING,
         *ignored(("prompt_table_extra_ids", "UINT64", ANY), why=_EXTRA_IDS),
         *_LORA,

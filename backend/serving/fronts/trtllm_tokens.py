@@ -17,9 +17,11 @@ from backend.serving.fronts.trtllm_fields import (
 )
 from backend.serving.fronts.trtllm_inputs import read_embeddings, read_guide, read_lookahead, read_lora, read_retention
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
+from backend.serving.fronts.trtllm_resume import read_delivered
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
+from backend.serving.resuming import check_resumed
 from backend.serving.word_lists import decode_word_list
 
 
@@ -65,7 +67,10 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
     settings = read_settings(batch, row, context, request, streaming)
-    return Work(request, token_output(settings, prompt if echo else []))
+    come = read_delivered(batch, row, request.output_config.return_log_probs)
+    check_resumed(request, come.delivered, context.model, has_seed=True, streaming=streaming)  # without one it is 0
+    settings = settings._replace(delivered=come.delivered, delivered_log_probs=come.log_probs)
+    return Work(request, token_output(settings, prompt if echo else []), come.delivered)
 
 
 def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dict[int, float]:

@@ -123,6 +123,7 @@ class Havoc(SimulatedServer):
         process = self.stubs[model].process
         if process is not None and process.is_alive and not self.is_draining:
             self.note(f"kill {model}")
+            self.stub_deaths.append((self.world.now_ns, model))
             process.end(-9)
 
     def _fail_step(self) -> None:

@@ -6,11 +6,13 @@ from backend.core.messages import CLIENT_SHIFT
 from tests.simulation.server import threads
 from tests.simulation.server.havoc import Havoc
 from tests.simulation.server.orders import Order
-from tests.simulation.server.server import POLL_S
+from tests.simulation.server.server import OWNER, POLL_S
 from tests.simulation.server.stubs import Stub
 from tests.simulation.server.world import Process, Violation
 
-UNREADY_AFTER_S = 2.5  # a stub must not say for longer that it is ready while the engine is stopped: 1.25 s and ticks
+UNREADY_AFTER_S = (
+    3.0  # a stub must not say for longer that it is ready while the engine is stopped: 1.25 s, ticks, a late Hello
+)
 LOST_AFTER_S = 0.4  # the same when the connection is lost
 ORPHAN_NS = 1_500_000_000  # for which a request may outlive its client
 CANCEL_S = 1.8  # a sweep of the poller every 0.5 s at most, the step that runs, and the one after it
@@ -24,6 +26,7 @@ class Promises(Havoc):
     def __init__(self, seed: int, without: frozenset[str], num_requests: int | None) -> None:
         super().__init__(seed, without, num_requests)
         self._no_engine_since: int | None = None
+        self._has_been_frozen = False  # since then the engine was stopped, at some time at least
         self._orphans: dict[int, int] = {}  # live requests of clients that are gone, and since when
 
     def monitor(self) -> None:
@@ -32,6 +35,7 @@ class Promises(Havoc):
             if not self.is_well():
                 self.troubles.append(now_ns)
             self._no_engine_since = None if self.has_engine else self._no_engine_since or now_ns
+            self._has_been_frozen = not self.has_engine and (self._has_been_frozen or bool(engine and engine.is_frozen))
             self._look_for_orphans(engine)
             threads.sleep(POLL_S)
 
@@ -55,13 +59,13 @@ class Promises(Havoc):
         since = self._no_engine_since
         if state == "ready" and since is not None and not self.has_engine and "thread held" not in self.swarm.kinds:
             silent_s = (self.world.now_ns - since) / 1e9
-            engine = self.engine
-            if silent_s > (UNREADY_AFTER_S if engine is not None and engine.is_frozen else LOST_AFTER_S):
+            if silent_s > (UNREADY_AFTER_S if self._has_been_frozen else LOST_AFTER_S):
                 self.world.fail(f"{stub.model} says that it is ready, {silent_s:.1f} s after its engine has gone")
 
     def judge(self, order: Order) -> None:
         """Whether a request has ended as it may."""
-        outcome = order.check()
+        is_refused_stop = order.stops is not None and self.is_draining and order.code == "UNAVAILABLE"
+        outcome = "UNAVAILABLE" if is_refused_stop else order.check()
         self.world.reached[f"ends {outcome}"] += 1
         assert order.ended_ns is not None
         began, ended, error = order.received_ns, order.ended_ns, order.error
@@ -70,7 +74,7 @@ class Promises(Havoc):
             "whole": not order.is_garbage,
             "part": order.has_left or order.was_stopped or order.timeout_s is not None,
             "CANCELLED": order.was_stopped or order.has_left,
-            "INVALID_ARGUMENT": order.is_garbage or order.hangs_tokenizer,
+            "INVALID_ARGUMENT": order.is_garbage or order.hangs_tokenizer or self.forgets(order),
             "INTERNAL": order.had_failures
             or any(time <= ended for time in self.failed_steps)
             or (BLAMED in error and self._may_be_blamed(order)),
@@ -82,7 +86,11 @@ class Promises(Havoc):
         }
         self._check_end_of_wait(order)
         if LOST in error and "many kills" not in self.swarm.kinds and not self.is_draining:
-            raise Violation(f"{order} was not resumed: {error}")
+            may_give_up_s = self.swarm.config.triton.attach_timeout_s  # a stub that is attached waits for so long
+            owner = self.stubs[OWNER].executor
+            is_given_up = owner is not None and owner.has_given_up
+            if (ended - began) / 1e9 < may_give_up_s and not is_given_up:
+                raise Violation(f"{order} was not resumed: {error}")
         if not may_end.get(outcome, False):
             raise Violation(f"{order} ends with {outcome}: {error}")
 
@@ -98,7 +106,7 @@ class Promises(Havoc):
 
     def check_given_up(self) -> None:
         """One request must not use up the restarts of an engine."""
-        if self._num_ends < 3:
+        if self._num_ends + self.world.reached["a process that cannot be started"] < 3:
             raise Violation("the engine was given up for one request")
 
     def _check_end_of_wait(self, order: Order) -> None:

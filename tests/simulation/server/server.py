@@ -14,6 +14,7 @@ from tests.simulation.server.workers import Device
 from tests.simulation.server.world import Process, Violation, World
 
 MODELS = ("tensorrt_llm", "ensemble")
+OWNER = "tensorrt_llm"  # its stub owns the engine process
 READY_S = 90.0  # the longest back-off is 30 s
 MARGIN_NS = 400_000_000
 QUIET_NS = 5_000_000_000
@@ -33,6 +34,7 @@ class SimulatedServer:
         self.device.on_poison = lambda: self.note("poisoned")
         self.orders: list[Order] = []
         self.troubles: list[int] = []  # times at which something was wrong
+        self.stub_deaths: list[tuple[int, str]] = []  # when which stub was killed
         self.failed_steps: list[int] = []
         self.is_calm = self.is_draining = False  # Faults have stopped; the server was asked to drain.
         self.stubs = {name: Stub(name, self.swarm.config, self.on_report) for name in MODELS}
@@ -83,6 +85,13 @@ class SimulatedServer:
         self.troubles.sort()
         at = bisect.bisect_left(self.troubles, began_ns - MARGIN_NS)
         return at < len(self.troubles) and self.troubles[at] <= ended_ns + MARGIN_NS
+
+    def forgets(self, order: Order) -> bool:
+        """Whether the session of a second turn is gone: sessions lie with the stub that owns the engine."""
+        first = order.before
+        return first is not None and any(
+            model == OWNER and first.received_ns <= at <= (order.ended_ns or at) for at, model in self.stub_deaths
+        )
 
     def is_lost(self, order: Order) -> bool:
         """Its stub has died, and its client with it."""

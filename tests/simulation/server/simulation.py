@@ -126,6 +126,9 @@ class ServerSimulation(Promises):
         second = Order(number, model, prompt, rng.randint(1, 8), rng.random() < 0.7, seed=3, namespace=salt)
         second.session_id, second.before = first.session_id, first
         second.work_out(self.swarm.setup)
+        num_tokens = len(first.prompt) + len(first.tokens) + len(prompt) + second.max_tokens
+        if num_tokens > self.swarm.config.kv_cache.max_tokens - 4 * self.swarm.config.kv_cache.block_size:
+            return  # too long for the pool
         self.world.reached["second turn"] += 1
         self.submit(self.stubs[model], second)
 

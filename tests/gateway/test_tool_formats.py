@@ -1,0 +1,252 @@
+"""Calls of tools as each family writes them: read out of every output of a corpus, whatever the pieces in which it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.messages import Function
+from gateway.parts import Call, Part, PartReader, Reasoning, whole_answer
+from gateway.reasoning import REASONING_FORMATS, ReasoningReader, WithoutReasoning
+from gateway.reasoning import found_in as reasoning_found_in
+from gateway.tool_formats.harmony import HarmonyReader
+from gateway.tool_formats.reader import CallReader
+from gateway.tool_formats.table import TOOL_FORMATS, found_in
+from tests.gateway.call_texts import FUNCTIONS, WRITERS, cases
+
+Told = tuple[str, list[tuple[str, str]]]
+
+
+def parts_of(name: str, pieces: Sequence[str]) -> list[Part]:
+    reader, found = CallReader(TOOL_FORMATS[name].format, FUNCTIONS), list[Part]()
+    for piece in pieces:
+        found += reader.push(piece)
+    found += reader.flush()
+    assert reader.num_calls == sum(isinstance(part, Call) for part in found)
+    return found
+
+
+def told(name: str, pieces: Sequence[str]) -> Told:
+    content, _, calls = whole_answer(parts_of(name, pieces))
+    return content, [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_calls_of_whole_outputs_are_those_that_were_written(name: str) -> None:
+    whole = [case for case in cases(name) if case.content is not None]
+    assert len(whole) > 100
+    for text, calls, content in whole:
+        found = told(name, [text])
+        assert [(function, json.loads(arguments)) for function, arguments in found[1]] == calls, text
+        assert found[0].replace("\n", "") == (content or "").replace("\n", ""), text
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_split_of_every_output_tells_the_same(name: str) -> None:
+    """All of them character by character; 20 of them cut in two at each place, too."""
+    for number, case in enumerate(cases(name)):
+        text = case.text
+        expected = told(name, [text])
+        assert told(name, list(text)) == expected, text
+        for place in range(1, len(text)) if number % 10 == 0 else ():
+            assert told(name, [text[:place], text[place:]]) == expected, (place, text)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_no_call_stays_text_to_the_last_character(name: str) -> None:
+    num_without = 0
+    for case in cases(name):
+        content, calls = told(name, [case.text])
+        if not calls:
+            assert content == case.text
+            num_without += 1
+    assert num_without > 5
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>They want 1 < 2.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"text": "<|x|> }"}<|call|>'
+    "<|start|>assistant<|channel|>final<|message|>Done"
+)
+HARMONIES = [
+    HARMONY,
+    HARMONY.replace('"}', '"'),  # no JSON
+    "no channel at all <|channel|>",
+    "<|start|>assistant<|channel|>final<|message|>",
+    ' to=functions.x<|channel|>commentary json<|message|>{"a": 1}',
+    "<|start|>" + "x" * 600 + "<|message|>",
+    "<|channel|>analysis<|message|>cut off <|en",
+    "<|start|>" + "y" * 600,
+]
+
+
+def read_all(reader: PartReader, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    found = list[Part]()
+    for piece in pieces:
+        found += reader.push(piece)
+    content, reasoning, calls = whole_answer([*found, *reader.flush()])
+    return content, reasoning, [(call.name, call.arguments) for call in calls]
+
+
+def test_channels_are_reasoning_content_and_calls() -> None:
+    expected = ("Let me see.Done", "They want 1 < 2.", [("add", '{"text": "<|x|> }"}')])
+    assert read_all(HarmonyReader(), [HARMONY]) == expected
+    content, _, calls = read_all(HarmonyReader(), [HARMONIES[1]])
+    assert calls == [] and '<|message|>{"text": "<|x|> }' in content
+    assert read_all(HarmonyReader(), [HARMONIES[2]])[0] == HARMONIES[2]
+    assert read_all(HarmonyReader(), [HARMONIES[4]])[2] == [("x", '{"a": 1}')]
+    assert read_all(HarmonyReader(), [HARMONIES[5]])[0] == HARMONIES[5]
+    assert read_all(HarmonyReader(), [HARMONIES[6]])[1] == "cut off <|en"
+    assert read_all(HarmonyReader(), [HARMONIES[7]])[0] == HARMONIES[7]
+
+
+@pytest.mark.parametrize("text", HARMONIES)
+def test_channels_are_read_the_same_in_any_pieces(text: str) -> None:
+    expected = read_all(HarmonyReader(), [text])
+    assert read_all(HarmonyReader(), list(text)) == expected
+    for place in range(1, len(text)):
+        assert read_all(HarmonyReader(), [text[:place], text[place:]]) == expected
+
+
+THOUGHTS = {
+    "<think>\n1 < 2 </thin\n</think>\n\nYes": ("Yes", "1 < 2 </thin"),
+    "\n <think></think>Yes": ("Yes", ""),
+    "<think>cut off </thi": ("", "cut off </thi"),
+    "no thought </think>": ("no thought </think>", ""),
+    "<thin": ("<thin", ""),
+    "  ": ("  ", ""),
+    "<think>a</think><think>b</think>": ("<think>b</think>", "a"),
+    '<think>a <tool_call>{"name": "x", "arguments": {}}</tool_call></think>b': (
+        "b",
+        'a <tool_call>{"name": "x", "arguments": {}}</tool_call>',
+    ),
+}
+
+
+def thinking() -> ReasoningReader:
+    return ReasoningReader(REASONING_FORMATS["think"], CallReader(TOOL_FORMATS["hermes"].format, FUNCTIONS))
+
+
+@pytest.mark.parametrize(("text", "expected"), THOUGHTS.items())
+def test_reasoning_is_what_stands_between_its_marks_at_the_beginning(text: str, expected: tuple[str, str]) -> None:
+    assert read_all(thinking(), [text]) == (*expected, [])
+    assert read_all(thinking(), list(text)) == (*expected, [])
+    for place in range(1, len(text)):
+        assert read_all(thinking(), [text[:place], text[place:]]) == (*expected, [])
+    assert read_all(WithoutReasoning(thinking()), [text]) == (expected[0], "", [])
+
+
+def test_reasoning_is_told_as_it_comes() -> None:
+    reader = thinking()
+    assert reader.push("<think>one") == [Reasoning("one")]
+    assert reader.push(" two <") == [Reasoning(" two")]
+    assert reader.push("x </") == [Reasoning(" <x")]
+    assert reader.push("think> yes") == ["yes"]
+
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "text" / "chat_templates"
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("qwen3", ("hermes", "think")),
+        ("qwen2_5", ("hermes", "none")),
+        ("llama3_1", ("llama", "none")),
+        ("mistral_v3", ("mistral", "none")),
+        ("deepseek_v3", ("deepseek_v3", "think")),
+        ("zephyr", ("hermes", "none")),
+    ],
+)
+def test_the_formats_are_those_that_the_chat_template_shows(file: str, expected: tuple[str, str]) -> None:
+    template = (TEMPLATES / f"{file}.jinja").read_text()
+    assert (found_in(template), reasoning_found_in(template)) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "harmony"])
+def test_each_format_reads_what_its_own_guide_makes_a_model_write(name: str) -> None:
+    """A structure with its schema's simplest values, as a group of two."""
+    format = TOOL_FORMATS[name].format
+    written = []
+    for function in (FUNCTIONS["add"], FUNCTIONS["x"]):
+        structure = format.structure(function)
+        parts = structure.get("parts", [{"schema": None}])
+        values = [simple(part) for part in parts] if "parts" in structure else ['{"text": "hi"}']
+        written.append(structure["begin"] + "".join(values) + structure["end"])
+    group = format.group
+    text = group.begin + group.separator.join(written) + group.end
+    if not any(group) and name == "llama":
+        text = "; ".join(written)
+    assert told(name, [text]) == ("", [("add", '{"text": "hi"}'), ("x", '{"text": "hi"}')])
+
+
+def simple(part: Any) -> str:
+    match part:
+        case str():
+            return part
+        case {"until": end}:
+            return f"hi{end}"
+        case {"optional": _}:
+            return ""
+    return '"hi"'
+
+
+HOSTILE: list[Any] = [
+    {"properties": {"a": 5}, "required": 7},
+    {"properties": [1], "required": ["a"]},
+    {"properties": {"a": {"type": "string"}}, "required": {"a": 1}},
+    {
+        "properties": {"x>": {"$ref": "#/$defs/x"}, "class": True},
+        "$defs": {"x": {"type": "integer"}},
+        "required": ["x>"],
+    },
+    {},
+]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("parameters", HOSTILE)
+def test_any_parameters_make_a_structure(name: str, parameters: Any) -> None:
+    structure = TOOL_FORMATS[name].format.structure(Function.model_construct(name="f", parameters=parameters))
+    assert structure.keys() >= {"begin", "end"} and json.dumps(structure)
+
+
+def test_parameters_bring_what_they_refer_to() -> None:
+    parts = TOOL_FORMATS["qwen_tags"].format.structure(Function.model_construct(name="f", parameters=HOSTILE[3]))[
+        "parts"
+    ]
+    assert {"schema": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}} in parts
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[(lambda: 1)()]"),
+        ("pythonic", "[f(1)]"),
+        ("pythonic", "[f(**{})]"),
+        ("pythonic", "[f(a=b)]"),
+        ("pythonic", "[f(a=1e999)]"),
+        ("pythonic", "[f(a={1: 2})]"),
+        ("pythonic", "[1, 2]"),
+        ("pythonic", "[" * 100 + "]" * 100),
+        ("hermes", '<tool_call>{"name": "f", "arguments": NaN}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 1e999}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 100 + "1" + "}" * 101 + "</tool_call>"),
+        ("mistral", "[TOOL_CALLS]" + "x" * 300 + "{}"),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("llama", '{"name": "f"}'),
+    ],
+)
+def test_what_json_and_the_formats_do_not_know_is_text(name: str, text: str) -> None:
+    assert told(name, [text]) == (text, []) and told(name, list(text)) == (text, [])
+
+
+def test_half_a_surrogate_pair_is_still_json_for_a_client() -> None:
+    (_, arguments) = told("hermes", ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])[1][0]
+    assert arguments.encode() and json.loads(arguments) == {"a": "\ud800"}
