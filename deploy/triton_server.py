@@ -343,13 +343,13 @@ class TritonServer:
         if cancelled():
             raise StartCancelled
         if not self.running():
-            if reason := server_log.reason(server_log.tail(self.log_path)):
+            lines = server_log.tail(self.log_path)
+            if reason := server_log.reason(lines):
                 raise ServerFailed(reason)
-            raise ServerFailed(
-                f"tritonserver {describe_end(self.exit_status or 0)} while it started; the whole log is {self.log_path}",
-                self.log_tail(),
-                by_chance=server_log.died_by_chance(server_log.tail(self.log_path)),
+            text = (
+                f"tritonserver {describe_end(self.exit_status or 0)} while it started; the whole log is {self.log_path}"
             )
+            raise ServerFailed(text, self.log_tail(), by_chance=server_log.died_by_chance(lines))
         if time.monotonic() > deadline:
             raise ServerFailed(
                 f"tritonserver was not ready after {timeout_s:.0f} s; the whole log is {self.log_path}", self.log_tail()
