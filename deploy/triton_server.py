@@ -275,14 +275,14 @@ class TritonServer:
         return Failure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
 
     def dead_stubs(self) -> list[Process]:
-        """Stubs that were there when the server became ready, or came when a model was loaded anew, and have died since, which
-        Triton itself never tells.
+        """Stubs that were there when the server became ready, or have given a sign since, and have died, which Triton itself
+        never tells. One that ends while its model is loaded is the failure of that load.
         """
-        known = {stub.pid for stub in self._stubs}
-        if self._signs and {report.pid for report in self._signs.latest} - known - self._signs.unloaded():
-            self._stubs = self._stubs + [stub for stub in stubs_of(self.pid) if stub.pid not in known]
-        dead = [stub for stub in self._stubs if not stub.alive()]
         unloaded = self._signs.unloaded() if self._signs else set()
+        signs = self._signs.latest if self._signs else []
+        if fresh := {report.pid for report in signs} - {stub.pid for stub in self._stubs} - unloaded:
+            self._stubs = self._stubs + [stub for stub in stubs_of(self.pid) if stub.pid in fresh]
+        dead = [stub for stub in self._stubs if not stub.alive()]
         self._stubs = [stub for stub in self._stubs if stub.pid not in unloaded]
         return [stub for stub in dead if stub.pid not in unloaded]
 
@@ -346,9 +346,7 @@ class TritonServer:
             lines = server_log.tail(self.log_path)
             if reason := server_log.reason(lines):
                 raise ServerFailed(reason)
-            text = (
-                f"tritonserver {describe_end(self.exit_status or 0)} while it started; the whole log is {self.log_path}"
-            )
+            text = f"tritonserver {describe_end(self.exit_status or 0)} while it started; the log is {self.log_path}"
             raise ServerFailed(text, self.log_tail(), by_chance=server_log.died_by_chance(lines))
         if time.monotonic() > deadline:
             raise ServerFailed(
