@@ -121,3 +121,21 @@ def test_a_replacement_that_cannot_be_loaded_leaves_the_former_one_serving(runni
     with running.client() as client:
         assert client.completions.create(model="two", prompt="a", max_tokens=1).choices
     assert probe.is_ready(running.server.http_url)
+
+
+def test_a_replacement_that_takes_too_long_is_given_up(running: Running) -> None:
+    """Triton goes on with a load whose caller has left; what comes of it must not stay."""
+    entries = running.server._several.models.entries
+    usual, before = entries["two"], len(running.server.processes())
+    entries["two"] = Entry(usual.path, set=usual.set, names=usual.names, load_timeout_s=1.0)
+    try:
+        assert running.operate("replace", "two") == 503
+    finally:
+        entries["two"] = usual
+    with running.client() as client:
+        assert client.completions.create(model="two", prompt="a", max_tokens=1).choices
+    deadline = time.monotonic() + WAIT_S
+    while len(running.server.processes()) > before or not probe.is_ready(running.server.http_url):
+        assert time.monotonic() < deadline, running.server.processes()
+        time.sleep(0.1)
+    assert running.server.failure() is None
