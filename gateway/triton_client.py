@@ -35,12 +35,13 @@ LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in 
 ENDED_EARLY = "the server ended this reply early; try again"
 NOT_REACHED = "the inference server cannot be reached; try again when /health answers 200"
 _READY_TIMEOUT_S = 2.0
+END_S = 5.0  # for the end of a stream whose replies are complete
 
 
 @dataclass(frozen=True)
 class Job:
-    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, how many there are, and what
-    its guide was made of.
+    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, how many there are, what its
+    guide was made of, and which Triton model is asked.
     """
 
     request: dict[str, Any]
@@ -49,6 +50,7 @@ class Job:
     choices: int = 1
     origin: GuideOrigin | None = None
     caller: Caller = ()  # parameters that say to which trace it belongs
+    triton_model: str = ""  # empty: the first model of the server
     resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 
@@ -105,6 +107,7 @@ class TritonLink:
         self._model, self._timeout_s, self._turns = model, timeout_s, turns
         self.patience_s = patience_s
         self._asking: asyncio.Task[bool] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # streams whose replies are complete
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -124,12 +127,16 @@ class TritonLink:
                     yield piece
                     open_choices -= piece.finish_reason is not None
                 if not open_choices:
+                    self._ending.add(ending := asyncio.ensure_future(_to_its_end(call)))
+                    ending.add_done_callback(self._ending.discard)
+                    call = None
                     return
             raise ConnectionLost(ENDED_EARLY)
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
-            call.cancel()  # nothing happens when it is over
+            if call is not None:
+                call.cancel()  # nothing happens when it is over
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[Callable[[Job], Awaitable[Piece]]]:
@@ -158,7 +165,7 @@ class TritonLink:
             call.cancel()
 
     def _message(self, job: Job) -> Any:
-        message = service_pb2.ModelInferRequest(model_name=self._model, id=job.request_id)
+        message = service_pb2.ModelInferRequest(model_name=job.triton_model or self._model, id=job.request_id)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if job.namespace:
             message.parameters["cache_salt"].string_param = job.namespace
@@ -193,7 +200,23 @@ class TritonLink:
         return all(answer.ready for answer in answers)
 
     async def close(self) -> None:
+        for ending in self._ending:
+            ending.cancel()
         await self._channel.close()
+
+
+async def _to_its_end(call: Any) -> None:
+    """Read until the server ends the stream. Triton keeps a request whose stream is cancelled after its last response, and with
+    it the instance of the model, which can then never be unloaded.
+    """
+    try:
+        async with asyncio.timeout(END_S):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # The reply was complete.
+        pass
+    finally:
+        call.cancel()
 
 
 async def _once(message: Any) -> AsyncIterator[Any]:
