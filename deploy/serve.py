@@ -18,6 +18,7 @@ from backend.api.config_file import load_config
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.gguf import SUFFIX
 from backend.api.prompt_adapter_files import check_prompt_adapter
+from backend.api.telemetry import check_traces
 from backend.architectures.checkpoint import Checkpoint
 from deploy import capacity, chat_template, limits, passed_flags, rundir
 from deploy.errors import UserError
@@ -91,6 +92,7 @@ def effective_config(options: ServeOptions) -> EngineConfig:
     try:
         config = load_config(options.engine_config, options.overrides)
         config = with_prompt_adapters(with_adapters(config, options.adapters))
+        check_traces(config.telemetry)
     except ConfigError as error:
         raise UserError(str(error)) from None
     name = options.model or config.model.path

@@ -159,7 +159,7 @@ class TritonServer:
             shm_prefix=self._shm_prefix,
             exit_timeout_s=self.exit_timeout_s + SERVER_MARGIN_S,
             complete=all(model.tensors for model in self.models),
-            extra=self._extra_flags,
+            extra=(*invocation.tracing_flags(self.config, self._extra_environment), *self._extra_flags),
         )
         variables = invocation.environment(
             installation,

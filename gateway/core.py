@@ -152,7 +152,14 @@ class Gateway:
         if model in self.settings.prompt_adapters:
             adapter = {"prompt_adapter_name": model}
         return [
-            Job(request | adapter, f"{context.request_id}-{i}", self._party(context), request.get("n", 1), origin)
+            Job(
+                request | adapter,
+                f"{context.request_id}-{i}",
+                self._party(context),
+                request.get("n", 1),
+                origin,
+                context.caller,
+            )
             for i, (request, origin) in enumerate(asked)
         ]
 

@@ -323,6 +323,14 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     spare_engine: bool = False  # a second process waits with torch loaded (0.3 GB), and takes over when the engine dies
 
 
+class TelemetryConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests for an OpenTelemetry collector (docs/tracing.md)."""
+
+    otlp_endpoint: str = ""  # http://HOST:4318 of a collector; empty: that of OTEL_EXPORTER_OTLP_ENDPOINT, or no traces
+    sample_ratio: float | None = None  # share of requests traced where the caller has not decided; unset = 1
+    service_name: str = ""  # `service.name` of the traces; empty: that of OTEL_SERVICE_NAME, or everbatch
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The whole configuration; each component is given only its own section."""
 
@@ -340,3 +348,4 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     speculation: SpeculationConfig = SpeculationConfig()
     workers: WorkersConfig = WorkersConfig()
     triton: TritonConfig = TritonConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend.api.config import MAX_ADAPTER_NAME, MAX_TOPIC, EngineConfig, KvEventsConfig, LoraSection, SchedulerConfig
 from backend.api.config_ranges import RANGES, range_in_words
-from backend.api.endpoints import check_endpoint, is_bound, port_of
+from backend.api.endpoints import check_endpoint, check_otlp_endpoint, is_bound, port_of
 from backend.api.errors import ConfigError
 from backend.api.launched import check_join_address
 from backend.api.origins import shown
@@ -58,6 +58,8 @@ def check_config(config: EngineConfig) -> None:
         )
     _check_weights(scheduler)
     _check_adapters(config.lora)
+    if config.telemetry.otlp_endpoint:
+        check_otlp_endpoint("telemetry.otlp_endpoint", config.telemetry.otlp_endpoint)
     _check_prompt_adapters(config)
     _check_kv_events(config.kv_events, config.workers.replicas)
     workers = config.workers

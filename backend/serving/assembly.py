@@ -18,6 +18,7 @@ from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.log_lines import set_up_logging
+from backend.api.telemetry import check_traces
 from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
 from backend.serving import pb
@@ -51,6 +52,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     model_config = json.loads(args["model_config"])
     role = role_of(args["model_name"], model_config)
     config, run_directory = _with_parameters(role, model_config, engine_config()), RunDirectory.of_this_server()
+    check_traces(config.telemetry)
     owner = role == OWNER and run_directory.claim(args["model_name"])  # another model of that role is a client too
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
     # The owner's config.pbtxt may have changed the configuration; the engine reports the one in force.
@@ -153,6 +155,7 @@ def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     return {
         "parse": parse,
         "check_text": check,
+        "at_once": front.at_once,
         "prepare": tools.prepare,
     }
 

@@ -30,6 +30,7 @@ from backend.api import (
     Response,
     Result,
 )
+from backend.api.telemetry import otlp_settings
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import Health
@@ -53,6 +54,8 @@ from backend.serving.resuming import resume_of
 from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
 from backend.serving.text_pool import Job, TextPool
+from backend.serving.trace_context import begin_trace
+from backend.serving.traces import start_exporter
 
 log = logging.getLogger("everbatch.serving")
 SWITCH_INTERVAL_S = 0.0005  # After a round trip a sender waits at most this long for the interpreter's lock, not 5 ms.
@@ -80,7 +83,9 @@ class ModelServer:
         triton, dialect = config.triton, model.dialect
         vllm_hello = (lambda: executor.hello) if model.reports_vllm else (lambda: None)
         is_static = config.scheduler.batching == "static"
-        self._books = Books(dict(model.labels), triton.log_requests, model.owner, vllm_hello, is_static)
+        self._otlp = otlp_settings(config.telemetry)
+        traces = None if self._otlp is None else start_exporter(self._otlp, dict(model.labels).get("model", ""))
+        self._books = Books(dict(model.labels), triton.log_requests, model.owner, vllm_hello, is_static, traces)
         self._free_parameters = (
             None if dialect.reads_parameters else FreeParameters(model.tensors, triton.strict_parameters)
         )
@@ -165,11 +170,16 @@ class ModelServer:
         stream.client_request_id = read_request_id(request)
         parameters = read_parameters(request)
         stream.namespace = parameters.namespace
+        if self._otlp is not None:
+            stream.trace = begin_trace(parameters.caller, self._otlp.sample_ratio)
         if self._free_parameters is not None:
             self._free_parameters.check(parameters.others)
         batch = Batch.read(self._model.tensors, request.inputs(), self._config.limits.max_request_batch)
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
+            return
+        if (works := self._model.at_once(batch, self._executor)) is not None:
+            self._hand_over(stream, works)
             return
         context = self._context()
         # A request that only stops sessions takes no place in the engine, but makes room there.
@@ -337,6 +347,7 @@ class ModelServer:
             for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         self._books.publish_pauses(self._executor.pauses)
+        self._books.publish_spans()
         if self._model.owner:
             self._books.publish_engine(self._executor.latest_stats(), self.is_ready())
 

@@ -60,6 +60,7 @@ class Seen:
     body: dict[str, Any]
     id: str
     namespace: str
+    parameters: dict[str, str] = field(default_factory=dict)  # those of text
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
     words: Counter[int] = field(default_factory=Counter)  # so far, by reply
@@ -85,6 +86,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[Seen] = []
         self.script: list[str] = []
         self.adapters = ["doll"]
+        self.vllm_page: str | None = None  # what the engine's metrics are; None: they cannot be had
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
         self.losses = 0  # connections that break under "lose"
         self.ready = True  # the server
@@ -136,7 +138,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         message = next(requests)
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
-        seen = Seen(json.loads(raw[4:]), message.id, message.parameters["cache_salt"].string_param)
+        given = {name: value.string_param for name, value in message.parameters.items()}
+        seen = Seen(json.loads(raw[4:]), message.id, given.get("cache_salt", ""), parameters=given)
+        if "metrics" in seen.body:
+            yield self._metrics(seen)
+            return
         self.requests.append(seen)
         context.add_callback(seen.end)
         unknown = set(seen.body) - KEYS
@@ -145,6 +151,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             return
         is_scripted = bool(self.script) and "messages" in seen.body and not seen.body.get("tokenize")
         yield from said(seen, self.script.pop(0)) if is_scripted else self._answers(seen, context)
+
+    def _metrics(self, seen: Seen) -> Any:
+        if self.vllm_page is None:
+            return error("[UNAVAILABLE] the engine is not ready yet")
+        seen.words[0] = 0
+        text = self.vllm_page.replace("NAME", seen.body["metrics"])
+        return response(seen, [{**told(seen, [], "stop"), "text": text}])
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):

@@ -14,7 +14,7 @@ With `n` above 1 each object has the `index` of its sequence: a response of a st
 a request that does not stream holds all.
 
 One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py,
-vector_commands.py, look_command.py). A stop request (`stop`: true) ends the request of its id.
+vector_commands.py, look_command.py, metrics_command.py). A stop request (`stop`: true) ends the request of its id.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from backend.serving.fronts.limits import (
     prompt_too_long,
 )
 from backend.serving.fronts.look_command import is_look, read_look
+from backend.serving.fronts.metrics_command import read_metrics
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.fronts.vector_commands import is_vector_command, read_vector_command
 from backend.serving.fronts.visible import ReasoningMarks, check_visible, visible_ids
@@ -383,4 +384,4 @@ def _choice(token_id: int, token: TokenText, log_prob: float | None, top: list[C
     return Choice(token_id, token.text, list(token.raw), log_prob, top)
 
 
-EVERBATCH = TextFront(TENSORS, check, parse)
+EVERBATCH = TextFront(TENSORS, check, parse, at_once=read_metrics)
