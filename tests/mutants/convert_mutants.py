@@ -48,7 +48,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         HOSTILE,
     ),
     "compressed_archives_are_read": (
-        change_everywhere(pickled._check_archive, ("entry.compress_type != zipfile.ZIP_STORED", "False")),
+        change_everywhere(
+            pickled._check_archive,
+            ("entry.compress_type != zipfile.ZIP_STORED", "False"),
+            ("for e in entries) > size", "for e in entries) > 1 << 62"),
+        ),
         HOSTILE,
     ),
     "tensors_may_claim_more_than_is_stored": (
