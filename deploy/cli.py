@@ -55,7 +55,15 @@ def root(
 @app.command("serve", context_settings={"allow_extra_args": True})
 def serve_command(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id; else the default model.")] = "",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Checkpoint directory, GGUF file or hub id; else the default model. NAME=DIRECTORY: several, an engine each."
+        ),
+    ] = None,
+    models: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="models.json: several models, with what each gets.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
@@ -116,10 +124,13 @@ def serve_command(
     """Start a real tritonserver with a model, and keep it running until Ctrl-C."""
     from deploy.ports import Ports
     from deploy.serve import ServeOptions, serve
+    from deploy.several_options import chosen_models
 
     try:
+        several = chosen_models(tuple(model or ()), models)
         options = ServeOptions(
-            model=model,
+            model=model[0] if model and several is None else "",
+            models=several,
             host=host,
             ports=Ports(http_port, grpc_port, metrics_port),
             engine_config=engine_config,

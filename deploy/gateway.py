@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec import json as msgspec_json
+
 from backend.api.back_off import BackOff
 from deploy import ROOT, __version__, log_files, probe
 from deploy.errors import Failure, ServerFailed, StartCancelled, UserError
@@ -36,11 +39,23 @@ PROGRAM = (sys.executable, "-P", "-m", "gateway")
 log = logging.getLogger("everbatch.gateway")
 
 
+class Served(Struct, frozen=True):
+    """A further model, as the endpoint reads it (gateway/served.py)."""
+
+    triton_model: str
+    names: tuple[str, ...]
+    adapters: tuple[str, ...] = ()
+    label: str = ""
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
+
+
 @dataclass(frozen=True)
 class GatewayOptions:
     """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters` (LoRA) and
-    `prompt_adapters`: names of such that clients may send there, too. `api_keys`: the file of keys; None: no key is needed.
-    `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its chat
+    `prompt_adapters`: names of such that clients may send there, too. `others`: further models of the server. `metrics_label`:
+    what the metrics of the first one's engine call it, where there are several. `api_keys`: the file of keys; None: no key is
+    needed. `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its chat
     template shows.
     """
 
@@ -50,6 +65,8 @@ class GatewayOptions:
     names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     prompt_adapters: tuple[str, ...] = ()
+    metrics_label: str = ""
+    others: tuple[Served, ...] = ()
     tool_format: str = AUTO
     reasoning_format: str = AUTO
 
@@ -105,8 +122,9 @@ class GatewayOptions:
             return
         from gateway.keys import KeysError, read_keys  # here, because the server can do without the package
 
+        others = [name for each in self.others for name in (*each.names, *each.adapters)]
         try:
-            read_keys(self.api_keys, (*self.names, *self.adapters, *self.prompt_adapters))
+            read_keys(self.api_keys, (*self.names, *self.adapters, *self.prompt_adapters, *others))
         except KeysError as error:
             raise UserError(f"--api-keys {self.api_keys}: {error}") from None
 
@@ -201,6 +219,13 @@ class ServerWithGateway:
         named = [word for name in self.options.names for word in ("--model-name", name)]
         named += [word for name in self.options.adapters for word in ("--lora", name)]
         named += [word for name in self.options.prompt_adapters for word in ("--prompt-adapter", name)]
+        named += [
+            word for each in self.options.others for word in ("--other-model", msgspec_json.encode(each).decode())
+        ]
+        if self.options.metrics_label:
+            options["--metrics-label"] = self.options.metrics_label
+        if self.server.control_path is not None:
+            options["--control"] = str(self.server.control_path)
         return [*spawn, *self._program, *(word for pair in options.items() for word in pair), *named]
 
     def _spawn(self) -> None:

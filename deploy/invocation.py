@@ -22,7 +22,9 @@ from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
 from deploy.repository import BACKENDS, own_backends
 
-MODEL_LOAD_THREADS = 16  # all models load together, else those that wait for the engine keep its owner from loading
+MODEL_LOAD_THREADS = (
+    16  # at least: all models load together, else those that wait for the engine keep its owner from loading
+)
 REPOSITORY_API = "model-repository"
 TRACE_HEADERS = "(traceparent|tracestate)"
 RESTRICTED_APIS = f"{REPOSITORY_API},shared-memory,logging,trace"
@@ -102,6 +104,7 @@ def command_line(
     shm_prefix: str,
     exit_timeout_s: int,
     complete: bool = True,
+    num_models: int = 0,
     extra: tuple[str, ...] = (),
 ) -> list[str]:
     """The server's command, with marks where the flags with the admin key go (environment() has their text). The key
@@ -114,7 +117,7 @@ def command_line(
     return command + [
         f"--model-repository={repository}",
         *(["--disable-auto-complete-config"] if complete else []),
-        f"--model-load-thread-count={MODEL_LOAD_THREADS}",
+        f"--model-load-thread-count={max(MODEL_LOAD_THREADS, num_models)}",
         f"--exit-timeout-secs={exit_timeout_s}",
         f"--http-address={host}",
         f"--grpc-address={host}",

@@ -80,6 +80,24 @@ def limit_bytes(server_pid: int) -> int:
     return resident_bytes(server_pid) + available_bytes() // 2
 
 
+class Watch:
+    """Looks after the memory of a server that has loaded everything. Raises FileNotFoundError when there is no such process."""
+
+    def __init__(self, server_pid: int) -> None:
+        self._pid, self._limit = server_pid, limit_bytes(server_pid)
+
+    def too_large(self) -> str:
+        """One sentence once the server takes more than it may; empty while all is well, and when it has just ended."""
+        try:
+            resident = resident_bytes(self._pid)
+        except (FileNotFoundError, ProcessLookupError):  # The next look says so.
+            return ""
+        if resident <= self._limit:
+            return ""
+        limit = f"{self._limit / 1e9:.1f} GB, half of what was free"
+        return f"tritonserver occupies {resident / 1e9:.1f} GB, allowed are {limit}; limit the size of requests"
+
+
 def available_bytes() -> int:
     """Memory that is available now, on this machine and within this container's limit."""
     info = _meminfo()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from backend.api.silence import TICK_S
@@ -38,8 +38,10 @@ class Monitor:
         dead_stubs: Callable[[], list[Process]],
         watchdog_s: float,
         on_event: Callable[[str], None],
+        judge: Callable[[Sequence[health.Report]], health.Verdict] = health.judge,
     ) -> None:
-        """`on_event` is called with a sentence for the user, in the monitor's thread."""
+        """`on_event` is called with a sentence for the user, in the monitor's thread. `judge`: what follows from the signs."""
+        self._verdict_of = judge
         self._url, self._signs, self._log_path = url, signs, log_path
         self._readiness, self._dead_stubs, self._watchdog_s = readiness, dead_stubs, watchdog_s
         self._tell_user, self._engine_events = on_event, EngineEvents(log_path)
@@ -87,7 +89,7 @@ class Monitor:
                     self._troubles.pop(part.__name__, None)
 
     def _judge(self) -> None:
-        self._verdict = health.judge(self._signs.look())
+        self._verdict = self._verdict_of(self._signs.look())
         self._tell(self._verdict.unready is None and not self._dead_stubs())
 
     def _follow_engine(self) -> None:

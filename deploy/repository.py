@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from backend.api.config import EngineConfig
 from deploy import ROOT
 from deploy.errors import UserError
 from deploy.rundir import is_plain
@@ -48,6 +49,7 @@ class Model:
     directory: Path
     origin: str
     is_unary: bool = False  # whatever `triton.decoupled` says
+    parameters: tuple[tuple[str, str], ...] = ()  # added to its configuration
 
     @cached_property
     def configuration(self) -> str:
@@ -89,6 +91,8 @@ class Model:
         text = (self.directory / "config.pbtxt").read_text()
         served = text if decoupled and not self.is_unary else set_decoupled(text, False)
         served = _NAME.sub(f'name: "{self.name}"', served, count=1)
+        for key, value in self.parameters:
+            served = f'{served.rstrip()}\nparameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
         return None if served == text else served
 
 
@@ -146,6 +150,12 @@ def compose(chosen: Sequence[str], repositories: Sequence[Path] = ()) -> list[Mo
     return list(models.values())
 
 
+def served_models(config: EngineConfig, chosen: Sequence[str], repositories: Sequence[Path]) -> list[Model]:
+    """compose(), with unary twins where the configuration asks for them. Raises UserError."""
+    models = compose(chosen, repositories)
+    return with_unary_twins(models) if config.triton.decoupled == "both" else models
+
+
 def with_unary_twins(models: Sequence[Model]) -> list[Model]:
     """The models, and each of ours that streams by default once more as NAME_unary, for clients without streams. Raises UserError
     for a name that is taken.
@@ -196,15 +206,23 @@ def render(models: Sequence[Model], directory: Path, *, decoupled: bool) -> Path
     if directory.exists():
         shutil.rmtree(directory)
     for model in models:
-        copy = directory / model.name
-        copy.mkdir(parents=True)
-        served = model.served_configuration(decoupled)
-        for entry in model.directory.iterdir():
-            if served is None or entry.name != "config.pbtxt":
-                (copy / entry.name).symlink_to(entry.resolve())
-        if served is not None:
-            (copy / "config.pbtxt").write_text(served)
+        render_model(model, directory, decoupled=decoupled)
     return directory
+
+
+def render_model(model: Model, directory: Path, *, decoupled: bool) -> None:
+    """Its directory in a repository, in place of one that is there. Of the latter only config.pbtxt changes, at once: Triton may
+    read it at any time.
+    """
+    copy, served = directory / model.name, model.served_configuration(decoupled)
+    copy.mkdir(parents=True, exist_ok=True)
+    for entry in model.directory.iterdir():
+        if (served is None or entry.name != "config.pbtxt") and not (copy / entry.name).is_symlink():
+            (copy / entry.name).symlink_to(entry.resolve())
+    if served is not None:
+        fresh = copy / "config.pbtxt.new"
+        fresh.write_text(served)
+        fresh.replace(copy / "config.pbtxt")
 
 
 def _as_they_lie(models: Sequence[Model]) -> Path | None:

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -24,9 +25,13 @@ from deploy import capacity, chat_template, limits, passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.model_source import resolve_model
+from deploy.models_file import Models
 from deploy.ports import Ports, is_loopback
 from deploy.report import ConsoleReporter, differences, effective
 from deploy.repository import compose
+from deploy.several import Several
+from deploy.several_options import described, of_several, several_of
+from deploy.several_server import SeveralServer
 from deploy.supervisor import StopSignals, supervise
 from deploy.triton_server import TritonServer
 
@@ -41,6 +46,7 @@ class ServeOptions:
     """The options of `serve`, as given."""
 
     model: str = ""
+    models: Models | None = None  # several models, in the place of `model`
     host: str = "127.0.0.1"
     ports: Ports = field(default_factory=Ports)
     engine_config: Path | None = None
@@ -145,15 +151,17 @@ def serve(options: ServeOptions, console: Console) -> int:
     """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
     too_low = limits.raise_open_files()
     options.ports.check_free(options.host)
-    config = effective_config(options)
+    several = None if options.models is None else several_of(options, options.models)
+    config = effective_config(options) if several is None else several.default.engine.share.config
     checkpoint = capacity.examined(config) if config.model.path else None
     chat_template.check_own(config)
     generates = checkpoint is None or checkpoint.generates
-    server = _server(options, config, probe_model="" if generates else None)
+    server = _server(options, config, probe_model="" if generates else None, several=several)
     gateway = options.gateway
     if gateway is not None:
         soft = tuple(config.prompt_adapters.directories)
         gateway = replace(gateway, adapters=tuple(config.lora.directories), prompt_adapters=soft)
+        gateway = gateway if several is None else of_several(gateway, several)
         gateway.check((options.ports.http, options.ports.grpc, options.ports.metrics))
         gateway = gateway.with_formats_of(chat_template.source(config))
     served = server if gateway is None else ServerWithGateway(server, gateway)
@@ -163,6 +171,8 @@ def serve(options: ServeOptions, console: Console) -> int:
     reporter = ConsoleReporter(console, server, openai_url, keys=has_keys, chats=chats, generates=generates)
     server.on_event = reporter.event
     _introduce(options, config, checkpoint, console)
+    for each in several.sets if several is not None else ():
+        console.print(escape(described(each)), highlight=False, soft_wrap=True)
     if too_low is not None:
         console.print(f"[yellow]{escape(too_low)}[/yellow]", highlight=False, soft_wrap=True)
     with StopSignals() as signals:
@@ -173,19 +183,26 @@ def serve(options: ServeOptions, console: Console) -> int:
     return status
 
 
-def _server(options: ServeOptions, config: EngineConfig, probe_model: str | None) -> TritonServer:
+def _server(
+    options: ServeOptions, config: EngineConfig, probe_model: str | None, several: Several | None
+) -> TritonServer:
+    common: dict[str, Any] = {
+        "ports": options.ports,
+        "run_dir": rundir.default_run_directory(f"serve-{options.ports.http}"),
+        "host": options.host,
+        "exit_timeout_s": options.exit_timeout_s,
+        "log_format": options.log_format,
+        "open_repository": options.open_repository,
+        "extra_flags": passed_flags.check(options.flags),
+    }
+    if several is not None:
+        return SeveralServer(several, **common)
     return TritonServer(
         config,
-        options.ports,
-        rundir.default_run_directory(f"serve-{options.ports.http}"),
         profiles=options.profiles,
         model_repository=options.model_repositories,
-        host=options.host,
-        exit_timeout_s=options.exit_timeout_s,
         probe_model=probe_model,
-        log_format=options.log_format,
-        open_repository=options.open_repository,
-        extra_flags=passed_flags.check(options.flags),
+        **common,
     )
 
 

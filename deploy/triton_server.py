@@ -27,7 +27,7 @@ from typing import Self
 
 from backend.api.config import EngineConfig
 from backend.api.silence import cpu_demand
-from deploy import ROOT, invocation, launch, log_files, memory, probe, rundir, running, server_log
+from deploy import ROOT, health, invocation, launch, log_files, memory, probe, rundir, running, server_log
 from deploy.drain import SERVER_MARGIN_S, Drain
 from deploy.errors import Failure, ServerFailed, StartCancelled
 from deploy.monitor import Monitor
@@ -42,7 +42,7 @@ from deploy.processes import (
 )
 from deploy.questions import Asked, text_model
 from deploy.readiness import Readiness
-from deploy.repository import compile_models, compose, render, with_unary_twins
+from deploy.repository import Model, compile_models, render, served_models
 from deploy.running import State
 from deploy.signs import PIPE, Signs
 from deploy.stuck_start import StuckStart
@@ -72,13 +72,14 @@ class TritonServer:
         open_repository: bool = False,
         extra_flags: Sequence[str] = (),
         extra_environment: dict[str, str] | None = None,
+        models: Sequence[Model] | None = None,
         on_event: Callable[[str], None] = log.warning,
     ) -> None:
         """Describe a server; nothing happens yet. Raises UserError when its models cannot be served together.
 
         `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `profiles` and
-        `model_repository`: what is served (deploy/repository.py). `probe_model`: the text model that must generate one token
-        before the server counts as ready, one of those served when it is ""; None asks the readiness endpoint only.
+        `model_repository`, or `models`: what is served (deploy/repository.py). `probe_model`: the text model that must generate
+        one token before the server counts as ready, one of those served when it is ""; None asks the readiness endpoint only.
         `open_repository`: Triton's model repository API asks for no key. `on_event`: called with a sentence when something
         happens that the server lives through (an engine that ended, not ready, ready again), in a thread of its own.
         """
@@ -93,9 +94,7 @@ class TritonServer:
         self.run_id = os.environ.get("EVERBATCH_RUN_PREFIX", "") + secrets.token_hex(8)
         self.log_format = log_format
         repositories = (model_repository,) if isinstance(model_repository, Path) else model_repository
-        self.models = compose(profiles, repositories)
-        if config.triton.decoupled == "both":
-            self.models = with_unary_twins(self.models)
+        self.models = served_models(config, profiles, repositories) if models is None else list(models)
         self.text_model = None if probe_model is None else text_model(self.models, probe_model)
         self._open_repository = open_repository
         self._extra_flags = tuple(extra_flags)
@@ -107,7 +106,7 @@ class TritonServer:
         self._known: list[Process] = []  # all processes of this server at the beginning of stop()
         self._signs: Signs | None = None
         self._monitor: Monitor | None = None
-        self._memory_limit: int | None = None
+        self._memory: memory.Watch | None = None
         self._stuck_start = StuckStart(self.log_path, self._stubs_work)
 
     # ---- addresses ---------------------------------------------------------------------------------------------------
@@ -123,6 +122,11 @@ class TritonServer:
     @property
     def metrics_url(self) -> str:
         return f"http://{url_host(reachable(self.host))}:{self.ports.metrics}/metrics"
+
+    @property
+    def control_path(self) -> Path | None:
+        """Socket of operations on models, where there are several."""
+        return None
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -148,7 +152,7 @@ class TritonServer:
         place, temporary = rundir.plain_directory(self.run_dir)
         self._temporary_directory = place if temporary else None
         backends = invocation.prepare_backend_directory(installation, place / "backends")
-        repository = render(self.models, place / "models", decoupled=bool(self.config.triton.decoupled))
+        repository = self._lay_out(place)
         self._signs = Signs(place / PIPE)
         command = invocation.command_line(
             installation,
@@ -159,6 +163,7 @@ class TritonServer:
             shm_prefix=self._shm_prefix,
             exit_timeout_s=self.exit_timeout_s + SERVER_MARGIN_S,
             complete=all(model.tensors for model in self.models),
+            num_models=len(self.models),
             extra=(*invocation.tracing_flags(self.config, self._extra_environment), *self._extra_flags),
         )
         variables = invocation.environment(
@@ -202,9 +207,7 @@ class TritonServer:
                 phase = said
                 on_phase(f"engine: {phase}")
         self._stubs = stubs_of(self.pid)
-        if self.text_model is not None:
-            on_phase("generating a first token")
-            self._generate_first_token(self.text_model, deadline)
+        self._generate_first_tokens(deadline, on_phase)
         if dead := self.dead_stubs():
             raise ServerFailed(f"stub process {dead[0].pid} died while the server started", self.log_tail())
         self._watch()
@@ -269,17 +272,17 @@ class TritonServer:
             return Failure(f"stub process {dead[0].pid} died; {log_files.where(self.log_path)}")
         if self._monitor is not None and (found := self._monitor.failure()):
             return found
-        return self._too_large()
+        return Failure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
 
     def dead_stubs(self) -> list[Process]:
-        """Stubs that were there when the server became ready, or came when a model was loaded anew, and have died since, which
-        Triton itself never tells.
+        """Stubs that were there when the server became ready, or have given a sign since, and have died, which Triton itself
+        never tells. One that ends while its model is loaded is the failure of that load.
         """
-        known = {stub.pid for stub in self._stubs}
-        if self._signs and {report.pid for report in self._signs.latest} - known - self._signs.unloaded():
-            self._stubs = self._stubs + [stub for stub in stubs_of(self.pid) if stub.pid not in known]
-        dead = [stub for stub in self._stubs if not stub.alive()]
         unloaded = self._signs.unloaded() if self._signs else set()
+        signs = self._signs.latest if self._signs else []
+        if fresh := {report.pid for report in signs} - {stub.pid for stub in self._stubs} - unloaded:
+            self._stubs = self._stubs + [stub for stub in stubs_of(self.pid) if stub.pid in fresh]
+        dead = [stub for stub in self._stubs if not stub.alive()]
         self._stubs = [stub for stub in self._stubs if stub.pid not in unloaded]
         return [stub for stub in dead if stub.pid not in unloaded]
 
@@ -312,7 +315,7 @@ class TritonServer:
     def _watch(self) -> None:
         """Look after the server from now on, until it is stopped."""
         assert self._signs is not None, "start() has made them"
-        self._memory_limit = memory.limit_bytes(self.pid)
+        self._memory = memory.Watch(self.pid)
         model = self.text_model.name if self.text_model else self.models[0].name
         self._monitor = Monitor(
             self.http_url,
@@ -322,6 +325,7 @@ class TritonServer:
             self.dead_stubs,
             self.config.triton.watchdog_timeout_s,
             self.on_event,
+            self._judge,
         )
         self._monitor.start()
 
@@ -329,18 +333,6 @@ class TritonServer:
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
-
-    def _too_large(self) -> Failure | None:
-        try:
-            resident = memory.resident_bytes(self.pid)
-        except (FileNotFoundError, ProcessLookupError):  # It has just ended, and the next look says so.
-            return None
-        if self._memory_limit is None or resident <= self._memory_limit:
-            return None
-        limit = f"{self._memory_limit / 1e9:.1f} GB, half of what was free"
-        return Failure(
-            f"tritonserver occupies {resident / 1e9:.1f} GB, allowed are {limit}; limit the size of requests"
-        )
 
     def _stubs_work(self) -> bool:
         return any(cpu_demand(stub.pid).waiting for stub in stubs_of(self.pid))
@@ -351,17 +343,28 @@ class TritonServer:
         if cancelled():
             raise StartCancelled
         if not self.running():
-            if reason := server_log.reason(server_log.tail(self.log_path)):
+            lines = server_log.tail(self.log_path)
+            if reason := server_log.reason(lines):
                 raise ServerFailed(reason)
-            raise ServerFailed(
-                f"tritonserver {describe_end(self.exit_status or 0)} while it started; the whole log is {self.log_path}",
-                self.log_tail(),
-                by_chance=server_log.died_by_chance(server_log.tail(self.log_path)),
-            )
+            text = f"tritonserver {describe_end(self.exit_status or 0)} while it started; the log is {self.log_path}"
+            raise ServerFailed(text, self.log_tail(), by_chance=server_log.died_by_chance(lines))
         if time.monotonic() > deadline:
             raise ServerFailed(
                 f"tritonserver was not ready after {timeout_s:.0f} s; the whole log is {self.log_path}", self.log_tail()
             )
+
+    def _generate_first_tokens(self, deadline: float, on_phase: Callable[[str], None]) -> None:
+        if self.text_model is not None:
+            on_phase("generating a first token")
+            self._generate_first_token(self.text_model, deadline)
+
+    def _lay_out(self, place: Path) -> Path:
+        """Write what the server reads besides its configuration into its directory; returns the model repository."""
+        return render(self.models, place / "models", decoupled=bool(self.config.triton.decoupled))
+
+    def _judge(self, reports: Sequence[health.Report]) -> health.Verdict:
+        """The verdict about the server, from the signs of life of its stubs."""
+        return health.judge(reports)
 
     def _generate_first_token(self, asked: Asked, deadline: float) -> None:
         remaining = max(5.0, deadline - time.monotonic())

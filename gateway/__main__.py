@@ -10,6 +10,7 @@ from pathlib import Path
 from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
+from gateway.served import served_of
 from gateway.server import GatewayServer
 from gateway.settings import Settings
 
@@ -46,6 +47,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a prompt adapter of the server, likewise",
     )
+    add(
+        "--other-model",
+        dest="others",
+        action="append",
+        type=served_of,
+        metavar="JSON",
+        help="a further model of the server: triton_model, names, adapters, label (gateway/served.py)",
+    )
+    add("--metrics-label", default="", metavar="NAME", help="what the metrics of the first model's engine call it")
+    add("--control", type=Path, metavar="SOCKET", help="the launcher's, for operations on models")
     add(
         "--tool-format",
         default=_DEFAULTS.tool_format,
@@ -85,6 +96,7 @@ def settings_of(arguments: list[str]) -> Settings:
     values = vars(flags.parse_args(arguments))
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
     values["adapters"] = tuple(values["adapters"] or ())
+    values["others"] = tuple(values["others"] or ())
     values["prompt_adapters"] = tuple(values["prompt_adapters"] or ())
     for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
         if same := set(values["model_names"]) & set(values[key]):

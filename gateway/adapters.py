@@ -17,6 +17,7 @@ from gateway.errors import GatewayError
 from gateway.messages import LoadAdapter, UnloadAdapter
 from gateway.openapi import body_of, errors_of
 from gateway.request_context import RequestContext, visit_of
+from gateway.served import Served
 from gateway.triton_client import Job
 
 _DONE: dict[int | str, dict[str, Any]] = {
@@ -30,19 +31,24 @@ def add_adapter_routes(api: FastAPI, gateway: Gateway) -> None:
     async def load_adapter(request: Request) -> Response:
         context = _allowed(gateway, request)
         message = await gateway.read_body(LoadAdapter, request)
+        served = _model_of(gateway, context, message.model)
         name = message.lora_name
-        if name in (*gateway.settings.model_names, *gateway.settings.prompt_adapters):
+        if any(name in (*each.names, *each.prompt_adapters) for each in gateway.served):
             text = f"{name[:80]!r} is the name of a model or of a prompt adapter; give the adapter another one"
             raise GatewayError(400, text, "lora_name", "invalid_value")
+        if any(name in each.adapters for each in gateway.served if each is not served):
+            text = f"{name[:80]!r} is an adapter of another model; give this one another name"
+            raise GatewayError(400, text, "lora_name", "invalid_value")
         command = {"load_adapter": {"name": name, "directory": message.lora_path}}
-        await _change(gateway, context, command)
+        await _change(gateway, served, context, command)
         return _done(f"Success: LoRA adapter '{name}' added successfully.")
 
     @api.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadAdapter), responses=_DONE, response_class=Response)
     async def unload_adapter(request: Request) -> Response:
         context = _allowed(gateway, request)
         message = await gateway.read_body(UnloadAdapter, request)
-        await _change(gateway, context, {"unload_adapter": message.lora_name})
+        served = _model_of(gateway, context, message.model, message.lora_name)
+        await _change(gateway, served, context, {"unload_adapter": message.lora_name})
         return _done(f"Success: LoRA adapter '{message.lora_name}' removed successfully.")
 
 
@@ -58,12 +64,20 @@ def _allowed(gateway: Gateway, request: Request) -> RequestContext:
     return context
 
 
-async def _change(gateway: Gateway, context: RequestContext, command: dict[str, Any]) -> None:
+def _model_of(gateway: Gateway, context: RequestContext, model: str | None, adapter: str = "") -> Served:
+    """The model that an adapter is for: the one that is named, that has it, or the first. Raises GatewayError(404)."""
+    if model is not None:
+        gateway.check_model(model, context.client)
+    return gateway.served_as(adapter if model is None else model)
+
+
+async def _change(gateway: Gateway, served: Served, context: RequestContext, command: dict[str, Any]) -> None:
     """Send a command to the engine, and take over the names that requests may give from then on. Raises GatewayError."""
     async with gateway.changing_adapters:  # otherwise an older list could replace a newer one
         for index, request in enumerate((command, {"list_adapters": True})):
-            (reply,) = await whole(gateway.link, [Job(request, f"{context.request_id}-{index}", "")], context)
-        gateway.adapters = tuple(msgspec.json.decode(reply.text, type=list[str]))
+            job = Job(request, f"{context.request_id}-{index}", "", triton_model=served.triton_model)
+            (reply,) = await whole(gateway.link, [job], context)
+        served.adapters = tuple(msgspec.json.decode(reply.text, type=list[str]))
 
 
 def _done(text: str) -> Response:

@@ -27,10 +27,10 @@ def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def create_message(request: Request) -> Response:
         message, context = await gateway.read(MessagesRequest, request), visit_of(request.scope)
-        chat = anthropic_turns.as_chat(message, gateway.dialect)
-        asked = await gateway.aside(context, anthropic_turns.messages, message, chat, gateway.dialect)
+        chat = anthropic_turns.as_chat(message, gateway.dialect(message.model))
+        asked = await gateway.aside(context, anthropic_turns.messages, message, chat, gateway.dialect(message.model))
         (job,) = gateway.jobs([asked], context, message.model)
-        writer = MessageWriter(message, gateway.dialect.reader(chat) or PlainReader(), context)
+        writer = MessageWriter(message, gateway.dialect(message.model).reader(chat) or PlainReader(), context)
 
         async def work(out: Outlet) -> None:
             async with aclosing(pieces(gateway.link, [job], context)) as source:
@@ -53,7 +53,7 @@ def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def count_tokens(request: Request) -> Response:
         message, context = await gateway.read(CountTokensRequest, request), visit_of(request.scope)
-        asked = await gateway.aside(context, anthropic_turns.counting, message, gateway.dialect)
+        asked = await gateway.aside(context, anthropic_turns.counting, message, gateway.dialect(message.model))
         (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from gateway import translate
 from gateway.adapters import add_adapter_routes
+from gateway.administration import add_administration_routes
 from gateway.answers import Outlet
 from gateway.anthropic_routes import add_message_routes
 from gateway.choices import whole
@@ -39,6 +40,7 @@ from gateway.outputs import (
     ModelList,
     ResponseBody,
 )
+from gateway.page_routes import add_page_routes
 from gateway.parts import PlainReader
 from gateway.request_context import visit_of
 from gateway.request_log import RouteNames
@@ -71,7 +73,9 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_interactive_routes(api, gateway)
     add_load_routes(api, gateway)
     add_metrics_route(api, gateway)
+    add_administration_routes(api, gateway)
     add_other_routes(api, gateway)
+    add_page_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
     return Middleware(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters, gateway.requests)
@@ -85,12 +89,14 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         message, context = await gateway.read(ChatRequest, request), visit_of(request.scope)
         places = gateway.places(message)
         jobs = gateway.jobs(
-            [await gateway.aside(context, translate.chat, message, gateway.dialect)], context, message.model
+            [await gateway.aside(context, translate.chat, message, gateway.dialect(message.model))],
+            context,
+            message.model,
         )
         name, count = f"chatcmpl-{context.request_id}", message.n or 1
         kind = "chat.completion.chunk" if message.stream else "chat.completion"
         head = Head(name, kind, message.model, message.service_tier is not None, bool(message.return_token_ids))
-        readers = [gateway.dialect.reader(message) or PlainReader() for _ in range(count)]
+        readers = [gateway.dialect(message.model).reader(message) or PlainReader() for _ in range(count)]
 
         async def work(out: Outlet) -> None:
             if message.stream:
@@ -128,9 +134,11 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def create_response(request: Request) -> Response:
         message, context = await gateway.read(ResponseRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(context, translate.response, message, before.items, items, gateway.dialect)
+        asked = await gateway.aside(
+            context, translate.response, message, before.items, items, gateway.dialect(message.model)
+        )
         (job,) = gateway.jobs([asked], context, message.model)
-        writer = ResponseWriter(message, gateway.turns, gateway.dialect.reader(message))
+        writer = ResponseWriter(message, gateway.turns, gateway.dialect(message.model).reader(message))
 
         async def work(out: Outlet) -> None:
             await gateway.respond(out, Responding(message, items, before), job, context, writer)
@@ -141,7 +149,9 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def input_tokens(request: Request) -> Response:
         message, context = await gateway.read(InputTokensRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(context, translate.counting, message, before.items, items, gateway.dialect)
+        asked = await gateway.aside(
+            context, translate.counting, message, before.items, items, gateway.dialect(message.model)
+        )
         (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:

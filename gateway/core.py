@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from copy import copy
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,11 +26,13 @@ from gateway.errors import GatewayError
 from gateway.invalid import parse
 from gateway.items import Item
 from gateway.keys import THIS_MACHINE, Client, Keys
+from gateway.live import LiveFeed
 from gateway.messages import Completing, ModelRequest, Wire
 from gateway.places import Places
 from gateway.request_context import RequestContext, visit_of
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import Asking, ResponseRequest
+from gateway.served import Served
 from gateway.settings import Settings, is_loopback
 from gateway.store import Conversation, ResponseStore, Stored
 from gateway.triton_client import Job, Piece, TritonLink
@@ -37,6 +40,7 @@ from gateway.turns import Turns
 
 MODEL_LEN_TIMEOUT_S = 2.0
 MOST_NAMED = 20  # models that an error lists
+MOST_VIEWERS = 32  # streams of /everbatch/live at once
 MARGIN_S = 10.0  # the link and the model give up first: they know the reason
 _Body = TypeVar("_Body", bound=Wire)
 _Message = TypeVar("_Message", bound=ModelRequest)
@@ -64,25 +68,39 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.dialect = Dialect.of(settings)
-        self.adapters = settings.adapters  # changes while the server runs (gateway/adapters.py)
+        # Their adapters change while the server runs (gateway/adapters.py).
+        first = Served(
+            *(settings.triton_model, settings.model_names, settings.adapters, settings.metrics_label),
+            *(settings.tool_format, settings.reasoning_format, settings.prompt_adapters),
+        )
+        self.served = (first, *map(copy, settings.others))
+        self._dialects = {each.triton_model: Dialect.of(each) for each in self.served}
         self.changing_adapters = asyncio.Lock()  # held from a change until its list of names has come
         self.keys = None if settings.api_keys is None else Keys(settings.api_keys, self.names)
         self.counters = Counters()
         self.requests = Places(settings.max_requests, with_shares=self.keys is not None)
         self.running = Running(Places(settings.max_choices, with_shares=self.keys is not None))
+        self.live = LiveFeed()
+        self.viewers = Running(Places(MOST_VIEWERS, with_shares=self.keys is not None), "viewers", "watch")
         self.store = ResponseStore(settings.store_count, settings.store_bytes, settings.store_ttl_s)
         self.created = int(time.time())
         self._is_private = is_loopback(settings.host)
         self.turns = Turns()
-        self._model_len: asyncio.Task[int | None] | None = None
+        self._lengths: dict[str, asyncio.Task[int | None]] = {}  # by Triton models
         self._thread = ThreadPoolExecutor(1, "large-bodies")
         self.link: TritonLink
 
     @property
     def names(self) -> tuple[str, ...]:
         """The models, LoRA adapters and prompt adapters that requests may name."""
-        return (*self.settings.model_names, *self.adapters, *self.settings.prompt_adapters)
+        return tuple(name for each in self.served for name in each.all_names)
+
+    def dialect(self, model: str) -> Dialect:
+        return self._dialects[self.served_as(model).triton_model]
+
+    def served_as(self, name: str) -> Served:
+        """The model that a name is of; the first one for a name of none."""
+        return next((each for each in self.served if name in each.all_names), self.served[0])
 
     @asynccontextmanager
     async def linked(self) -> AsyncIterator[None]:
@@ -148,17 +166,15 @@ class Gateway:
 
     def jobs(self, asked: list[translate.Asked], context: RequestContext, model: str) -> list[Job]:
         """The replies to generate, by prompts, with the adapter that `model` names."""
-        adapter = {"lora_name": model} if model in self.adapters else {}
-        if model in self.settings.prompt_adapters:
+        served, party = self.served_as(model), self._party(context)
+        adapter = {"lora_name": model} if model in served.adapters else {}
+        if model in served.prompt_adapters:
             adapter = {"prompt_adapter_name": model}
         return [
             Job(
-                request | adapter,
-                f"{context.request_id}-{i}",
-                self._party(context),
-                request.get("n", 1),
-                origin,
-                context.caller,
+                *(request | adapter, f"{context.request_id}-{i}", party, request.get("n", 1), origin),
+                caller=context.caller,
+                triton_model=served.triton_model,
             )
             for i, (request, origin) in enumerate(asked)
         ]
@@ -183,9 +199,10 @@ class Gateway:
         card: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
         created_at = datetime.fromtimestamp(self.created, UTC).isoformat()
         card |= {"type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active"}
-        if (length := await self.max_model_len()) is not None:
+        served = self.served_as(name)
+        if (length := await self.max_model_len(served)) is not None:
             card |= {"max_model_len": length, "max_input_tokens": length, "max_tokens": length}
-        return card if name in self.settings.model_names else card | {"parent": self.settings.model_names[0]}
+        return card if name in served.names else card | {"parent": served.names[0]}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:
         """The cheap path of a token: one event, one write. Clients that take each HTTP chunk for an event, as
@@ -229,16 +246,21 @@ class Gateway:
             if isinstance(found, Conversation):
                 self.store.put(namespace, found.with_items((*asked.items, *writer.items())))
 
-    async def max_model_len(self) -> int | None:
+    async def max_model_len(self, served: Served) -> int | None:
         """Tokens of prompt and answer together; None while the model cannot be asked. Whoever asks meanwhile waits for the same
         answer.
         """
-        if self._model_len is None or (self._model_len.done() and self._model_len.result() is None):
-            self._model_len = asyncio.ensure_future(self._ask_model_len())
-        return await asyncio.shield(self._model_len)
+        asked = self._lengths.get(served.triton_model)
+        if asked is None or (asked.done() and asked.result() is None):
+            asked = self._lengths[served.triton_model] = asyncio.ensure_future(self._ask_model_len(served))
+        return await asyncio.shield(asked)
 
-    async def _ask_model_len(self) -> int | None:
-        job = Job({"prompt_token_ids": [0], "tokenize": True}, f"{secrets.token_hex(12)}-0", "")
+    def forget_lengths(self) -> None:
+        self._lengths.clear()
+
+    async def _ask_model_len(self, served: Served) -> int | None:
+        request = {"prompt_token_ids": [0], "tokenize": True}
+        job = Job(request, f"{secrets.token_hex(12)}-0", "", triton_model=served.triton_model)
         try:
             async with asyncio.timeout(MODEL_LEN_TIMEOUT_S):
                 return (await self.tokens_of(job)).max_model_len

@@ -1,4 +1,4 @@
-"""Dialect: how the model of this server writes calls of tools and its reasoning, with the readers of its answers."""
+"""Dialect: how a model writes calls of tools and its reasoning, with the readers of its answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gateway.messages import ChatRequest, Thinking
 from gateway.parts import PartReader, PlainReader
 from gateway.reasoning import HARMONY, REASONING_FORMATS, Marks, ReasoningReader, WithoutReasoning
 from gateway.response_messages import Asking, ResponseRequest
+from gateway.served import Served
 from gateway.settings import Settings
 from gateway.tool_formats.format import ToolFormat
 from gateway.tool_formats.harmony import HarmonyReader
@@ -28,8 +29,8 @@ class Dialect(NamedTuple):
     marks: Marks | None  # None: reasoning is not told apart
 
     @classmethod
-    def of(cls, settings: Settings) -> Dialect:
-        return cls(TOOL_FORMATS[settings.tool_format].format, REASONING_FORMATS.get(settings.reasoning_format))
+    def of(cls, model: Settings | Served) -> Dialect:
+        return cls(TOOL_FORMATS[model.tool_format].format, REASONING_FORMATS.get(model.reasoning_format))
 
     def reader(self, message: ChatRequest | ResponseRequest) -> PartReader | None:
         """The reader of one answer; None: the answer is content and nothing else."""

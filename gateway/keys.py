@@ -1,6 +1,7 @@
-"""API keys: a file of lines `NAME KEY [metrics] [adapters] [models=NAME,...]`, and the namespace of each name.
+"""API keys: a file of lines `NAME KEY [metrics] [adapters] [admin] [models=NAME,...]`, and the namespace of each name.
 
 `metrics`: the key may read the page /metrics, which shows all clients. `adapters`: the key may load and unload LoRA adapters.
+`admin`: the key may load, unload and replace models.
 `models=`: the only models and LoRA adapters that the key may use.
 """
 
@@ -17,8 +18,8 @@ from pathlib import Path
 
 SHORTEST_KEY = 16
 LARGEST_FILE = 1 << 20
-FORM = "NAME KEY [metrics] [adapters] [models=NAME,...]"
-_RIGHTS = ("metrics", "adapters")
+FORM = "NAME KEY [metrics] [adapters] [admin] [models=NAME,...]"
+_RIGHTS = ("metrics", "adapters", "admin")
 _MODELS = "models="
 _log = logging.getLogger("everbatch.gateway")
 
@@ -40,6 +41,7 @@ class Client:
     models: frozenset[str] | None = None  # None: all that are served
     metrics: bool = False
     adapters: bool = False  # may load and unload LoRA adapters
+    admin: bool = False  # may load, unload and replace models
 
     @property
     def namespace(self) -> str:
@@ -118,7 +120,7 @@ def _of_line(words: list[str], number: int) -> tuple[str, Client]:
     if len(lists) > 1 or len(lists) + len(set(rights)) != len(options):
         raise KeysError(f"line {number} of the file of API keys is not {FORM}")
     models = frozenset(filter(None, lists[0].split(","))) if lists else None
-    return key, Client(name, models, "metrics" in rights, "adapters" in rights)
+    return key, Client(name, models, "metrics" in rights, "adapters" in rights, "admin" in rights)
 
 
 class Keys:

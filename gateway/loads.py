@@ -20,9 +20,8 @@ from gateway.errors import unavailable
 from gateway.openapi import answer_of, as_json
 from gateway.request_context import visit_of
 
-_SAMPLE = re.compile(
-    r'^nv_trt_llm_(request|kv_cache_block)_metrics\{[^}]*_type="(\w+)"[^}]*\} ([0-9.e+]+)$', re.MULTILINE
-)
+_SAMPLE = re.compile(r"^nv_trt_llm_(request|kv_cache_block)_metrics\{([^}]*)\} ([0-9.e+]+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class Version(BaseModel):
@@ -71,7 +70,7 @@ def add_load_routes(api: FastAPI, gateway: Gateway) -> None:
     async def server_info(request: Request) -> Response:
         names = gateway.models(visit_of(request.scope).client)
         name = names[0] if names else ""
-        length = await gateway.max_model_len()
+        length = await gateway.max_model_len(gateway.served_as(name))
         told = {
             "version": gateway.settings.server_version,
             "model_path": name,
@@ -87,18 +86,33 @@ def add_load_routes(api: FastAPI, gateway: Gateway) -> None:
         return as_json({"server_load": gateway.requests.taken})
 
     @api.get("/v1/loads", responses=answer_of(Loads))
-    async def loads(request: Request) -> Response:
+    async def loads(request: Request, model: str = "") -> Response:
         gateway.check_may_read_metrics(visit_of(request.scope).client)
         url = gateway.settings.metrics_url
         page = None if url is None else await triton_page(url)
-        if (load := load_of(page or "")) is None:
+        if model:
+            gateway.check_model(model, visit_of(request.scope).client)
+        if (load := load_of(page or "", gateway.served_as(model).label)) is None:
             raise unavailable("the load is not known: Triton's page of metrics does not answer, or is switched off")
         return as_json(loads_body(load, gateway.settings.server_version))
 
 
-def load_of(page: str) -> Load | None:
-    """Reads the engine's load from Triton's page of metrics; None without the metrics that it needs."""
-    told = {f"{family} {kind}": int(float(value)) for family, kind, value in _SAMPLE.findall(page)}
+def load_of(page: str, label: str = "") -> Load | None:
+    """Reads the load of an engine from Triton's page of metrics; None without the metrics that it needs. `label`: what they call
+    its model, where there are several; of two engines of a model the newer one counts.
+    """
+    told: dict[str, int] = {}
+    newest = -1
+    for family, labels, value in _SAMPLE.findall(page):
+        named = dict(_LABEL.findall(labels))
+        if label and named.get("model") != label:
+            continue
+        version = int(named["version"]) if label and named.get("version", "").isdecimal() else 0
+        if version > newest:
+            told, newest = {}, version
+        kind = next((text for name, text in named.items() if name.endswith("_type")), "")
+        if version == newest:
+            told[f"{family} {kind}"] = int(float(value))
     try:
         running, waiting, places = (told[f"request {kind}"] for kind in ("active", "waiting", "max"))
         used, blocks, size = (told[f"kv_cache_block {kind}"] for kind in ("used", "max", "tokens_per"))

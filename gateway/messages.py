@@ -274,11 +274,13 @@ class CompletionRequest(Completing):
 
 
 class LoadAdapter(Wire):
-    """`lora_path`: a directory below `lora.allowed_dir`."""
+    """`lora_path`: a directory below `lora.allowed_dir`. `model`: the one that it is for, where the server has several."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    model: Annotated[str, Field(max_length=256)] | None = None
 
 
 class UnloadAdapter(Wire):
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Annotated[str, Field(max_length=256)] | None = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +33,15 @@ _OPTIONS = [
 MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
 LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in a turn
 ENDED_EARLY = "the server ended this reply early; try again"
+NOT_REACHED = "the inference server cannot be reached; try again when /health answers 200"
 _READY_TIMEOUT_S = 2.0
+END_S = 5.0  # for the end of a stream whose replies are complete
 
 
 @dataclass(frozen=True)
 class Job:
-    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, how many there are, and what
-    its guide was made of.
+    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, how many there are, what its
+    guide was made of, and which Triton model is asked.
     """
 
     request: dict[str, Any]
@@ -47,6 +50,7 @@ class Job:
     choices: int = 1
     origin: GuideOrigin | None = None
     caller: Caller = ()  # parameters that say to which trace it belongs
+    triton_model: str = ""  # empty: the first model of the server
     resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 
@@ -82,6 +86,9 @@ class Piece(msgspec.Struct):
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
     seed: int | None = None  # in the first piece of a stream that samples, where the request names none
     score: float = 0.0  # how relevant a document is to a query, 0 to 1
+    live: msgspec.Raw = msgspec.Raw(
+        b"null"
+    )  # in the answer to a look: a LiveView (backend/api/live_view.py), not decoded
 
     @property
     def shown_logprobs(self) -> list[msgspec.Raw] | None:
@@ -100,6 +107,7 @@ class TritonLink:
         self._model, self._timeout_s, self._turns = model, timeout_s, turns
         self.patience_s = patience_s
         self._asking: asyncio.Task[bool] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # streams whose replies are complete
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -119,15 +127,45 @@ class TritonLink:
                     yield piece
                     open_choices -= piece.finish_reason is not None
                 if not open_choices:
+                    self._ending.add(ending := asyncio.ensure_future(_to_its_end(call)))
+                    ending.add_done_callback(self._ending.discard)
+                    call = None
                     return
             raise ConnectionLost(ENDED_EARLY)
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
-            call.cancel()  # nothing happens when it is over
+            if call is not None:
+                call.cancel()  # nothing happens when it is over
+
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[Callable[[Job], Awaitable[Piece]]]:
+        """Yield a function that returns the one response to a request, for requests that follow each other: they share a stream,
+        which costs half of what a stream for each does. After an error another stream is needed. Raises GatewayError.
+        """
+        call = self._stub.ModelStreamInfer()
+
+        async def ask(job: Job) -> Piece:
+            try:
+                await call.write(self._message(job))
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    if (
+                        answer.error_message or answer.infer_response.raw_output_contents
+                    ):  # else the end of the one before
+                        return next(_pieces(_contents(answer, None)))
+            except asyncio.InvalidStateError:  # The stream had ended before the request was written.
+                raise ConnectionLost(NOT_REACHED) from None
+            except grpc.RpcError as error:
+                raise _from_rpc(error) from None
+            raise ConnectionLost(NOT_REACHED)
+
+        try:
+            yield ask
+        finally:
+            call.cancel()
 
     def _message(self, job: Job) -> Any:
-        message = service_pb2.ModelInferRequest(model_name=self._model, id=job.request_id)
+        message = service_pb2.ModelInferRequest(model_name=job.triton_model or self._model, id=job.request_id)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if job.namespace:
             message.parameters["cache_salt"].string_param = job.namespace
@@ -162,7 +200,23 @@ class TritonLink:
         return all(answer.ready for answer in answers)
 
     async def close(self) -> None:
+        for ending in self._ending:
+            ending.cancel()
         await self._channel.close()
+
+
+async def _to_its_end(call: Any) -> None:
+    """Read until the server ends the stream. Triton keeps a request whose stream is cancelled after its last response, and with
+    it the instance of the model, which can then never be unloaded.
+    """
+    try:
+        async with asyncio.timeout(END_S):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # The reply was complete.
+        pass
+    finally:
+        call.cancel()
 
 
 async def _once(message: Any) -> AsyncIterator[Any]:
@@ -197,6 +251,5 @@ def _from_rpc(error: grpc.RpcError) -> GatewayError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return GatewayError(408, "no answer in time; ask for fewer tokens", code="timeout")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        text = "the inference server cannot be reached; try again when /health answers 200"
-        return ConnectionLost(text, was_taken="connect to" not in details)
+        return ConnectionLost(NOT_REACHED, was_taken="connect to" not in details)
     return from_triton(details)

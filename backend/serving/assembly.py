@@ -18,6 +18,7 @@ from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.log_lines import set_up_logging
+from backend.api.several import ENGINE, LABEL, OWNS
 from backend.api.telemetry import check_traces
 from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
@@ -39,7 +40,11 @@ from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.served_model import ServedModel
-from backend.serving.upstream_parameters import OWN_TOKENIZER, apply_parameters, set_parameters
+from backend.serving.upstream_parameters import (
+    OWN_TOKENIZER,
+    apply_parameters,
+    set_parameters,
+)
 
 log = logging.getLogger("everbatch.serving")
 
@@ -51,15 +56,18 @@ def load_model(args: dict[str, str]) -> ModelServer:
     _prepare_process(args)
     model_config = json.loads(args["model_config"])
     role = role_of(args["model_name"], model_config)
-    config, run_directory = _with_parameters(role, model_config, engine_config()), RunDirectory.of_this_server()
+    parameters = set_parameters(model_config)
+    run_directory = run_directory_of(model_config)
+    config = _with_parameters(role, model_config, engine_config(run_directory))
     check_traces(config.telemetry)
-    owner = role == OWNER and run_directory.claim(args["model_name"])  # another model of that role is a client too
+    may_own = role == OWNER and parameters.get(OWNS, "true") == "true"
+    owner = may_own and run_directory.claim(args["model_name"])  # another model of that role is a client too
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
     # The owner's config.pbtxt may have changed the configuration; the engine reports the one in force.
     configure = lru_cache(maxsize=2)(lambda engines: apply_parameters(role, model_config, engines).config)
     if executor.hello is not None:
         config = configure(executor.hello.config)
-    front, parameters = FRONTS[role], set_parameters(model_config)
+    front = FRONTS[role]
     own_tokenizer = parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else ""
     tools = ToolsLoader(executor, own_tokenizer, config.model.chat_template)
     try:
@@ -73,7 +81,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         front.tensors,
         decoupled=is_decoupled(model_config),
         owner=owner,
-        labels={"model": args["model_name"], "version": args["model_version"]},
+        labels=labels_of(args, parameters),
         drain_grace_s=drain_grace_s(),
         dialect=front.dialect,
         reports_vllm=is_true(model_config, "REPORT_CUSTOM_METRICS"),
@@ -81,11 +89,27 @@ def load_model(args: dict[str, str]) -> ModelServer:
         configure=configure,
         report_health=_report_to(run_directory, args["model_name"]),
         adapters=named,
+        is_one_of_several=ENGINE in parameters,
+        away_file=None if owner else run_directory.away_file,
         **arguments,
     )
     server = ModelServer(model, executor, config)
     calm_garbage_collector()
     return server
+
+
+def run_directory_of(model_config: dict[str, Any]) -> RunDirectory:
+    """The directory of the engine that a model is a client of. Raises ConfigError."""
+    return RunDirectory.of_this_server(set_parameters(model_config).get(ENGINE, ""))
+
+
+def labels_of(args: dict[str, str], parameters: dict[str, str]) -> dict[str, str]:
+    """The labels of a model's metrics. The owner of one engine of several has the name that an operator knows the model by, and
+    the number of the engine as its version: a replacement runs beside the engine before it.
+    """
+    if LABEL in parameters:
+        return {"model": parameters[LABEL], "version": parameters[ENGINE].removeprefix("e")}
+    return {"model": args["model_name"], "version": args["model_version"]}
 
 
 def _with_parameters(role: str, model_config: dict[str, Any], config: EngineConfig) -> EngineConfig:

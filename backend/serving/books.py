@@ -66,12 +66,16 @@ class Books:
         if self._traces is not None:
             self._metrics.publish_spans(self._traces.totals._asdict())
 
-    def close(self) -> None:
-        """Log the remaining rows without publishing them, because Triton is about to unload the model."""
+    def close(self, ends_engine: bool = False) -> None:
+        """Log the remaining rows without publishing them, because Triton is about to unload the model. `ends_engine`: the gauges
+        of this model's engine become 0.
+        """
         for _ in self._logged(budget_s=1.0):
             pass
         if self._traces is not None:
             self._traces.close()
+        if ends_engine:
+            self._metrics.end_engine()
 
     def _logged(self, budget_s: float) -> Iterator[EndedRow]:
         for row in self.ended.take(budget_s):

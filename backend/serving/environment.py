@@ -4,6 +4,8 @@
     EVERBATCH_RUN_DIR          the directory of the engine's socket; when it is not set, a directory with mode 0700 whose
                                name holds the user id and the server's process id
     EVERBATCH_RUN_DIR/health.pipe   the pipe through which the launcher reads the state of each model, if there is a launcher
+    EVERBATCH_RUN_DIR/eN       the same for engine N of a server with several models: config.json and the engine's socket; the
+                               parameter `engine` of a model's config.pbtxt names it
     EVERBATCH_EXIT_TIMEOUT_S   how many seconds running requests may go on once the server drains
 
 The launcher sets these variables. A plain tritonserver sets none of them, and its models still find the same directory,
@@ -16,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -27,8 +30,10 @@ from typing import Literal
 import numpy as np
 
 from backend.api import ConfigError, EngineConfig, load_config
+from backend.api.several import FILE
 
 DEFAULT_DRAIN_S = 25.0  # under a plain tritonserver, whose own --exit-timeout-secs is 30 unless it is changed
+_ENGINE = re.compile("e[0-9]{1,6}")
 OWNER_START_S = 5.0  # how long a model waits for a sign of the model that owns the engine
 
 # ready: requests are served. unavailable: requests are refused for now (the engine does not answer, the tokenizer is not
@@ -43,9 +48,11 @@ NUMPY_MISMATCH = (
 )
 
 
-def engine_config() -> EngineConfig:
-    """The configuration in EVERBATCH_CONFIG. Raises ConfigError that names the wrong key."""
-    return load_config(os.environ.get("EVERBATCH_CONFIG") or None)
+def engine_config(run_directory: RunDirectory) -> EngineConfig:
+    """The configuration of the engine of a directory of its own, else the one in EVERBATCH_CONFIG. Raises ConfigError that names
+    the wrong key.
+    """
+    return load_config(run_directory.config_file or os.environ.get("EVERBATCH_CONFIG") or None)
 
 
 def drain_grace_s() -> float:
@@ -76,17 +83,22 @@ class RunDirectory:
     It holds the engine's socket `engine.sock`, the process of the engine's owner in `owner.pid`, and `health.pipe`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._owner = path / "owner.pid"
+    def __init__(self, path: Path, engine: str = "") -> None:
+        """`engine`: the name of the engine's own directory within it, where a server has several."""
+        self._engine = engine
         self._health = path / "health.pipe"
+        self._path = path / engine
+        self._owner = self._path / "owner.pid"
 
     @classmethod
-    def of_this_server(cls) -> RunDirectory:
+    def of_this_server(cls, engine: str = "") -> RunDirectory:
         """Find the directory, or make it.
 
-        Raises ConfigError when it is not a directory of this user, or when others may use the default one.
+        Raises ConfigError when it is not a directory of this user, when others may use the default one, or when `engine` is no
+        name of an engine's directory.
         """
+        if engine and _ENGINE.fullmatch(engine) is None:
+            raise ConfigError(f"engine of config.pbtxt is {engine[:40]!r}; it is e and a number of up to 6 digits")
         given = os.environ.get("EVERBATCH_RUN_DIR")
         path = Path(given or Path(tempfile.gettempdir(), f"everbatch-{os.getuid()}-{os.getppid()}"))
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +107,17 @@ class RunDirectory:
             raise ConfigError(
                 f"run directory {path.name}: it is not private to this user; set EVERBATCH_RUN_DIR to one that is"
             )
-        return cls(path)
+        return cls(path, engine)
+
+    @property
+    def config_file(self) -> Path | None:
+        """The configuration of the engine that has a directory of its own."""
+        return self._path / "config.json" if self._engine else None
+
+    @property
+    def away_file(self) -> Path | None:
+        """The file that says that this engine is away on purpose (absence.py); None: no launcher writes one."""
+        return self._path / FILE if self._engine else None
 
     @property
     def socket_path(self) -> str:

@@ -196,6 +196,16 @@ class MetricsPublisher:
             )
         )
 
+    def end_engine(self) -> None:
+        """The engine ends, and no other one is published under these labels: gauges become 0. (Triton 24.10 may end with SIGSEGV
+        where a model drops its metrics while others have the families.)
+        """
+        if self._ready is not None:
+            self._ready.set(0.0)
+        for family in self._engine_families:
+            for label in family.values if family.kind == "GAUGE" else ():
+                self._send(family, label, 0.0)
+
     def publish_engine(self, stats: EngineStats | None, ready: bool) -> None:
         """Send the values of the engine that have changed since the last call.
 

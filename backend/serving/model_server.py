@@ -31,6 +31,7 @@ from backend.api import (
     Result,
 )
 from backend.api.telemetry import otlp_settings
+from backend.serving.absence import Absence
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import Health
@@ -41,18 +42,15 @@ from backend.serving.protocols import EngineClient, TritonRequest
 from backend.serving.pump import ResponsePump
 from backend.serving.reading import Batch
 from backend.serving.requests import (
-    Look,
-    NameAdapter,
     Parameters,
     ServingContext,
-    StopSession,
     Work,
     read_parameters,
     read_request_id,
 )
-from backend.serving.resuming import resume_of
 from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
+from backend.serving.submitting import submit
 from backend.serving.text_pool import Job, TextPool
 from backend.serving.trace_context import begin_trace
 from backend.serving.traces import start_exporter
@@ -100,6 +98,7 @@ class ModelServer:
             dialect=dialect,
         )
         self._load = EngineLoad(config)
+        self._absence = Absence(model.away_file, config.limits.max_queue_size)
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
         period_s = triton.cancellation_check_period_ms / 1000
         self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, dialect.log_name)
@@ -137,7 +136,7 @@ class ModelServer:
         self._report_unloading()
         self._text.close()
         self._pump.close()
-        self._books.close()
+        self._books.close(self._model.is_one_of_several and self._model.owner)
         self._executor.shutdown()
 
     def _report_unloading(self) -> None:
@@ -177,10 +176,34 @@ class ModelServer:
         batch = Batch.read(self._model.tensors, request.inputs(), self._config.limits.max_request_batch)
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
-            return
-        if (works := self._model.at_once(batch, self._executor)) is not None:
+        elif (works := self._model.at_once(batch, self._executor)) is not None:
             self._hand_over(stream, works)
-            return
+        elif not self._is_held(stream, batch, parameters):
+            self._read(stream, batch, parameters)
+
+    def _is_held(self, stream: Stream, batch: Batch, parameters: Parameters) -> bool:
+        """True if the engine is away on purpose, and the request waits for it. Raises EngineUnavailable, Overloaded."""
+        if self._draining:
+            return False
+
+        def go_on() -> None:
+            if not stream.is_over:
+                self._guarded(stream, lambda stream, batch: self._read(stream, batch, parameters), batch)
+
+        def refuse(code: ErrorCode, message: str) -> None:
+            self._pump.fail(stream, code, message)
+
+        hold = self._absence.take(batch.num_bytes, go_on, refuse)
+        if hold is None:
+            return False
+        batch.keep()
+        hold()
+        return True
+
+    # ---- main thread, or the housekeeper -----------------------------------------------------------------------------
+
+    def _read(self, stream: Stream, batch: Batch, parameters: Parameters) -> None:
+        """Check a request, and hand it over. Raises EverbatchError."""
         context = self._context()
         # A request that only stops sessions takes no place in the engine, but makes room there.
         if not all(batch.scalar("STOP", row) for row in range(batch.num_rows)):
@@ -255,19 +278,9 @@ class ModelServer:
             self._pump.deliver(stream, row, ANSWERED)
             return
         try:
-            if isinstance(work.request, StopSession):
-                stop = work.request
-                row.request_id = self._executor.stop_session(
-                    stop.session_id, stop.end, on_response, namespace=stop.namespace
-                )
-            elif isinstance(work.request, NameAdapter):
-                row.request_id = self._executor.name_adapter(*work.request, on_response)
-            elif isinstance(work.request, Look):
-                row.request_id = self._executor.look(on_response)
-            else:
+            if isinstance(work.request, Request):
                 self._load.enter()
-                resume = resume_of(work.request, work.delivered, stream.client_request_id)
-                row.request_id = self._executor.submit(work.request, on_response, resume)
+            row.request_id = submit(self._executor, work, stream.client_request_id, on_response)
         except EverbatchError as error:
             on_response(Response(RequestId(0), error_or_none=error.message, error_code=error.code))
 
@@ -321,6 +334,8 @@ class ModelServer:
             return "draining"
         if self._executor.has_given_up:
             return "given_up"
+        if self._absence.notice() is not None and not self._text.is_stuck:
+            return "ready"  # The engine is away on purpose, and requests are held or told why.
         can_serve = self._executor.is_ready() and self._is_prepared and not self._text.is_stuck
         return "ready" if can_serve else "unavailable"
 
@@ -338,6 +353,11 @@ class ModelServer:
     def _pulse(self) -> None:
         self._give_sign()
         self._text.expire()
+        is_ready = self._executor.is_ready()
+        if (why := self._absence.look(is_ready and self._is_prepared)) and not is_ready:
+            for stream in self._pump.live_streams():  # They have waited for an engine that does not come back.
+                self._pump.fail(stream, ErrorCode.UNAVAILABLE, why)
+                self._stop_rows(stream)
         self._books.publish_rows()
         self._is_prepared = self._is_prepared or self._model.prepare()  # Last, because it may raise.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from backend.api import EngineConfig
 from backend.serving.dialect import PLAIN, Dialect
@@ -41,11 +42,13 @@ class ServedModel:
     dialect: Dialect = PLAIN
     decoupled: bool = True
     owner: bool = False  # owns the engine, and publishes its metrics
+    is_one_of_several: bool = False  # the server has several engines, each with labels of its own
     reports_vllm: bool = False  # also publishes metrics under vLLM's names
     labels: Mapping[str, str] = field(default_factory=dict)  # labels of its metrics
     drain_grace_s: float = 10.0
     parameters: Mapping[str, str] = field(default_factory=dict)  # parameters of its config.pbtxt
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters for requests: name -> PEFT directory
+    away_file: Path | None = None  # says that the engine is away on purpose (absence.py); None: it never is
     # Makes the configuration by which requests are read of the engine's, which may come late; None: the given one holds.
     configure: Callable[[EngineConfig], EngineConfig] | None = None
     # Gets state, number of live streams and the reason of unavailability: at the start, then four times a second.

@@ -28,10 +28,11 @@ from backend.api.foreign import (
     ranks_of_stage,
     refused,
 )
+from backend.api.several import ENGINE, LABEL, OWNS
 
 Convert = Callable[[str], Any]
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
-TRITONS_OWN = ("role", "EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")  # `role` is this project's
+TRITONS_OWN = ("role", ENGINE, OWNS, LABEL, "EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")  # the first are ours
 QUEUE_SIZE = "dynamic_batching.default_queue_policy.max_queue_size"
 
 

@@ -4,11 +4,12 @@ engine arguments, and a config.pbtxt without tensors.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, Protocol
 
-from backend.serving.assembly import load_model
+from backend.serving.assembly import load_model, run_directory_of
 from backend.serving.environment import engine_config
 from backend.serving.fronts.vllm import TENSORS
 from backend.serving.fronts.vllm_engine_args import read_engine_args, remarks
@@ -36,7 +37,8 @@ def load_vllm_model(args: dict[str, str]) -> ModelServer:
     """Serve a model of the backend. Raises ConfigError for a model.json that cannot be read or holds an unknown argument."""
     engine_args = read_engine_args(Path(args["model_repository"], args["model_version"], "model.json"))
     server = load_model(args)
-    for remark in remarks(engine_args, engine_config().model.path):
+    config = engine_config(run_directory_of(json.loads(args["model_config"])))
+    for remark in remarks(engine_args, config.model.path):
         log.warning("model.json of %s: %s", args["model_name"], remark)
     return server
 

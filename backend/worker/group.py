@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from backend.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from backend.api.cores import physical_cores
 from backend.api.errors import ConfigError, Unsupported
 from backend.api.gguf import SUFFIX
 from backend.api.guide import NOT_SET_UP
@@ -365,13 +365,3 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"model.device is {name}, supported are cpu and cuda")
     return device
-
-
-def physical_cores() -> int:
-    """Cores this process may use, hyper-threads counted once where the kernel tells."""
-    allowed = os.sched_getaffinity(0)
-    cores = set()
-    for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text().strip() if siblings.is_file() else str(cpu))
-    return max(1, len(cores))

@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from backend.api.config import EngineConfig, ModelConfigSection, WorkersConfig
+from backend.api.cores import physical_cores
 from backend.api.errors import ConfigError
 from backend.api.launched import ENV, key_of, rank_0_of
 from backend.architectures.description import Shard
@@ -20,7 +21,7 @@ from backend.models import loader
 from backend.worker.checkpoints import content_of
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.followers import Followers
-from backend.worker.group import InProcessWorkerGroup, physical_cores
+from backend.worker.group import InProcessWorkerGroup
 from backend.worker.joining import Joined, JoinPoint, machine_id, machines, network_address
 from backend.worker.memory import free_bytes
 from backend.worker.post_processors import PostProcessors

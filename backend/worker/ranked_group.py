@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from backend.api.config import EngineConfig, ModelConfigSection
+from backend.api.cores import physical_cores
 from backend.api.errors import ConfigError
 from backend.architectures.description import Shard
 from backend.architectures.shards import shards_of
@@ -18,7 +19,7 @@ from backend.models.cut import adapter_of_rank
 from backend.models.lora import Layers
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.followers import Followers
-from backend.worker.group import InProcessWorkerGroup, physical_cores
+from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import SlotMemory
 from backend.worker.leading import LeadingRunner, LeadingTier, SharedAdapter
 from backend.worker.memory import free_bytes, memory_use

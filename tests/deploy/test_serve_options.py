@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -261,3 +262,42 @@ def test_unary_twins_and_an_open_repository_reach_the_server(served: list[Triton
     result = CliRunner().invoke(app, ["serve", *on_free_ports(), "--open-repository"])
     assert served.pop()._open_repository
     assert "warning: the model repository API asks for no key (--open-repository): whoever reaches" in result.output
+
+
+def test_several_models_reach_the_server_and_the_endpoint(served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    entry = {"path": str(DEFAULT_MODEL), "memory": 0.25}
+    file.write_text(json.dumps({"models": {"a": entry, "b": {**entry, "names": ["org/b"], "threads": 3}}}))
+    result = CliRunner().invoke(
+        app, ["serve", *on_free_ports(), "--models", str(file), "--openai-port", str(Ports.free().http)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "b         256 MiB for weights and KV" in result.output and "clients say b, org/b" in result.output
+    options, server = served[-1].options, served[-1].server
+    assert options.names == ("everbatch", "a") and options.metrics_label == "a"
+    (other,) = options.others
+    assert (other.triton_model, other.names, other.label) == ("b.everbatch", ("b", "org/b"), "b")
+    assert {"a.engine", "ensemble", "b.engine", "b.ensemble", "b.tensorrt_llm"} <= set(names(server.models))
+    assert server.sets[1].engine.share.config.model.num_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", f"a={DEFAULT_MODEL}", "--models", "m.json"], "--models and --model both say what is served"),
+        (["--model", f"a={DEFAULT_MODEL}", "--model", str(DEFAULT_MODEL)], "several models need names"),
+        (
+            ["--model", f"a={DEFAULT_MODEL}", "--lora", "doll=x"],
+            "--lora does not say which of several models it is for",
+        ),
+        (["--model", f"a={DEFAULT_MODEL}", "--model", "b=/nowhere"], "model b: --model /nowhere: there is no such"),
+        (["--models", "/nowhere/m.json"], "--models m.json: it cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_several_models_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    assert sentence in refused("serve", *on_free_ports(), *arguments)
+
+
+def test_two_engines_do_not_get_one_directory(tmp_path: Path) -> None:
+    both = ["--model", f"a={DEFAULT_MODEL}", "--model", f"b={DEFAULT_MODEL}", "--set", f"sessions.directory={tmp_path}"]
+    assert f"models a and b both have sessions.directory={tmp_path}" in refused("serve", *on_free_ports(), *both)

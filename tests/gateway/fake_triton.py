@@ -4,9 +4,9 @@ The last text of the prompt chooses: "hold" says one token and then nothing unti
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "lose N" breaks the
 connection after N responses, `losses` times; "cut" ends the stream without a last response; "silent" says nothing until it is
 cancelled; "junk" says a token and then what is no JSON.
-"say TEXT" says it; "full" ends at the model's length, "stopped by STOP" at a stop string. Anything else is answered with
-WORDS, n times: a stream tells of one reply in each response, else one response has them all. While `script` holds texts, they
-are the next answers, whatever is asked.
+"say TEXT" says it; "linger TEXT" says it, and ends the stream some time later; "full" ends at the model's length, "stopped
+by STOP" at a stop string. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else
+one response has them all. While `script` holds texts, they are the next answers, whatever is asked.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.gateway.views import view
 
 WORDS = ["Hello", " wörld", " 🌍", "!"]
 ENDS = {
@@ -49,7 +51,7 @@ KEYS = {
     ),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "tell_prompt"),
+    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt"),
 }
 
 
@@ -61,8 +63,10 @@ class Seen:
     id: str
     namespace: str
     parameters: dict[str, str] = field(default_factory=dict)  # those of text
+    model: str = ""
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
+    was_cancelled: bool | None = None  # of "linger": while the server had not ended the stream
     words: Counter[int] = field(default_factory=Counter)  # so far, by reply
 
     @property
@@ -89,6 +93,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.vllm_page: str | None = None  # what the engine's metrics are; None: they cannot be had
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
         self.losses = 0  # connections that break under "lose"
+        self.live: dict[str, Any] | None = view()  # the answer to a look
         self.ready = True  # the server
         self.model_ready = True
         self.readiness_asked = 0
@@ -135,11 +140,16 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=self.model_ready and request.name == "everbatch")
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        message = next(requests)
+        for message in requests:
+            yield from self._serve(message, context)
+
+    def _serve(self, message: Any, context: Any) -> Iterator[Any]:
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
         given = {name: value.string_param for name, value in message.parameters.items()}
-        seen = Seen(json.loads(raw[4:]), message.id, given.get("cache_salt", ""), parameters=given)
+        seen = Seen(
+            json.loads(raw[4:]), message.id, given.get("cache_salt", ""), parameters=given, model=message.model_name
+        )
         if "metrics" in seen.body:
             yield self._metrics(seen)
             return
@@ -166,8 +176,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             text = "its text" if seen.body.get("echo") else ""
             yield response(seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, "max_model_len": 2048}])
             return
-        if {"load_adapter", "unload_adapter", "list_adapters"} & seen.body.keys():
-            yield self._change_adapters(seen)
+        if {"load_adapter", "unload_adapter", "list_adapters", "look"} & seen.body.keys():
+            yield self._obey(seen)
             return
         command, _, rest = seen.text().partition(" ")
         if command == "error":
@@ -191,8 +201,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield broken
         elif command in ENDS:
             yield piece(seen, [" tick"], ENDS[command], stop=rest.removeprefix("by ") or None)
-        elif command == "say":
-            yield from said(seen, rest)
+        elif command in ("say", "linger"):
+            yield from said(seen, rest, lingers=command == "linger")
         elif command == "flood":
             yield from flood(seen, int(rest))
         elif {"embed", "rank"} & seen.body.keys():
@@ -223,7 +233,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             value = told(seen, [WORDS[place]], reason, index)
             yield response(seen, [value if sent or "seed" in seen.body else {**value, "seed": 7}])
 
-    def _change_adapters(self, seen: Seen) -> Any:
+    def _obey(self, seen: Seen) -> Any:
+        """The answer to a command."""
+        if seen.body.get("look"):
+            return response(seen, [{**told(seen, [], "stop"), "live": self.live}])
         loaded, unloaded = seen.body.get("load_adapter"), seen.body.get("unload_adapter")
         if loaded is not None:
             if loaded["directory"] == "missing":
@@ -266,12 +279,14 @@ def vector(seen: Seen) -> dict[str, Any]:
     return {**told(seen, [], "length"), "embedding": base64.b64encode(data).decode()}
 
 
-def said(seen: Seen, text: str) -> Iterator[Any]:
+def said(seen: Seen, text: str, lingers: bool = False) -> Iterator[Any]:
     """The text; in a stream seven characters at a time."""
     parts = [text[i : i + 7] for i in range(0, len(text), 7)] if seen.body.get("stream") else [text]
     for part in parts[:-1]:
         yield piece(seen, [part], None)
     yield piece(seen, parts[-1:], "stop")
+    if lingers:
+        seen.was_cancelled = seen.ended.wait(0.3)
 
 
 def flood(seen: Seen, count: int) -> Iterator[Any]:

@@ -53,6 +53,8 @@ OPERATIONS = [
     ("GET", "/load"),
     ("GET", "/v1/load"),
     ("GET", "/v1/loads"),
+    ("GET", "/v1/admin/models"),
+    *(("POST", f"/v1/admin/models/{{name}}/{operation}") for operation in ("load", "unload", "replace")),
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
     *((method, "/v1/conversations/{conversation_id}") for method in ("GET", "POST", "DELETE")),
@@ -66,7 +68,9 @@ OPERATIONS = [
 TRIED = [(method, path) for method, path in OPERATIONS if "{conversation_id}" not in path and path != "/v1/loads"]
 RUNS = [(method, path, "positive") for method, path in TRIED]
 RUNS += [
-    (method, path, "negative") for method, path in TRIED if method == "POST" and path != "/ping"
+    (method, path, "negative")
+    for method, path in TRIED
+    if method == "POST" and path != "/ping" and "/admin/" not in path
 ]  # others have no body
 
 
