@@ -260,6 +260,29 @@ def quantize_command(
     raise typer.Exit(status)
 
 
+@app.command("convert")
+def convert_command(
+    model: Annotated[
+        str, typer.Argument(help="Meta's files, pickled weights (.bin), a float checkpoint or GGUF file; or a hub id.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder to write; a new one, or an empty one.")],
+    to: Annotated[str, typer.Option(help="Names of the tensors: huggingface or meta.")] = "huggingface",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else as stored.")] = None,
+    max_positions: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence, which Meta's files do not say.")
+    ] = None,
+    rope_factor: Annotated[float | None, typer.Option(help="Factor of Llama 3's scaled rope: 8, or 32 (3.2).")] = None,
+) -> None:
+    """Convert a checkpoint to safetensors with Hugging Face's names, or to Meta's files."""
+    from deploy.convert import ConvertOptions, convert
+
+    try:
+        status = convert(ConvertOptions(model, output, to, dtype, max_positions, rope_factor))
+    except UserError as error:
+        raise fail(error) from None
+    raise typer.Exit(status)
+
+
 @app.command("bench", context_settings=PASS_ON, add_help_option=False)
 def bench_command(
     context: typer.Context,

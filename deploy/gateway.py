@@ -48,14 +48,16 @@ class Served(Struct, frozen=True):
     label: str = ""
     tool_format: str = AUTO
     reasoning_format: str = AUTO
+    prompt_adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters`: names of LoRA adapters that
-    clients may send there, too. `others`: further models of the server. `metrics_label`: what the metrics of the first one's
-    engine call it, where there are several. `api_keys`: the file of keys; None: no key is needed. `tool_format` and
-    `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its chat template shows.
+    """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters` (LoRA) and
+    `prompt_adapters`: names of such that clients may send there, too. `others`: further models of the server. `metrics_label`:
+    what the metrics of the first one's engine call it, where there are several. `api_keys`: the file of keys; None: no key is
+    needed. `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its
+    chat template shows.
     """
 
     port: int
@@ -65,6 +67,7 @@ class GatewayOptions:
     adapters: tuple[str, ...] = ()
     metrics_label: str = ""
     others: tuple[Served, ...] = ()
+    prompt_adapters: tuple[str, ...] = ()
     tool_format: str = AUTO
     reasoning_format: str = AUTO
 
@@ -80,6 +83,8 @@ class GatewayOptions:
         for name in self.adapters:
             if name in self.names:
                 raise UserError(f"--lora {name}=...: clients know the model by this name; choose another one")
+        if same := set(self.prompt_adapters) & set(self.names):
+            raise UserError(f"prompt adapter {min(same)}: clients know the model by this name; choose another one")
         check_port(self.host, self.port, "--openai-port")
         if self.api_keys is not None and not self.api_keys.is_file():
             raise UserError(f"--api-keys {self.api_keys} is no file; it holds lines of NAME KEY")
@@ -118,9 +123,9 @@ class GatewayOptions:
             return
         from gateway.keys import KeysError, read_keys  # here, because the server can do without the package
 
-        others = [name for each in self.others for name in (*each.names, *each.adapters)]
+        others = [name for each in self.others for name in (*each.names, *each.adapters, *each.prompt_adapters)]
         try:
-            read_keys(self.api_keys, (*self.names, *self.adapters, *others))
+            read_keys(self.api_keys, (*self.names, *self.adapters, *self.prompt_adapters, *others))
         except KeysError as error:
             raise UserError(f"--api-keys {self.api_keys}: {error}") from None
 
@@ -221,6 +226,7 @@ class ServerWithGateway:
             options["--metrics-label"] = self.options.metrics_label
         if self.server.control_path is not None:
             options["--control"] = str(self.server.control_path)
+        named += [word for name in self.options.prompt_adapters for word in ("--prompt-adapter", name)]
         return [*spawn, *self._program, *(word for pair in options.items() for word in pair), *named]
 
     def _spawn(self) -> None:

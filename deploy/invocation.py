@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend.api.config import EngineConfig
+from backend.api.telemetry import otlp_settings
 from deploy import IS_CHECKOUT, ROOT, libpython, secret_flags
 from deploy.errors import UserError
 from deploy.ports import Ports
@@ -24,6 +26,7 @@ MODEL_LOAD_THREADS = (
     16  # at least: all models load together, else those that wait for the engine keep its owner from loading
 )
 REPOSITORY_API = "model-repository"
+TRACE_HEADERS = "(traceparent|tracestate)"
 RESTRICTED_APIS = f"{REPOSITORY_API},shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt
@@ -128,6 +131,13 @@ def command_line(
         *(secret_flags.mark(name) for name in SECRET_FLAGS),
         *extra,
     ]
+
+
+def tracing_flags(config: EngineConfig, extra_environment: dict[str, str]) -> tuple[str, ...]:
+    """Where requests are traced: headers that say to which trace a request belongs reach the models as parameters."""
+    if otlp_settings(config.telemetry, {**os.environ, **extra_environment}) is None:
+        return ()
+    return tuple(f"--{wire}-header-forward-pattern={TRACE_HEADERS}" for wire in ("grpc", "http"))
 
 
 def environment(

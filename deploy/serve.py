@@ -18,6 +18,8 @@ from backend.api.config_checks import check_config
 from backend.api.config_file import load_config
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.gguf import SUFFIX
+from backend.api.prompt_adapter_files import check_prompt_adapter
+from backend.api.telemetry import check_traces
 from backend.architectures.checkpoint import Checkpoint
 from deploy import capacity, chat_template, limits, passed_flags, rundir
 from deploy.errors import UserError
@@ -95,7 +97,8 @@ def effective_config(options: ServeOptions) -> EngineConfig:
     """File, then `--set`, then `--model` and `--chat-template`, both with absolute paths. Raises UserError in one sentence."""
     try:
         config = load_config(options.engine_config, options.overrides)
-        config = with_adapters(config, options.adapters)
+        config = with_prompt_adapters(with_adapters(config, options.adapters))
+        check_traces(config.telemetry)
     except ConfigError as error:
         raise UserError(str(error)) from None
     name = options.model or config.model.path
@@ -132,6 +135,18 @@ def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
     return msgspec.structs.replace(config, lora=msgspec.structs.replace(lora, adapters=absolute))
 
 
+def with_prompt_adapters(config: EngineConfig) -> EngineConfig:
+    """The configuration with absolute directories of its prompt adapters. Raises UserError for one that is not served."""
+    section = config.prompt_adapters
+    for name, directory in section.directories.items():
+        try:
+            check_prompt_adapter(Path(directory))
+        except EverbatchError as error:
+            raise UserError(f"prompt_adapters.adapters: {name}={directory}: {error}") from None
+    absolute = tuple(f"{name}={Path(directory).resolve()}" for name, directory in section.directories.items())
+    return msgspec.structs.replace(config, prompt_adapters=msgspec.structs.replace(section, adapters=absolute))
+
+
 def serve(options: ServeOptions, console: Console) -> int:
     """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
     too_low = limits.raise_open_files()
@@ -144,7 +159,8 @@ def serve(options: ServeOptions, console: Console) -> int:
     server = _server(options, config, probe_model="" if generates else None, several=several)
     gateway = options.gateway
     if gateway is not None:
-        gateway = replace(gateway, adapters=tuple(config.lora.directories))
+        soft = tuple(config.prompt_adapters.directories)
+        gateway = replace(gateway, adapters=tuple(config.lora.directories), prompt_adapters=soft)
         gateway = gateway if several is None else of_several(gateway, several)
         gateway.check((options.ports.http, options.ports.grpc, options.ports.metrics))
         gateway = gateway.with_formats_of(chat_template.source(config))

@@ -164,7 +164,7 @@ class TritonServer:
             exit_timeout_s=self.exit_timeout_s + SERVER_MARGIN_S,
             complete=all(model.tensors for model in self.models),
             num_models=len(self.models),
-            extra=self._extra_flags,
+            extra=(*invocation.tracing_flags(self.config, self._extra_environment), *self._extra_flags),
         )
         variables = invocation.environment(
             installation,

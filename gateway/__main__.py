@@ -51,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
     add("--metrics-label", default="", metavar="NAME", help="what the metrics of the first model's engine call it")
     add("--control", type=Path, metavar="SOCKET", help="the launcher's, for operations on models")
     add(
+        "--prompt-adapter",
+        dest="prompt_adapters",
+        action="append",
+        metavar="NAME",
+        help="a prompt adapter of the server, likewise",
+    )
+    add(
         "--tool-format",
         default=_DEFAULTS.tool_format,
         choices=TOOL_FORMATS,
@@ -90,8 +97,10 @@ def settings_of(arguments: list[str]) -> Settings:
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
     values["adapters"] = tuple(values["adapters"] or ())
     values["others"] = tuple(values["others"] or ())
-    if same := set(values["model_names"]) & set(values["adapters"]):
-        flags.error(f"{min(same)} is the name of a model and of a LoRA adapter; give one of them another name")
+    values["prompt_adapters"] = tuple(values["prompt_adapters"] or ())
+    for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
+        if same := set(values["model_names"]) & set(values[key]):
+            flags.error(f"{min(same)} is the name of a model and of a {kind} adapter; give one of them another name")
     return Settings(**values)
 
 

@@ -33,8 +33,8 @@ def add_adapter_routes(api: FastAPI, gateway: Gateway) -> None:
         message = await gateway.read_body(LoadAdapter, request)
         served = _model_of(gateway, context, message.model)
         name = message.lora_name
-        if any(name in each.names for each in gateway.served):
-            text = f"{name[:80]!r} is the name of a model; give the adapter another one"
+        if any(name in (*each.names, *each.prompt_adapters) for each in gateway.served):
+            text = f"{name[:80]!r} is the name of a model or of a prompt adapter; give the adapter another one"
             raise GatewayError(400, text, "lora_name", "invalid_value")
         if any(name in each.adapters for each in gateway.served if each is not served):
             text = f"{name[:80]!r} is an adapter of another model; give this one another name"

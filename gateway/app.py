@@ -21,11 +21,12 @@ from gateway.choices import whole
 from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, completion_body
 from gateway.conversations import add_conversation_routes
 from gateway.core import Gateway, Responding
-from gateway.counters import triton_page
 from gateway.errors import GatewayError, unavailable
+from gateway.interactive import add_interactive_routes
 from gateway.items import LISTED, items_of, listed
 from gateway.loads import add_load_routes
 from gateway.messages import ChatRequest, Completing, CompletionRequest
+from gateway.metrics import add_metrics_route
 from gateway.middleware import Middleware
 from gateway.openapi import answer_of, as_json, body_of, page
 from gateway.outputs import (
@@ -68,8 +69,10 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)
+    add_interactive_routes(api, gateway)
     add_load_routes(api, gateway)
     add_administration_routes(api, gateway)
+    add_metrics_route(api, gateway)
     add_other_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
@@ -194,16 +197,6 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
         if gateway.running.stopping or not await gateway.link.is_ready():
             raise unavailable("the server is not ready: the model is being loaded, or the server is being stopped")
         return as_json({"status": "ready"})
-
-    @api.get("/metrics", include_in_schema=False)
-    async def metrics(request: Request) -> Response:
-        gateway.check_may_read_metrics(visit_of(request.scope).client)
-        url = gateway.settings.metrics_url
-        found = "" if url is None else await triton_page(url)
-        own = gateway.counters.page(gateway.requests.taken, gateway.running.choices, gateway.store.held())
-        if found is None:
-            own += "# Triton's metrics page does not answer\n"
-        return Response((found or "") + own, media_type="text/plain; version=0.0.4")
 
 
 def wants_usage(message: Completing) -> bool:

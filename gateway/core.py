@@ -69,7 +69,7 @@ class Gateway:
         # Their adapters change while the server runs (gateway/adapters.py).
         first = Served(
             *(settings.triton_model, settings.model_names, settings.adapters, settings.metrics_label),
-            *(settings.tool_format, settings.reasoning_format),
+            *(settings.tool_format, settings.reasoning_format, settings.prompt_adapters),
         )
         self.served = (first, *map(copy, settings.others))
         self._dialects = {each.triton_model: Dialect.of(each) for each in self.served}
@@ -88,7 +88,7 @@ class Gateway:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The models and LoRA adapters that requests may name."""
+        """The models, LoRA adapters and prompt adapters that requests may name."""
         return tuple(name for each in self.served for name in each.all_names)
 
     def dialect(self, model: str) -> Dialect:
@@ -164,10 +164,13 @@ class Gateway:
         """The replies to generate, by prompts, with the adapter that `model` names."""
         served, party = self.served_as(model), self._party(context)
         adapter = {"lora_name": model} if model in served.adapters else {}
+        if model in served.prompt_adapters:
+            adapter = {"prompt_adapter_name": model}
         return [
             Job(
                 *(request | adapter, f"{context.request_id}-{i}", party, request.get("n", 1), origin),
-                served.triton_model,
+                caller=context.caller,
+                triton_model=served.triton_model,
             )
             for i, (request, origin) in enumerate(asked)
         ]

@@ -17,6 +17,7 @@ _TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -62,6 +63,7 @@ _SAME_NAME = (
 _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "prompt_token_ids": "prompt",
     "lora_name": "model",
+    "prompt_adapter_name": "model",
     "LoRA": "model",
     "num_return_sequences": "n",
     "beam_width": "n",

@@ -43,6 +43,8 @@ _KWARGS = {"kwargs": "is taken when it is empty only; send its keys beside the o
 _NO_TEMPLATE = "is told to a chat template, which this endpoint does not use; use chat completions, or leave it out"
 # A field that only one endpoint has -> what is refused there besides.
 _REFUSED_OF = {
+    "session_id": dict.fromkeys(("image_url", "mm_processor_kwargs"), _TEXT_ONLY),
+    "do_preprocess": {"add_bos": "false is not how the model reads a text; leave it out"},
     "system": {"container": _NOT_HERE, "mcp_servers": "is not served here; the client calls tools itself"},
     "messages": {**_TEXT, **_KWARGS, "reasoning": "belongs to /v1/responses; use reasoning_effort"},
     "suffix": {**_TEXT, **_KWARGS, **_TOOLS, **dict.fromkeys(("reasoning", "reasoning_effort"), _NO_TEMPLATE)},

@@ -21,6 +21,7 @@ from gateway.places import Places
 from gateway.request_context import SCOPE_KEY, RequestContext
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
+from gateway.tracing import caller_of
 
 OPEN_TO_ALL = ("/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
 MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
@@ -62,6 +63,7 @@ class Middleware:
         try:
             headers = Headers(scope=scope)
             is_open = scope["path"] in OPEN_TO_ALL
+            context.caller = caller_of(headers)
             context.is_anthropic = scope["path"].startswith(MESSAGES) or ANTHROPIC_VERSION in headers
             context.is_forwarded = any(name in headers for name in OF_PROXIES)
             if self._keys is not None and not is_open:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
+from gateway.interactive_messages import EncodeRequest, InteractiveRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 from gateway.middleware import OPEN_TO_ALL
 from gateway.outputs import ErrorBody
@@ -41,6 +42,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     RerankRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    InteractiveRequest,
+    EncodeRequest,
 )
 _EVENT = {
     "type": "object",

@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.errors import GatewayError, anthropic_refusal
 from gateway.keys import EVERYBODY, Client
+from gateway.tracing import Caller
 from gateway.triton_client import Piece
 
 SCOPE_KEY = "everbatch"
@@ -26,6 +27,7 @@ class RequestContext:
     is_forwarded: bool = False  # a proxy stands between, with anybody behind it
     admitted: bool = False  # it counts among the requests that are being answered
     left: bool = False  # the client went away before its reply was complete
+    caller: Caller = ()  # the span that has sent the request, for the model's trace
     error: GatewayError | None = None  # the error that the client got, as a status or as the last event of a stream
     prompt_tokens: int = 0
     completion_tokens: int = 0

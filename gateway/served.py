@@ -16,10 +16,11 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
     label: str = ""
     tool_format: str = "hermes"
     reasoning_format: str = "none"
+    prompt_adapters: tuple[str, ...] = ()
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        return (*self.names, *self.adapters)
+        return (*self.names, *self.adapters, *self.prompt_adapters)
 
 
 def served_of(text: str) -> Served:

@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[impo
 
 from gateway.errors import ConnectionLost, GatewayError, from_triton, unavailable
 from gateway.origin import GuideOrigin
+from gateway.tracing import Caller
 from gateway.turns import Turns
 
 _OPTIONS = [
@@ -47,6 +48,7 @@ class Job:
     choices: int = 1
     origin: GuideOrigin | None = None
     triton_model: str = ""  # empty: the first model of the server
+    caller: Caller = ()  # parameters that say to which trace it belongs
     resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 
@@ -136,6 +138,8 @@ class TritonLink:
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if job.namespace:
             message.parameters["cache_salt"].string_param = job.namespace
+        for name, value in job.caller:
+            message.parameters[name].string_param = value
         tensor = message.inputs.add()
         tensor.name, tensor.datatype = "request", "BYTES"
         tensor.shape.append(1)

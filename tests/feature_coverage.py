@@ -32,13 +32,11 @@ OPEN = {
     "000-41": "rank 0 alone samples, so post-processors run there, as with replicate=False; no other rank has logits of its own",
     "001-63": "rank 0 alone knows requests, so there is one set of statistics and nothing to compare it with",
     "000-58": "C++ is no part of a Python project; the names are kept",
-    "002-46": "prompt adapters by name are not built; a request brings its prompt embeddings",
     "003-06": "QServe's own result classes; this project's are those of 000 and 002",
     "003-60": "needs a GPU: tests/gpu/test_models.py",
     "003-62": "one worker, so that there is no minimum to take",
     "003-69..70": "QServe's CUDA kernels; the kernels here are Triton's, which check their own shared memory",
     "004-28": "says what TurboMind leaves out",
-    "004-33": "checkpoints are converted while they are loaded; there is no command",
     "004-35": "8 bytes a token and 2 KiB a session are accounted for: tests/engine/test_session_memory.py",
 }
 

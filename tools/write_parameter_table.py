@@ -14,6 +14,7 @@ from backend.api.foreign import ForeignParameter
 from backend.serving.fronts.vllm_engine_args import ARGUMENTS as VLLM_ARGUMENTS
 from backend.serving.upstream_parameters import PARAMETERS, QUEUE_SIZE
 from compat.llm.parameters import ARGUMENTS as LLM_ARGUMENTS
+from compat.lmdeploy.tables import GENERATION, PYTORCH, TURBOMIND
 from compat.trtllm.parameters import ATTRIBUTES
 from tools.marked_part import MarkedPart
 
@@ -25,6 +26,9 @@ TABLES: dict[str, Iterable[ForeignParameter]] = {
     "`model.json` of vLLM's backend": VLLM_ARGUMENTS,
     "`LLM` in Python": LLM_ARGUMENTS,
     "`ExecutorConfig` in Python": ATTRIBUTES,
+    "`TurbomindEngineConfig` of LMDeploy in Python": TURBOMIND,
+    "`PytorchEngineConfig` of LMDeploy in Python": PYTORCH,
+    "`GenerationConfig` of LMDeploy in Python": GENERATION,
 }
 
 

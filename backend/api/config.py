@@ -188,6 +188,17 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
         return {name: directory for name, _, directory in (each.partition("=") for each in self.adapters)}
 
 
+class PromptAdaptersSection(Struct, frozen=True, forbid_unknown_fields=True):
+    """Prompt adapters that requests may name (docs/prompt-adapters.md)."""
+
+    adapters: tuple[str, ...] = ()  # NAME=DIRECTORY of PEFT's prompt tuning, whose rows go in front of a prompt
+
+    @property
+    def directories(self) -> dict[str, str]:
+        """Name -> directory."""
+        return {name: directory for name, _, directory in (each.partition("=") for each in self.adapters)}
+
+
 # Inputs of a step that can be kept as debug tensors; worker/debug_tensors.py says what they hold.
 DEBUG_INPUTS = (
     "input_ids",
@@ -312,6 +323,14 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     spare_engine: bool = False  # a second process waits with torch loaded (0.3 GB), and takes over when the engine dies
 
 
+class TelemetryConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests for an OpenTelemetry collector (docs/tracing.md)."""
+
+    otlp_endpoint: str = ""  # http://HOST:4318 of a collector; empty: that of OTEL_EXPORTER_OTLP_ENDPOINT, or no traces
+    sample_ratio: float | None = None  # share of requests traced where the caller has not decided; unset = 1
+    service_name: str = ""  # `service.name` of the traces; empty: that of OTEL_SERVICE_NAME, or everbatch
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The whole configuration; each component is given only its own section."""
 
@@ -325,6 +344,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     kv_transfer: KvTransferConfig = KvTransferConfig()
     guided: GuidedConfig = GuidedConfig()
     lora: LoraSection = LoraSection()
+    prompt_adapters: PromptAdaptersSection = PromptAdaptersSection()
     speculation: SpeculationConfig = SpeculationConfig()
     workers: WorkersConfig = WorkersConfig()
     triton: TritonConfig = TritonConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend.api.config import MAX_ADAPTER_NAME, MAX_TOPIC, EngineConfig, KvEventsConfig, LoraSection, SchedulerConfig
 from backend.api.config_ranges import RANGES, range_in_words
-from backend.api.endpoints import check_endpoint, is_bound, port_of
+from backend.api.endpoints import check_endpoint, check_otlp_endpoint, is_bound, port_of
 from backend.api.errors import ConfigError
 from backend.api.launched import check_join_address
 from backend.api.origins import shown
@@ -58,6 +58,9 @@ def check_config(config: EngineConfig) -> None:
         )
     _check_weights(scheduler)
     _check_adapters(config.lora)
+    if config.telemetry.otlp_endpoint:
+        check_otlp_endpoint("telemetry.otlp_endpoint", config.telemetry.otlp_endpoint)
+    _check_prompt_adapters(config)
     _check_kv_events(config.kv_events, config.workers.replicas)
     workers = config.workers
     check_join_address(workers.join_address, workers.num_ranks, workers.has_replicas)
@@ -80,15 +83,28 @@ def _check_weights(scheduler: SchedulerConfig) -> None:
         raise ConfigError("scheduler.namespace_weights gives a namespace twice; leave one of them out")
 
 
-def _check_adapters(lora: LoraSection) -> None:
-    for each in lora.adapters:
+def _check_names(key: str, adapters: tuple[str, ...], directories: dict[str, str]) -> None:
+    for each in adapters:
         name, _, directory = each.partition("=")
         if not directory or not 1 <= len(name) <= MAX_ADAPTER_NAME:
             raise ConfigError(
-                f"lora.adapters holds {each[:300]!r}; write it as NAME=DIRECTORY, a name of 1 to {MAX_ADAPTER_NAME} characters"
+                f"{key} holds {each[:300]!r}; write it as NAME=DIRECTORY, a name of 1 to {MAX_ADAPTER_NAME} characters"
             )
-    if len(lora.directories) < len(lora.adapters):
-        raise ConfigError(f"lora.adapters gives a name twice: {', '.join(lora.adapters)}; leave one of them out")
+    if len(directories) < len(adapters):
+        raise ConfigError(f"{key} gives a name twice: {', '.join(adapters)}; leave one of them out")
+
+
+def _check_prompt_adapters(config: EngineConfig) -> None:
+    section = config.prompt_adapters
+    _check_names("prompt_adapters.adapters", section.adapters, section.directories)
+    if both := section.directories.keys() & config.lora.directories.keys():
+        raise ConfigError(
+            f"{min(both)[:300]!r} is a name of lora.adapters and of prompt_adapters.adapters; give one of them another name"
+        )
+
+
+def _check_adapters(lora: LoraSection) -> None:
+    _check_names("lora.adapters", lora.adapters, lora.directories)
     if lora.adapters and not lora.enabled:
         raise ConfigError("lora.adapters names adapters and lora.enabled is false; set lora.enabled=true")
     if lora.allowed_dir and not lora.enabled:

@@ -52,6 +52,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "records.max_request_iterations": (0, 1_000_000),
     "records.max_kv_events": (0, 10_000_000),
     "records.max_debug_iterations": (0, 1_000_000),
+    "telemetry.sample_ratio": (0.0, 1.0),
     "kv_events.max_queue_size": (1, 1_000_000),
     "kv_events.hwm": (1, 1_000_000),
     "kv_events.buffer_steps": (1, 1_000_000),

@@ -1,8 +1,9 @@
-"""Endpoints of ZeroMQ sockets, as an operator writes them, checked before a socket is made."""
+"""Addresses as an operator writes them, checked before anything connects: ZeroMQ sockets, and collectors of traces."""
 
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 from backend.api.errors import ConfigError
 from backend.api.origins import shown
@@ -59,3 +60,19 @@ def check_endpoint(key: str, endpoint: str) -> None:
         f"{key} is {shown(endpoint)}, which is no endpoint; write tcp://*:5557, tcp://HOST:PORT with a port of 1 to 65535, "
         f"or ipc:///PATH"
     )
+
+
+def check_otlp_endpoint(key: str, endpoint: str) -> None:
+    """Raise ConfigError unless it is the address of a web server, without user, query and fragment."""
+    try:
+        parts = urlsplit(endpoint)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    plain = endpoint.isascii() and endpoint.isprintable() and " " not in endpoint
+    is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    if not (plain and is_url) or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(
+            f"{key} is {shown(endpoint)!r}, which is no address of a collector; write http://HOST:4318, the port of OTLP over "
+            f"HTTP, or leave it out"
+        )

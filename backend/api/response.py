@@ -43,6 +43,15 @@ class PromptLogProb(Struct, frozen=True, array_like=True):
     top: list[TopLogProb] = []  # the most likely tokens at this position, as many as were asked for
 
 
+class Interruption(Struct, frozen=True, omit_defaults=True):
+    """A request was paused, or has lost KV, or both. Times in nanoseconds of the engine's monotonic clock (0 = not happened)."""
+
+    paused_ns: int = 0  # 0: it was not paused, its KV was evicted between two turns of its session
+    returned_ns: int = 0  # it was admitted to the batch again
+    num_lost_tokens: int = 0  # tokens that had lost their KV by then
+    recomputed_ns: int = 0  # the latest step landed that computed KV again
+
+
 class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     """Times in nanoseconds of the engine's monotonic clock (0 = has not happened); blocks and tokens are counts."""
 
@@ -62,6 +71,7 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     num_draft_tokens: int = 0  # draft tokens that steps verified: the request's own and the engine's
     num_accepted_draft_tokens: int = 0  # draft tokens that verification accepted
     first_iteration: int = 0  # the engine's step, from 0 on, that sampled the first token
+    interruptions: tuple[Interruption, ...] = ()  # the first of them; num_pauses and num_evictions count all
 
     @property
     def acceptance_rate(self) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 
+import msgspec
 from msgspec import Struct
 
+from backend.api.distributions import Distributions
 from backend.api.request import KvOrigin, RequestId
 from backend.api.tensor import TensorData
 
@@ -60,6 +62,8 @@ class IterationStats(Struct, frozen=True):
     iter_latency_ms: float = 0.0
     num_active_requests: int = 0  # accepted and not finished
     num_queued_requests: int = 0  # waiting for their first admission
+    num_preparing_requests: int = 0  # waiting for their guide or adapter, ahead of the queue
+    num_running_sequences: int = 0  # in a slot
     num_paused_requests: int = 0
     num_completed_requests: int = 0
     num_new_active_requests: int = 0  # ran in this step for the first time
@@ -96,6 +100,9 @@ class EngineCounters(Struct):
     generated_tokens_total: int = 0
     discarded_tokens_total: int = 0  # generated tokens that no client received, as those behind a stop string
     context_tokens_total: int = 0  # tokens run through the context phase
+    answered_prompt_tokens_total: int = 0  # prompt tokens of requests that have their first token
+    answered_cached_tokens_total: int = 0  # the part of answered_prompt_tokens_total that was not run
+    queried_tokens_total: int = 0  # tokens of a request's first admission, whose KV was looked for
     cached_tokens_total: int = 0  # prompt or history tokens that were not run, because their KV was found
     recomputed_tokens_total: int = 0  # tokens run again because their KV had been evicted
     sequences_evicted_total: int = (
@@ -116,6 +123,9 @@ class EngineStats(Struct, frozen=True):
     counters: EngineCounters
     uptime_s: float = 0.0
     started_ns: int = 0  # when this engine was made, of its monotonic clock: tells one engine from the next
+    distributions: Distributions = msgspec.field(default_factory=Distributions)
+    running_adapters: dict[str, int] = {}  # sequences in a slot, by the name that their request has for its adapter
+    waiting_adapters: dict[str, int] = {}  # the same of those in the queue
 
 
 class RequestStage(enum.IntEnum):

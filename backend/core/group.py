@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class SequenceGroup:
-    __slots__ = ("beam_width", "has_prompt", "members")
+    __slots__ = ("beam_width", "has_prompt", "members", "most_output_tokens")
 
     def __init__(self, beam_width: int = 1) -> None:
         self.beam_width = beam_width
         self.members: list[Sequence] = []  # the sequences that have not ended, by sequence_index; written by EngineCore
+        self.most_output_tokens = 0  # the longest output so far among ended members; written by engine.distributions
         self.has_prompt = False  # a member has computed the prompt, and the others know its blocks
 
     def holds_back(self, seq: Sequence) -> bool:

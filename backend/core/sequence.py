@@ -34,7 +34,7 @@ from itertools import islice, takewhile
 from typing import ClassVar, NamedTuple, cast
 
 from backend.api.request import KvOrigin, Request, RequestId, SessionId
-from backend.api.response import FinishReason
+from backend.api.response import FinishReason, Interruption
 from backend.core.gathered import Gathered
 from backend.core.group import BeamGroup, SequenceGroup
 from backend.core.step import SampledToken, SequenceId, SlotId
@@ -137,6 +137,9 @@ class Sequence:
     num_recomputed_tokens: int
     num_evictions: int
     num_pauses: int
+    interruptions: tuple[
+        Interruption, ...
+    ]  # written by scheduler.admission; engine.row_step says when a loss is made good
     num_new_blocks: int
     num_copied_blocks: int
     num_reused_blocks: int
@@ -206,6 +209,7 @@ class Sequence:
         self.num_recomputed_tokens = 0
         self.num_evictions = 0
         self.num_pauses = 0
+        self.interruptions = ()
         self.num_new_blocks = 0
         self.num_copied_blocks = 0
         self.num_reused_blocks = 0

@@ -230,7 +230,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of the statistics. Figures of the last step are included only while there is work."""
-        return self.statistics.snapshot(self._gauges(), self.has_work, self.workers.memory_use)
+        return self.statistics.snapshot(self._gauges(), self.scheduler, self.has_work, self.workers.memory_use)
 
     def latest_iteration(self) -> IterationStats:
         """Statistics of the latest step, with gauges of the present state."""
@@ -273,7 +273,7 @@ class EngineCore:
         if flight.plan.beam_width > 1:
             self._advance_beams(beam_step.apply(flight, output, self.kv, self.counters), now_ns)
         else:
-            self._publish(row_step.apply(flight, output, self.kv, self.counters, now_ns), now_ns)
+            self._publish(row_step.apply(flight, output, self.kv, self.statistics, now_ns), now_ns)
 
     def _advance_beams(self, searches: list[BeamSearch], now_ns: int) -> None:
         """Advance beam searches by one token, and publish what has changed."""
@@ -309,6 +309,7 @@ class EngineCore:
         seq.finish_reason = reason
         state = self._transfer.state_of(seq) if seq.request.context_only and seq.num_output_tokens else None
         self._leave(seq)
+        self.statistics.count_sequence(seq)
         if seq.group is None or not seq.group.members:
             self.statistics.count_end(reason.name, seq)
         held = self.scheduler.is_static and update.ends_with_its_batch(seq, reason, keep_output_tokens)
@@ -395,4 +396,5 @@ class EngineCore:
             self._recorder.record(flight, self.latest_iteration(), self._live.values(), output)
 
     def _gauges(self) -> Gauges:
-        return gauges(self.num_live, self.scheduler.waiting, len(self.sessions), self.kv, self.level.stats())
+        preparing, sessions = len(self.preparation), len(self.sessions)
+        return gauges(self.num_live, preparing, self.scheduler, sessions, self.kv, self.level.stats())

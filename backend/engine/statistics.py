@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 
 import msgspec
 
+from backend.api.distributions import Distributions
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats, SecondLevelStats
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import MemoryUse
+from backend.engine.distributions import note_sequence
 from backend.engine.flight import Flight, StepRecord
 from backend.kvcache.manager import KVCacheManager
-from backend.scheduler.queue import WaitingQueue
+from backend.scheduler.scheduler import Scheduler
 
 RECENT = 512  # requests
 
@@ -23,6 +25,8 @@ class Gauges(msgspec.Struct, frozen=True):
 
     num_active_requests: int
     num_queued_requests: int
+    num_preparing_requests: int
+    num_running_sequences: int
     num_paused_requests: int
     max_num_active_requests: int
     num_sessions: int
@@ -31,12 +35,20 @@ class Gauges(msgspec.Struct, frozen=True):
 
 
 def gauges(
-    num_live: int, waiting: WaitingQueue, num_sessions: int, kv: KVCacheManager, second_level: SecondLevelStats
+    num_live: int,
+    num_preparing: int,
+    scheduler: Scheduler,
+    num_sessions: int,
+    kv: KVCacheManager,
+    second_level: SecondLevelStats,
 ) -> Gauges:
-    """`num_live`: requests accepted and not finished."""
+    """`num_live`: requests accepted and not finished; `num_preparing` of them wait for a guide or an adapter."""
+    waiting = scheduler.waiting
     return Gauges(
         num_active_requests=num_live,
         num_queued_requests=len(waiting) - waiting.num_paused,
+        num_preparing_requests=num_preparing,
+        num_running_sequences=len(scheduler.running),
         num_paused_requests=waiting.num_paused,
         max_num_active_requests=kv.num_slots,
         num_sessions=num_sessions,
@@ -48,6 +60,7 @@ def gauges(
 class Statistics:
     def __init__(self, clock: Clock) -> None:
         self.counters = EngineCounters()
+        self.distributions = Distributions()
         self.iteration = 0  # the number of steps that have landed
         self._clock = clock
         self._started_ns = clock.monotonic_ns()
@@ -76,6 +89,10 @@ class Statistics:
         totals = self.counters.requests_finished_total
         totals[reason] = totals.get(reason, 0) + 1
 
+    def count_sequence(self, seq: Sequence) -> None:
+        """Count the end of a sequence, once it has left its group."""
+        note_sequence(self.distributions, seq, self._clock.monotonic_ns())
+
     def count_unqueued(self, reason: str) -> None:
         """Count a request that ended before it was queued. It counts as accepted too."""
         self.counters.requests_accepted_total += 1
@@ -90,6 +107,7 @@ class Statistics:
         counters.steps_total += 1
         counters.pauses_total += len(plan.paused)
         counters.cached_tokens_total += plan.num_cached_tokens
+        counters.queried_tokens_total += plan.num_queried_tokens
         counters.sequences_evicted_total += plan.num_evicted
         counters.recomputed_tokens_total += plan.num_lost_tokens
         self._latest = StepRecord(
@@ -104,11 +122,16 @@ class Statistics:
             len(plan.generation) if flight.num_decoded_tokens is None else flight.num_decoded_tokens,
             flight.micro_batch,
         )
+        latest = self._latest
+        if num_tokens := latest.num_context_tokens + latest.num_decoded_tokens:
+            self.distributions.add("step_tokens", num_tokens)
         self._num_completed = 0
         self.iteration = flight.step.step_id + 1
-        return (self._latest.ended_ns - self._latest.started_ns) / 1e9
+        return (latest.ended_ns - latest.started_ns) / 1e9
 
-    def snapshot(self, gauges: Gauges, has_work: bool, memory_use: Callable[[], MemoryUse]) -> EngineStats:
+    def snapshot(
+        self, gauges: Gauges, scheduler: Scheduler, has_work: bool, memory_use: Callable[[], MemoryUse]
+    ) -> EngineStats:
         """All statistics. Figures of the latest step are included only while there is work.
 
         Memory is measured only after a new step, so that two snapshots of an idle engine are equal.
@@ -123,12 +146,19 @@ class Statistics:
         totals = dict(self.counters.requests_finished_total)
         counters = msgspec.structs.replace(self.counters, requests_finished_total=totals)
         uptime_s = (self._clock.monotonic_ns() - self._started_ns) / 1e9
-        return EngineStats(latest, counters, uptime_s, self._started_ns)
+        running, waiting = _adapters(scheduler.running), _adapters(scheduler.waiting)
+        distributions = self.distributions.copy()
+        return EngineStats(latest, counters, uptime_s, self._started_ns, distributions, running, waiting)
 
     def latest_iteration(self, gauges: Gauges) -> IterationStats:
         """Statistics of the latest step, with gauges of the present state."""
         latest = IterationStats() if self._latest is None else self._latest.statistics(self._clock)
         return _with_gauges(latest, gauges)
+
+
+def _adapters(sequences: Iterable[Sequence]) -> dict[str, int]:
+    origins = (seq.kv_origin for seq in sequences if seq.adapter)
+    return dict(Counter(origin.lora_name or str(origin.lora_id) for origin in origins))
 
 
 def _with_gauges(latest: IterationStats, gauges: Gauges) -> IterationStats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from backend.api.response import FinishReason
 from backend.api.stats import EngineCounters
 from backend.core.sequence import Sequence
@@ -20,6 +22,12 @@ def advance(seq: Sequence, num_tokens: int) -> tuple[int, int]:
     seq.num_context_tokens += context
     seq.num_recomputed_tokens += recomputed
     return context, recomputed
+
+
+def note_recomputed(seq: Sequence, now_ns: int) -> None:
+    """A step has computed KV again that its latest interruption had lost."""
+    *before, latest = seq.interruptions
+    seq.interruptions = (*before, replace(latest, recomputed_ns=now_ns))
 
 
 def advance_by_newest(seq: Sequence) -> None:

@@ -28,7 +28,7 @@ from backend.text.gguf_tokenizer import build_tokenizer
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # tokenizer, chat template, generation_config.json
-NOT_COPIED = ("config.json", "model.safetensors.index.json", "quantize_config.json")
+NOT_COPIED = ("config.json", "model.safetensors.index.json", "quantize_config.json", "params.json")
 INDEX = "model.safetensors.index.json"
 
 

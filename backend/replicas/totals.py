@@ -25,9 +25,10 @@ def _total(values: list[Any]) -> Any:
         fields = {name: [getattr(each, name) for each in values] for name in first.__struct_fields__}
         return type(first)(**{name: _combined(name, of) for name, of in fields.items()})
     if isinstance(first, dict):
-        return {
-            key: sum(each.get(key, 0) for each in values) for key in dict.fromkeys(k for each in values for k in each)
-        }
+        keys = dict.fromkeys(key for each in values for key in each)
+        return {key: _total([each[key] for each in values if key in each]) for key in keys}
+    if isinstance(first, list):
+        return [sum(of) for of in zip(*values, strict=True)]
     return sum(values)
 
 

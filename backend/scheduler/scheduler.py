@@ -26,7 +26,7 @@ from backend.kvcache.adapters import AdapterCache
 from backend.kvcache.commit import TableChange
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission, KVPlan
-from backend.scheduler.admission import note_admission
+from backend.scheduler.admission import note_admission, note_pause
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,
@@ -55,11 +55,10 @@ class StepPlan:
     admitted: list[Sequence] = field(default_factory=list)
     drafts: dict[SequenceId, Draft] = field(default_factory=dict)  # drafts of generation rows
     rejected: list[Sequence] = field(default_factory=list)  # sequences that can never fit
-    no_room: list[Sequence] = field(
-        default_factory=list
-    )  # written by commit: paused, without room for their KV on the host
+    no_room: list[Sequence] = field(default_factory=list)  # written by commit: paused, and the host lacks room for KV
     has_held: bool = False  # True if a sequence was passed over, because its KV comes from the second level
     num_cached_tokens: int = 0  # written by commit: tokens whose KV was found at the first admission of a turn
+    num_queried_tokens: int = 0  # written by commit: tokens whose KV was looked for then
     num_evicted: int = 0  # written by commit: admitted sequences whose KV had been evicted
     num_lost_tokens: int = 0  # written by commit: tokens of new requests whose KV was cached once and has been evicted
     num_empty_slots: int = 0  # written by commit: rows of a static batch that have ended
@@ -211,7 +210,7 @@ class Scheduler:
         for seq in plan.paused:
             self._stale.pop(seq.seq_id, None)
             seq.apply(Event.PAUSE)
-            seq.num_pauses += 1
+            note_pause(seq, now_ns)
             self.adapters.stop(seq.adapter)
             self.running.remove(seq)
             self._shares.leave(seq.request.cache_salt)

@@ -19,6 +19,7 @@ from typing import Any
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.log_lines import set_up_logging
 from backend.api.several import ENGINE, LABEL, OWNS
+from backend.api.telemetry import check_traces
 from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
 from backend.serving import pb
@@ -58,6 +59,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     parameters = set_parameters(model_config)
     run_directory = run_directory_of(model_config)
     config = _with_parameters(role, model_config, engine_config(run_directory))
+    check_traces(config.telemetry)
     may_own = role == OWNER and parameters.get(OWNS, "true") == "true"
     owner = may_own and run_directory.claim(args["model_name"])  # another model of that role is a client too
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
@@ -177,6 +179,7 @@ def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     return {
         "parse": parse,
         "check_text": check,
+        "at_once": front.at_once,
         "prepare": tools.prepare,
     }
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from backend.api import ErrorCode, PerfMetrics, Response
 from backend.serving.stream import Failure, OutputRow, Stream
+from backend.serving.trace_context import TraceContext
 
 log = logging.getLogger("everbatch.serving")
 MAX_WAITING = 100_000  # ended requests that may wait for the housekeeper; beyond it the oldest are forgotten
@@ -34,6 +35,7 @@ class EndedRow(NamedTuple):
     wall_time: float  # seconds since 1970, when it ended
     account: PerfMetrics | None  # the engine's; None when the engine has not accepted it, or has died
     num_sequences: int = 1
+    trace: TraceContext | None = None
 
     @property
     def total_s(self) -> float:
@@ -111,6 +113,7 @@ class EndedRows:
                 wall_time=time.time(),
                 account=account,
                 num_sequences=1 if row is None else row.num_sequences,
+                trace=stream.trace,
             )
         )
 

@@ -41,6 +41,7 @@ _SAME = (
     "structured_outputs",
     "skip_special_tokens",
     "lora_name lora lora_request adapter_id lora_task_id lora_id",
+    "prompt_adapter_name prompt_adapter_request",
     "sampling_parameters",
 )
 _GROUP = {name: group.split() for group in _SAME for name in group.split()}

@@ -6,7 +6,7 @@ and of ended requests everything at once, some times a second. docs/metrics.md l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from backend.api import EngineStats
@@ -28,6 +28,7 @@ PAUSE_FAMILIES = {
     "engine_pauses": "How often requests of this model waited for another engine process",
     "engine_pause_seconds": "Seconds for which they did",
 }
+SPANS = "everbatch_spans_total"
 FAILED = ("error", "refused")  # the reasons of rows that answered with an error
 
 
@@ -234,6 +235,22 @@ class MetricsPublisher:
         for counter, more in zip(self._pause_counters.values(), new, strict=True):
             if more > 0:
                 counter.increment(float(more))
+
+    def add_spans(self) -> None:
+        """From now on publish what became of traces."""
+        meaning = (
+            "Spans by what became of them: sent, rejected = not taken by the collector; dropped_requests = requests of "
+        )
+        spans = self._register(SPANS, meaning + "which none were made, because too many waited", "COUNTER")
+        for outcome in ("sent", "rejected", "dropped_requests"):
+            self._metrics[SPANS, outcome] = spans.Metric(labels={**self._labels, "outcome": outcome})
+
+    def publish_spans(self, totals: Mapping[str, int]) -> None:
+        """Send what has been added to the totals since the last call."""
+        for outcome, total in totals.items():
+            if more := total - self._sent.get((SPANS, outcome), 0.0):
+                self._metrics[SPANS, outcome].increment(float(more))
+                self._sent[SPANS, outcome] = float(total)
 
     def publish_rows(self, rows: Iterable[EndedRow]) -> None:
         """Send what rows that have ended add to the families of this model."""

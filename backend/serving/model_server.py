@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from backend.api import (
@@ -30,6 +31,7 @@ from backend.api import (
     Response,
     Result,
 )
+from backend.api.telemetry import otlp_settings
 from backend.serving.absence import Absence
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
@@ -54,6 +56,8 @@ from backend.serving.resuming import resume_of
 from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
 from backend.serving.text_pool import Job, TextPool
+from backend.serving.trace_context import begin_trace
+from backend.serving.traces import start_exporter
 
 log = logging.getLogger("everbatch.serving")
 SWITCH_INTERVAL_S = 0.0005  # After a round trip a sender waits at most this long for the interpreter's lock, not 5 ms.
@@ -81,7 +85,9 @@ class ModelServer:
         triton, dialect = config.triton, model.dialect
         vllm_hello = (lambda: executor.hello) if model.reports_vllm else (lambda: None)
         is_static = config.scheduler.batching == "static"
-        self._books = Books(dict(model.labels), triton.log_requests, model.owner, vllm_hello, is_static)
+        self._otlp = otlp_settings(config.telemetry)
+        traces = None if self._otlp is None else start_exporter(self._otlp, dict(model.labels).get("model", ""))
+        self._books = Books(dict(model.labels), triton.log_requests, model.owner, vllm_hello, is_static, traces)
         self._free_parameters = (
             None if dialect.reads_parameters else FreeParameters(model.tensors, triton.strict_parameters)
         )
@@ -167,34 +173,25 @@ class ModelServer:
         stream.client_request_id = read_request_id(request)
         parameters = read_parameters(request)
         stream.namespace = parameters.namespace
+        if self._otlp is not None:
+            stream.trace = begin_trace(parameters.caller, self._otlp.sample_ratio)
         if self._free_parameters is not None:
             self._free_parameters.check(parameters.others)
         batch = Batch.read(self._model.tensors, request.inputs(), self._config.limits.max_request_batch)
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
-        elif not self._is_held(stream, batch, parameters):
+        elif (works := self._model.at_once(batch, self._executor)) is not None:
+            self._hand_over(stream, works)
+        elif self._draining or not self._absence.holds(
+            batch, lambda: self._go_on(stream, batch, parameters), partial(self._pump.fail, stream)
+        ):
             self._read(stream, batch, parameters)
 
-    def _is_held(self, stream: Stream, batch: Batch, parameters: Parameters) -> bool:
-        """True if the engine is away on purpose, and the request waits for it. Raises EngineUnavailable, Overloaded."""
-        if self._draining:
-            return False
-
-        def go_on() -> None:
-            if not stream.is_over:
-                self._guarded(stream, lambda stream, batch: self._read(stream, batch, parameters), batch)
-
-        def refuse(code: ErrorCode, message: str) -> None:
-            self._pump.fail(stream, code, message)
-
-        hold = self._absence.take(batch.num_bytes, go_on, refuse)
-        if hold is None:
-            return False
-        batch.keep()
-        hold()
-        return True
-
     # ---- main thread, or the housekeeper -----------------------------------------------------------------------------
+
+    def _go_on(self, stream: Stream, batch: Batch, parameters: Parameters) -> None:
+        if not stream.is_over:
+            self._guarded(stream, lambda stream, batch: self._read(stream, batch, parameters), batch)
 
     def _read(self, stream: Stream, batch: Batch, parameters: Parameters) -> None:
         """Check a request, and hand it over. Raises EverbatchError."""
@@ -371,6 +368,7 @@ class ModelServer:
             for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         self._books.publish_pauses(self._executor.pauses)
+        self._books.publish_spans()
         if self._model.owner:
             self._books.publish_engine(self._executor.latest_stats(), self.is_ready())
 

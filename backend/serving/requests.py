@@ -17,6 +17,7 @@ from backend.core.messages import Delivered
 from backend.core.step import ModelInfo
 from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
+from backend.serving.trace_context import NO_CALLER, Caller
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
 MANY_LOG_PROBS = 4096  # log-probabilities of one response; building it takes some ten milliseconds
@@ -29,7 +30,7 @@ ONE_ROW_ONLY = "Batch size > 1 requires the tensorrt_llm backend to be using dec
 # Parameters that Triton, its clients and proxies use, besides all that begin with triton_, sequence_ or nv_.
 TRITONS_OWN = {"binary_data_output", "binary_data_size", "headers", "priority"}
 NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
-OURS = {"timeout", "cache_salt", "namespace", "request_type"}
+OURS = {"timeout", "cache_salt", "namespace", "request_type", "traceparent", "tracestate"}
 
 
 class RequestHeader(Protocol):
@@ -52,6 +53,7 @@ class Parameters(NamedTuple):
 
     timeout_s: float | None = None
     namespace: str = ""
+    caller: Caller = NO_CALLER
     others: dict[str, Any] = {}  # parameters that only some models understand; read-only
 
 
@@ -137,7 +139,15 @@ def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
             f"request_type {str(kind)[:40]!r} is disaggregated serving, which this version does not have; leave it out"
         )
     others = {name: value for name, value in extra.items() if name not in OURS and not _is_tritons(name)}
-    return Parameters(timeout / 1e6 if timeout else None, _namespace(extra), others)
+    return Parameters(timeout / 1e6 if timeout else None, _namespace(extra), _caller(extra), others)
+
+
+def _caller(extra: dict[str, Any]) -> Caller:
+    """Read the trace context. A value that is not a string counts as absent, because a broken trace must not fail a request."""
+    parent, state = extra.get("traceparent"), extra.get("tracestate")
+    if not isinstance(parent, str):
+        return NO_CALLER
+    return Caller(parent, state if isinstance(state, str) else "")
 
 
 def _is_tritons(name: str) -> bool:

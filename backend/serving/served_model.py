@@ -9,12 +9,18 @@ from pathlib import Path
 from backend.api import EngineConfig
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.environment import Health
+from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.tensors import ModelTensors
 
+AtOnce = Callable[[Batch, EngineClient], list[Work] | None]
 Check = Callable[[Batch, ServingContext], None]
 Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
+
+
+def not_at_once(batch: Batch, engine: EngineClient) -> list[Work] | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,9 @@ class ServedModel:
     tensors: ModelTensors
     parse: Parse
     check_text: Check | None = None
+    at_once: AtOnce = (
+        not_at_once  # answers on the main thread what costs nothing, also when the server is full; None: the others
+    )
     prepare: Callable[[], bool] = lambda: True
     dialect: Dialect = PLAIN
     decoupled: bool = True

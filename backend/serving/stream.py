@@ -11,6 +11,7 @@ from typing import NamedTuple
 from backend.api import ErrorCode, RequestId, Response
 from backend.serving.outputs import RowOutput
 from backend.serving.protocols import ResponseSender
+from backend.serving.trace_context import TraceContext
 
 Lane = queue.SimpleQueue["Stream | None"]  # None ends the lane's sender thread
 
@@ -55,6 +56,7 @@ class Stream:
         self.sender = sender
         self.client_request_id = client_request_id  # Only the main thread writes it, and `namespace`.
         self.namespace = ""
+        self.trace: TraceContext | None = None  # None: it is not traced; written by the main thread
         self.rows = rows  # empty until the request has been read; then all rows are added together, under `lock`
         self.first_failure: Failure | None = None  # the failure that came first of any row
         self.lane = lane

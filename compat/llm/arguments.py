@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from backend.api import EngineConfig
 from backend.api.config import KvCacheConfig
 from backend.api.config_checks import check_config
 from backend.api.foreign import RefusedParameter, Setting, UnknownParameter, put
+from compat.config_object import ConfigObject
 from compat.llm.errors import NotHere, ParameterError
 from compat.llm.parameters import ARGUMENTS, OPEN, SECTIONS
 from compat.llm.postprocessing import PostprocWorkerConfig
@@ -37,8 +38,10 @@ class LlmArguments:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         """Raises TypeError for an unknown argument, NotHere and ParameterError for a value, ConfigError for the engine's."""
-        checked = _checked(given)
-        own = {**OWN, **given}
+        speculation = speculation_fields(given.get("speculative_config"))
+        flat = _flat(given)
+        checked = _checked(flat)
+        own = {**OWN, **_of_build_config(flat), **given}
         self.max_input_len: int | None = own["max_input_len"]
         self.max_beam_width: int | None = own["max_beam_width"]
         self.shows_progress: bool = own["enable_tqdm"]
@@ -47,14 +50,15 @@ class LlmArguments:
         self.postprocess = PostprocWorkerConfig(own["num_postprocess_workers"], own["postprocess_tokenizer_dir"])
         self.batched_logits_processor: Any = own["batched_logits_processor"]
         orchestrator = _orchestrator(own["orchestrator_type"])
-        self.config = _config(_with_ray(_base(own["engine_config"]), orchestrator), given, checked)
+        base = _with_ray(_base(own["engine_config"]), orchestrator)
+        self.config = _config(base, given, checked, speculation)
         self.has_own_process = orchestrator is not None or self.config.workers.has_replicas
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Setting]:
+def _checked(flat: Mapping[str, Any]) -> dict[str, Setting]:
     """The settings that the arguments make. Raises TypeError for an unknown one, NotHere for a value that is not served."""
     try:
-        return ARGUMENTS.check(_flat(given)).settings
+        return ARGUMENTS.check(flat).settings
     except UnknownParameter as error:
         raise TypeError(error.message) from None
     except RefusedParameter as error:
@@ -65,17 +69,32 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with the fields of configuration objects beside them, as `kv_cache_config.max_tokens`."""
     flat = dict(given)
     for name, value in given.items():
+        if isinstance(value, ConfigObject) and value.refused:
+            raise NotHere(f"{name} is a {type(value).__name__}, which this version does not serve: {value.refused}")
         if name in SECTIONS and value is not None and not isinstance(value, KvCacheConfig):
             flat |= _flat({f"{name}.{field}": each for field, each in _fields(name, value).items()})
     return flat
 
 
 def _fields(name: str, value: Any) -> dict[str, Any]:
-    """The fields of a dictionary. An object may be from another package: only its known fields are read."""
+    """The fields of a dictionary, or those that an object of configs.py was given.
+
+    An object may be from another package: only its known fields are read. Raises TypeError for a number, a text or a list.
+    """
+    if isinstance(value, ConfigObject):
+        return value.given()
+    if isinstance(value, str | bytes | int | float | Sequence):
+        raise TypeError(f"{name} is a {type(value).__name__}, an object or a dictionary with its fields is needed")
     known = [each.key.removeprefix(f"{name}.") for each in ARGUMENTS if each.key.startswith(f"{name}.")]
     if not isinstance(value, Mapping):
         return {field: getattr(value, field) for field in known if hasattr(value, field)}
     return {field: each for field, each in value.items() if field in known or name not in OPEN}
+
+
+def _of_build_config(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits that a BuildConfig sets in place of arguments of LLM."""
+    found = {name: flat.get(f"build_config.{name}") for name in ("max_input_len", "max_beam_width")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _orchestrator(given: str | None) -> str | None:
@@ -105,13 +124,15 @@ def _base(config: EngineConfig | None) -> EngineConfig:
     return config or PROGRAM
 
 
-def _config(config: EngineConfig, given: Mapping[str, Any], settings: Mapping[str, Setting]) -> EngineConfig:
+def _config(
+    config: EngineConfig, given: Mapping[str, Any], settings: Mapping[str, Setting], speculation: Mapping[str, Any]
+) -> EngineConfig:
     """The engine's configuration with what the arguments change."""
     tree = msgspec.to_builtins(config)
     if isinstance(given.get("kv_cache_config"), KvCacheConfig):
         tree["kv_cache"] = msgspec.to_builtins(given["kv_cache_config"])
-    tree["speculation"] |= speculation_fields(given.get("speculative_config"))
     put(settings, tree)
+    tree["speculation"] |= speculation
     try:
         changed = msgspec.convert(tree, EngineConfig)
     except msgspec.ValidationError as error:

@@ -12,17 +12,19 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from backend.api import AdditionalOutput, OutputConfig, Request, SamplingConfig
+from backend.api import AdditionalOutput, EverbatchError, OutputConfig, Request, SamplingConfig
 from backend.api.guide import Guide, GuideType, choice_guide
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.api.sampling_fields import on_wire
+from backend.api.tensor import TensorData
 from backend.core.step import ModelInfo
 from backend.executor.own_processors import OF_REQUEST
+from backend.executor.prompt_adapters import PromptAdapters, with_table
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
 from compat.llm.errors import NotHere, ParameterError, refuse
-from compat.llm.requests import DisaggregatedParams, GenerationRequest, LoRARequest
+from compat.llm.requests import DisaggregatedParams, GenerationRequest, LoRARequest, PromptAdapterRequest
 from compat.llm.sampling_params import GuidedDecodingParams, SamplingParams
 from compat.llm.speculative import lookahead_drafts
 from compat.llm.updates import TextParams
@@ -30,11 +32,11 @@ from compat.llm.updates import TextParams
 # Sampling fields of one name and meaning on both sides. A greedy request does not send those that ask for sampling.
 _SAME_NAME = [field for field, name in on_wire("llm") if name == field.name]
 DEFAULT_PRIORITY = 0.5
+PROMPT_ADAPTERS = PromptAdapters()  # all executors of a program share it
 NOT_HERE = {
     "return_encoder_output": "the models have no encoder",
 }
 REQUEST_NOT_HERE = {
-    "prompt_adapter_request": "prompt adapters are not served here",
     "postproc_params": "the output is made into text and nothing else",
     "scheduling_params": "there is one scheduler for all requests",
 }
@@ -51,7 +53,13 @@ def check_supported(request: GenerationRequest) -> None:
         refuse(name, getattr(request, name), why)
 
 
-def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model: ModelInfo, caps: int) -> Request:
+def core_request(
+    request: GenerationRequest,
+    tokenizer: Tokenizer | None,
+    model: ModelInfo,
+    caps: int,
+    adapters: PromptAdapters = PROMPT_ADAPTERS,
+) -> Request:
     """The engine's Request. `caps`: how many alternatives a request may ask for at each position.
 
     Raises NotHere and ParameterError.
@@ -62,10 +70,11 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
     for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if asked is not None and asked > caps:
             raise ParameterError(f"{name} is {asked}, the limit is {caps} (limits.max_top_log_probs)")
-    max_tokens = params.max_tokens
-    return Request(
+    table = prompt_table(request.prompt_adapter_request, adapters)
+    num_prompt, max_tokens = len(prompt) + (0 if table is None else table.shape[0]), params.max_tokens
+    made = Request(
         input_token_ids=prompt,
-        max_tokens=max(1, model.max_seq_len - len(prompt)) if max_tokens is None else max_tokens,
+        max_tokens=max(1, model.max_seq_len - num_prompt) if max_tokens is None else max_tokens,
         streaming=request.streaming or _has_to_be_watched(params, tokenizer),
         return_all_generated_tokens=params.use_beam_search,
         sampling_config=sampling_config(params),
@@ -84,6 +93,7 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         max_draft_tokens=None if params.lookahead_config is None else lookahead_drafts(params.lookahead_config),
         **_phase(request.disaggregated_params),
     )
+    return made if table is None else with_table(made, table, model.vocab_size)
 
 
 def _phase(params: DisaggregatedParams | None) -> dict[str, Any]:
@@ -182,6 +192,18 @@ def lora_config(given: LoRARequest | None) -> LoraConfig | None:
     if not isinstance(given, LoRARequest):
         raise TypeError(f"lora_request is a {type(given).__name__}, a LoRARequest is needed")
     return LoraConfig(given.adapter_id, path=given.path, name=given.name)
+
+
+def prompt_table(given: PromptAdapterRequest | None, adapters: PromptAdapters) -> TensorData | None:
+    """The rows of a PromptAdapterRequest's adapter, whose directory is read again only if it has changed."""
+    if given is None:
+        return None
+    if not isinstance(given, PromptAdapterRequest):
+        raise TypeError(f"prompt_adapter_request is a {type(given).__name__}, a PromptAdapterRequest is needed")
+    try:
+        return adapters.table(given.local_path)
+    except EverbatchError as error:
+        raise ParameterError(f"prompt adapter {given.name[:80]!r}: {error.message}") from None
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:

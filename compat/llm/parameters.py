@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from backend.api.config import ChunkingPolicy, Policy
 from backend.api.foreign import ForeignTable, honoured, no_effect, refused
+from compat.llm.upstream_parameters import PYTORCH, SPECULATION, TENSORRT
 from compat.tensorrt_llm import DYNAMIC_BATCH, KV_CACHE, PEFT_CACHE
 
 KEPT = 1000  # iterations whose records are kept, where only a flag asks for records
@@ -30,6 +31,9 @@ def _records(wanted: bool | None) -> int | None:
 
 ARGUMENTS = ForeignTable(
     "{} of LLM",
+    # In front: of two parameters with one target the later one wins.
+    *TENSORRT,
+    *PYTORCH,
     honoured("model", note="a directory, a GGUF file or a hub id"),
     honoured("tokenizer", note="a directory, a GGUF file or a tokenizer"),
     honoured("skip_tokenizer_init", note="True: no tokenizer, so prompts and outputs are token ids"),
@@ -53,7 +57,8 @@ ARGUMENTS = ForeignTable(
     honoured("disable_overlap_scheduler", "scheduler.look_ahead", convert=lambda off: False if off else None),
     honoured("guided_decoding_backend", "guided.backend"),
     honoured("speculative_config", note="sets `speculation.*`"),
-    # The numbers follow the flags: of two parameters with one target the later one wins.
+    *SPECULATION,
+    # The numbers follow the flags, which have the same targets.
     honoured("enable_iter_perf_stats", "records.max_iterations", f"{KEPT} iterations", _records),
     honoured("enable_iter_req_stats", "records.max_request_iterations", f"{KEPT} iterations", _records),
     honoured("iter_stats_max_iterations", "records.max_iterations"),
@@ -67,16 +72,38 @@ ARGUMENTS = ForeignTable(
     honoured("enable_tqdm", note="a spinner while the model loads"),
     honoured("orchestrator_type", note="`rpc`: the engine is a process of its own; `ray`: an actor of a Ray cluster"),
     honoured("engine_config", note="the `EngineConfig` that the other arguments change"),
+    *no_effect(
+        "requests may bring a PromptAdapterRequest in any case; `limits.max_extra_bytes` bounds its rows",
+        *("enable_prompt_adapter", "max_prompt_adapter_token"),
+    ),
     honoured("enable_lora", "lora.enabled", convert=lambda wanted: True if wanted else None),
     honoured("lora_config", "lora.enabled", convert=lambda config: None if config is None else True),
     honoured("peft_cache_config", note="its fields follow; others have no effect"),
     *PEFT_CACHE,
-    honoured("lora_config.max_lora_rank", "lora.max_rank", "other fields have no effect"),
+    honoured("lora_config.max_lora_rank", "lora.max_rank"),
+    *no_effect(
+        "an adapter says it itself, and its memory is bounded by `lora.host_bytes`",
+        *(
+            f"lora_config.{field}"
+            for field in (
+                *("lora_dir", "lora_ckpt_source", "lora_target_modules", "trtllm_modules_to_hf_modules"),
+                *("max_loras", "max_cpu_loras", "swap_gate_up_proj_lora_b_weight"),
+            )
+        ),
+    ),
     honoured(
         "cache_transceiver_config",
         "kv_transfer.enabled",
-        "KV travels with `disaggregated_params`; its fields have no effect",
+        "KV travels with `disaggregated_params`",
         convert=lambda config: None if config is None else True,
+    ),
+    *no_effect(
+        "see `kv_transfer.*` of an `engine_config`",
+        *(
+            f"cache_transceiver_config.{field}"
+            for field in ("backend", "max_tokens_in_buffer", "kv_transfer_timeout_ms")
+        ),
+        "cache_transceiver_config.kv_transfer_sender_future_timeout_ms",
     ),
     honoured("scheduler_config", note="its fields follow"),
     honoured("scheduler_config.capacity_scheduler_policy", "scheduler.policy", convert=_one_of(*get_args(Policy))),
@@ -93,6 +120,7 @@ ARGUMENTS = ForeignTable(
     honoured("kv_cache_config.tokens_per_block", "kv_cache.block_size"),
     honoured("kv_cache_config.max_attention_window", "kv_cache.max_attention_window"),
     honoured("kv_cache_config.event_buffer_max_size", "records.max_kv_events", convert=lambda size: size or None),
+    *refused("only transformers are served", "kv_cache_config.mamba_ssm_cache_dtype", neutral=("auto",)),
     *refused("a block that matches in part is always copied", "kv_cache_config.copy_on_partial_reuse", neutral=(True,)),
     *refused("the model runs on one device", "kv_cache_config.attention_dp_events_gather_period_ms", neutral=(5,)),
     *refused("each rank has a part of all tokens", "context_parallel_size", neutral=(1,)),
@@ -103,4 +131,4 @@ ARGUMENTS = ForeignTable(
 )
 # arguments whose value is an object or a dictionary with fields, of which some are in the table
 SECTIONS = {parameter.key.rpartition(".")[0] for parameter in ARGUMENTS if "." in parameter.key}
-OPEN = ("peft_cache_config", "lora_config")  # sections that may have fields without effect
+OPEN = ("peft_cache_config", "lora_config", "cache_transceiver_config")  # sections that may have fields without effect

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.api.draft_limits import drafts_of_lookahead
+from compat.config_object import ConfigObject
 from compat.llm.errors import NotHere, ParameterError
 
 # field of a LookaheadDecodingConfig -> default
@@ -21,7 +22,7 @@ def speculation_fields(given: Any) -> dict[str, Any]:
     Raises NotHere for a decoding type that is not served, and ParameterError without a decoding type or for a draft model
     without a checkpoint.
     """
-    if given is None:
+    if given is None or (isinstance(given, ConfigObject) and given.refused):  # arguments.py refuses the latter
         return {}
     if isinstance(given, Mapping) and not given.get("decoding_type"):
         raise ParameterError(

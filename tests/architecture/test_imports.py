@@ -26,7 +26,8 @@ ARROWS: dict[str, set[str]] = {
     "sampling": {"api", "core"},
     "models": {"api", "core", "layers", "architectures"},
     "hosted": {"api", "architectures", "layers", "models"},
-    "quant": {"api", "architectures", "models", "layers", "text"},  # offline: nobody imports it
+    "convert": {"api", "models", "quant", "text"},  # offline: nobody imports it
+    "quant": {"api", "architectures", "models", "layers", "text"},  # offline: only convert imports it
     "worker": {"api", "core", "architectures", "models", "layers", "guided", "hosted", "sampling", "wire"},
     "engine": {"api", "core", "kvcache", "scheduler"},
     "wire": {"api", "core"},
@@ -38,20 +39,24 @@ MAY_USE_KERNELS = {"layers", "quant", "sampling", "guided", "hosted", "models", 
 # names under which programs import a room of compat -> that room
 ALIASES = {
     Path("backend/llm.py"): "compat.llm",
+    Path("backend/lmdeploy.py"): "compat.lmdeploy",
     Path("backend/trtllm/__init__.py"): "compat.trtllm",
     Path("backend/trtllm/bindings.py"): "compat.trtllm.bindings",
 }
 # room of compat -> what it may import, itself apart
 COMPAT_ARROWS: dict[str, set[str]] = {
     "tensorrt_llm": {"backend.api"},  # shared by the others
+    "config_object": set(),  # likewise
     "llm": {
         "backend.api",
         "backend.core",
         "backend.executor",
         "backend.replicas",
         "backend.text",
+        "compat.config_object",
         "compat.tensorrt_llm",
     },
+    "lmdeploy": {"backend.api", "compat.config_object", "compat.llm"},
     "trtllm": {"backend.api", "backend.core", "backend.engine", "backend.executor", "compat.tensorrt_llm"},
 }
 # root package -> what it may import of the others

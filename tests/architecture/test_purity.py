@@ -45,6 +45,8 @@ def test_the_pure_side_loads_no_heavy_library() -> None:
     assert not loaded_packages(*(f"backend/{room}" for room in PURE)) & heavy
 
 
-@pytest.mark.parametrize("room", ["backend/text", "backend/serving", "backend/executor", "compat/trtllm", "compat/llm"])
+@pytest.mark.parametrize(
+    "room", ["backend/text", "backend/serving", "backend/executor", "compat/trtllm", "compat/llm", "compat/lmdeploy"]
+)
 def test_what_runs_in_the_stub_or_is_imported_by_a_program_loads_no_torch(room: str) -> None:
     assert not loaded_packages(room) & {"torch", "transformers", "triton", "ray", "kernels"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 
 import pytest
@@ -40,8 +39,6 @@ from backend.core.step import ModelInfo
 from backend.engine.core import EngineCore
 from backend.engine.resume import check_resume
 from backend.executor import replay
-from backend.executor.kept_files import KeptFiles
-from backend.executor.replay import Replay
 from tests.crashes.lives import Lives
 from tests.engine.test_preparation_guides import FakeGuides
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
@@ -68,7 +65,7 @@ class Kept:
     """A Replay with commands of client 1 at engine 1."""
 
     def __init__(self) -> None:
-        self.replay, self.heard = Replay(), []
+        self.replay, self.heard = replay.Replay(), []
         self.replay.greet(hello(1))
         self._count = 0
 
@@ -401,35 +398,3 @@ def test_output_that_a_client_brings_back_takes_its_place_in_the_queue() -> None
     assert "the limit is 16 (limits.max_queued_tokens)" in refused.responses[-1].error_msg
     tokens = [token for each in fits.responses for token in each.result.output_token_ids[0]]
     assert output[:14] + tokens == oracle([1, 2], 20, 1000)
-
-
-def test_what_the_former_engine_has_left_says_who_was_on_trial_when_it_ended() -> None:
-    """Its last words about trials may not have reached this client."""
-    for former, is_ended in (
-        (Former("engine 3", 3 << CLIENT_SHIFT | 1), True),
-        (Former("engine 3", None), False),
-        (Former("engine 3", 8 << CLIENT_SHIFT | 1), False),
-        (Former("another one", 3 << CLIENT_SHIFT | 1), False),
-    ):
-        kept = Kept()
-        kept.add(stream([1]))
-        kept.lose(2)
-        kept.lose(3)
-        kept.replay.note_trial(3 << CLIENT_SHIFT | 1 if former.trial is None else None)
-        kept.lose(4, former=former)
-        assert bool(kept.refused) == is_ended, former
-
-
-def test_the_trial_of_an_engine_outlives_it_and_a_torn_record_says_nothing() -> None:
-    kept = KeptFiles.make(EngineConfig())
-    try:
-        assert kept.former() == Former()
-        kept.note_trial("0123456789abcdef", None)
-        assert kept.former() == Former("0123456789abcdef", None)
-        for request_id in (0, 5 << CLIENT_SHIFT | 7):
-            kept.note_trial("0123456789abcdef", request_id)
-            assert kept.former() == Former("0123456789abcdef", request_id)
-        os.pwrite(kept.trial, b"\x01", 17)
-        assert kept.former() == Former()
-    finally:
-        kept.close()

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from deploy import ROOT
+from gateway.__main__ import settings_of
+from tools import write_dashboards
 
 COMPOSE = ROOT / "docker-compose.yml"
 DURATION = re.compile(r"^(\d+h)?(\d+m)?(\d+s)?$")
@@ -22,8 +24,9 @@ SERVICE_KEYS: dict[str, type | tuple[type, ...]] = {
     "shm_size": (str, int), "mem_limit": (str, int), "ulimits": dict, "pids_limit": int, "tmpfs": (list, str),
     "volumes": list, "ports": list, "command": (list, str),
     "stop_grace_period": str, "restart": str, "healthcheck": dict, "profiles": list,
-    "deploy": dict,
+    "deploy": dict, "depends_on": list, "environment": dict, "entrypoint": list,
 }  # fmt: skip
+BESIDE = ("gateway", "prometheus", "grafana")
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
 
 
@@ -136,3 +139,42 @@ def test_the_containers_pins_are_those_of_the_environment() -> None:
     container, run = pins("container.txt"), pins("run.txt")
     assert container.items() <= run.items()
     assert "numpy" not in container  # the container's own fits its stub
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_stands_beside_the_server_has_few_rights_and_starts_only_when_asked_for(
+    name: str, document: dict[str, Any]
+) -> None:
+    service = document["services"][name]
+    test_a_service_has_only_known_keys_with_the_right_types(service)
+    test_the_container_has_few_rights(service)
+    assert service["profiles"] and re.fullmatch(r"[a-z/]+:(latest|v?\d+\.\d+\.\d+)", service["image"])
+    assert all(each in document["services"] for each in service["depends_on"])
+    for volume in service.get("volumes", []):
+        place = volume.split(":", 1)[0]
+        assert place in document["volumes"] or ((ROOT / place).exists() and volume.endswith(":ro")), volume
+
+
+def test_no_two_services_take_the_same_port(document: dict[str, Any]) -> None:
+    ports = [
+        port for name, service in document["services"].items() if name != "everbatch-gpu" for port in service["ports"]
+    ]
+    taken = [port.rsplit(":", 1)[0] for port in ports]
+    assert len(set(taken)) == len(taken)
+
+
+def test_the_endpoint_takes_the_options_that_it_is_given(document: dict[str, Any]) -> None:
+    settings = settings_of(document["services"]["gateway"]["command"])
+    assert settings.triton.startswith("everbatch:") and settings.metrics_url is not None
+
+
+def test_prometheus_reads_the_endpoint_that_the_server_has(document: dict[str, Any]) -> None:
+    config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yml").read_text())
+    (target,) = config["scrape_configs"][0]["static_configs"][0]["targets"]
+    name, port = target.split(":")
+    assert any(each.endswith(f":{port}") for each in document["services"][name]["ports"])
+
+
+def test_the_dashboards_are_those_of_the_tables() -> None:
+    stored = {path.name: path.read_text() for path in write_dashboards.DIRECTORY.iterdir()}
+    assert write_dashboards.texts() == stored, "run python -m tools.write_dashboards"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from backend.api import EngineConfig
+from backend.api.config import TelemetryConfig
 from backend.serving.fronts.roles import PROFILES
 from deploy import invocation, libpython, repository, secret_flags
 from deploy.errors import UserError
@@ -163,3 +165,13 @@ def test_a_python_without_a_stub_is_refused(wheel: Installation, tmp_path: Path)
         stub.unlink()
     with pytest.raises(UserError, match="no stub for Python"):
         invocation.prepare_backend_directory(wheel, tmp_path / "backends")
+
+
+def test_the_headers_of_traces_are_forwarded_only_where_there_is_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert invocation.tracing_flags(EngineConfig(), {}) == ()
+    pattern = "(traceparent|tracestate)"
+    flags = (f"--grpc-header-forward-pattern={pattern}", f"--http-header-forward-pattern={pattern}")
+    config = EngineConfig(telemetry=TelemetryConfig(otlp_endpoint="http://collector:4318"))
+    assert invocation.tracing_flags(config, {}) == flags
+    assert invocation.tracing_flags(EngineConfig(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}) == flags

@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from backend.api import EngineConfig
@@ -114,6 +116,30 @@ def test_adapters_reach_the_engine_and_the_endpoint_by_name(
     said = refused("serve", *on_free_ports(), "--lora", "cow=cow")
     assert "--lora cow=cow: cow: adapter_config.json: File does not exist; put a PEFT adapter there" in said
     assert "write it as NAME=DIRECTORY" in refused("serve", *on_free_ports(), "--lora", "doll")
+
+
+def test_prompt_adapters_reach_the_engine_and_the_endpoint_by_name(
+    served: list[TritonServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft = tmp_path / "soft"
+    soft.mkdir()
+    (soft / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
+    save_file({"prompt_embeddings": np.ones((3, 4), np.float32)}, soft / "adapter_model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    given = ("--set", 'prompt_adapters.adapters=["soft=soft"]')
+    assert asked(served, *given).config.prompt_adapters.directories == {"soft": str(soft)}
+    made: list[GatewayOptions] = []
+    monkeypatch.setattr(serve, "ServerWithGateway", lambda server, options: made.append(options) or server)
+    CliRunner().invoke(app, ["serve", *on_free_ports()[:-1], str(Ports.free().http), *given])
+    assert made[0].prompt_adapters == ("soft",)
+    for wrong, text in {
+        '["cow=cow"]': "prompt_adapters.adapters: cow=cow: cow: adapter_model.safetensors: File does not exist",
+        '["soft"]': "prompt_adapters.adapters holds 'soft'; write it as NAME=DIRECTORY",
+        '["soft=soft","soft=x"]': "prompt_adapters.adapters gives a name twice",
+    }.items():
+        assert text in " ".join(
+            refused("serve", *on_free_ports(), "--set", f"prompt_adapters.adapters={wrong}").split()
+        )
 
 
 @pytest.mark.parametrize(

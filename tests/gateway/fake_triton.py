@@ -36,7 +36,17 @@ KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
-    *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
+    *(
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
+        "guide",
+        "tools",
+        "lora_name",
+        "prompt_adapter_name",
+    ),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
     *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "tell_prompt"),
@@ -51,6 +61,7 @@ class Seen:
     id: str
     namespace: str
     model: str = ""
+    parameters: dict[str, str] = field(default_factory=dict)  # those of text
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
     was_cancelled: bool | None = None  # of "linger": while the server had not ended the stream
@@ -77,6 +88,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[Seen] = []
         self.script: list[str] = []
         self.adapters = ["doll"]
+        self.vllm_page: str | None = None  # what the engine's metrics are; None: they cannot be had
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
         self.losses = 0  # connections that break under "lose"
         self.ready = True  # the server
@@ -128,7 +140,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         message = next(requests)
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
-        seen = Seen(json.loads(raw[4:]), message.id, message.parameters["cache_salt"].string_param, message.model_name)
+        given = {name: value.string_param for name, value in message.parameters.items()}
+        seen = Seen(json.loads(raw[4:]), message.id, given.get("cache_salt", ""), message.model_name, given)
+        if "metrics" in seen.body:
+            yield self._metrics(seen)
+            return
         self.requests.append(seen)
         context.add_callback(seen.end)
         unknown = set(seen.body) - KEYS
@@ -137,6 +153,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             return
         is_scripted = bool(self.script) and "messages" in seen.body and not seen.body.get("tokenize")
         yield from said(seen, self.script.pop(0)) if is_scripted else self._answers(seen, context)
+
+    def _metrics(self, seen: Seen) -> Any:
+        if self.vllm_page is None:
+            return error("[UNAVAILABLE] the engine is not ready yet")
+        seen.words[0] = 0
+        text = self.vllm_page.replace("NAME", seen.body["metrics"])
+        return response(seen, [{**told(seen, [], "stop"), "text": text}])
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):

@@ -166,3 +166,19 @@ def test_the_length_of_the_model_is_asked_for_once_and_again_only_while_it_is_no
         for _ in range(3):
             assert served.request("GET", "/v1/models/everbatch")[1]["max_model_len"] == 2048
     assert [seen.body.get("tokenize") for seen in triton.requests] == [True]
+
+
+def test_a_prompt_adapter_is_named_like_a_lora_adapter(shared_triton: FakeTriton) -> None:
+    with serving(shared_triton.url, adapters=("doll",), prompt_adapters=("soft",)) as served:
+        served.wait_healthy()
+        with served.client() as client:
+            client.chat.completions.create(model="soft", messages=HELLO)
+            body = shared_triton.last().body
+            assert body["prompt_adapter_name"] == "soft" and "lora_name" not in body
+            client.chat.completions.create(model="doll", messages=HELLO)
+            assert "prompt_adapter_name" not in shared_triton.last().body
+            cards = {card.id: card for card in client.models.list()}
+    assert list(cards) == ["everbatch", "doll", "soft"] and cards["soft"].model_dump()["parent"] == "everbatch"
+    assert settings_of(["--prompt-adapter", "soft"]).prompt_adapters == ("soft",)
+    with pytest.raises(SystemExit):
+        settings_of(["--model-name", "soft", "--prompt-adapter", "soft"])

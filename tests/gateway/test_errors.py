@@ -269,7 +269,7 @@ def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
         **{"prompt_token_ids": "prompt", "lora_name": "model", "LoRA": "model", "num_return_sequences": "n"},
         **{"prompt_logprobs": "logprobs", "prompt_log_probs": "logprobs", "tokenize": None, "tell_prompt": None},
         **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
-        **{"visible_tokens": None, "reasoning": None},
+        **{"visible_tokens": None, "reasoning": None, "prompt_adapter_name": "model"},
     }
     # Of gateway/adapters.py and gateway/vectors.py, which calls texts as its clients do: no client sends them.
     # Nor is `resume` theirs: gateway/resuming.py sends it.

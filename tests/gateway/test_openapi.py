@@ -46,6 +46,8 @@ OPERATIONS = [
     ("POST", "/rerank"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("POST", "/v1/chat/interactive"),
+    ("POST", "/v1/encode"),
     ("GET", "/version"),
     ("GET", "/server_info"),
     ("GET", "/load"),

@@ -20,7 +20,6 @@ from compat.llm import (
     GuidedDecodingParams,
     LoRARequest,
     NotHere,
-    PromptAdapterRequest,
     SamplingParams,
 )
 from compat.llm.mapping import core_request, text_params
@@ -189,7 +188,6 @@ def test_a_field_reaches_an_engine_that_has_it_and_is_refused_by_one_that_has_no
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt_adapter_request": PromptAdapterRequest("soft", 1)},
         {"postproc_params": object()},
         {"scheduling_params": object()},
     ],

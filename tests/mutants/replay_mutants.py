@@ -20,6 +20,7 @@ from backend.serving.metrics import MetricsPublisher
 from tests.mutants.changes import change, change_everywhere
 
 RULES = ["tests/crashes/test_rules.py"]
+FORMER = ["tests/crashes/test_former.py"]
 CONTRACT = ["tests/crashes/test_contract.py"]
 LOG = ["tests/engine/test_session_log.py"]
 
@@ -128,15 +129,15 @@ MUTANTS = {
     ),
     "the_former_engine_s_trial_is_not_noticed": (
         change(Replay, "greet", ("if former.engine:", "if False:")),
-        RULES,
+        FORMER,
     ),
     "the_trial_of_any_former_engine_counts": (
         change(Replay, "greet", (" if former.engine == self._engine else None", "")),
-        RULES,
+        FORMER,
     ),
     "a_torn_record_of_a_trial_counts": (
         change(KeptFiles, "former", ("or crc != _CRC.pack(zlib.crc32(body))", "")),
-        RULES,
+        FORMER,
     ),
     "others_run_beside_a_trial": (
         change(Scheduler, "_sets_others_aside", ("if self.only is None:", "if True:")),

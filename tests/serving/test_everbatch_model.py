@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, PerfMetrics, Request, Result, Unsupported
-from backend.api.config import LoraSection, TritonConfig
+from backend.api.config import LoraSection, PromptAdaptersSection, TritonConfig
 from backend.api.response import PromptLogProb, TopLogProb
+from backend.api.tensor import TensorData
 from backend.core.step import ModelInfo
 from backend.serving.fronts.everbatch import EVERBATCH
 from backend.serving.fronts.front import TextTools
@@ -316,6 +319,24 @@ def test_a_prompt_may_only_be_tokenised(tools: TextTools) -> None:
     expected = {"text": "", "token_ids": ids, "finish_reason": "length", "stop_reason": None, "usage": usage}
     expected["max_model_len"] = 48
     assert told(only.output) == expected
+
+
+def test_a_prompt_adapter_is_named_and_goes_in_front_of_the_prompt(tools: TextTools, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
+    save_file({"prompt_embeddings": np.ones((3, 4), np.float32)}, tmp_path / "adapter_model.safetensors")
+    config = EngineConfig(prompt_adapters=PromptAdaptersSection((f"soft={tmp_path}", f"gone={tmp_path / 'x'}")))
+    plain = work(tools, config=config, prompt="a").request
+    request = work(tools, config=config, prompt="a", prompt_adapter_name="soft").request
+    first = tools.tokenizer.vocab_size
+    assert request.input_token_ids == [first, first + 1, first + 2, *plain.input_token_ids]
+    assert request.prompt_embeddings == TensorData("float32", (3, 4), np.ones((3, 4), np.float32).tobytes())
+    assert request.max_tokens == plain.max_tokens - 3 and plain.prompt_embeddings is None
+    with pytest.raises(Unsupported, match="^prompt_adapter_name is 'other', there are soft, gone; name one of"):
+        work(tools, config=config, prompt="a", prompt_adapter_name="other")
+    with pytest.raises(Unsupported, match="^prompt adapter 'gone': .*File does not exist"):
+        work(tools, config=config, prompt="a", prompt_adapter_name="gone")
+    with pytest.raises(Unsupported, match="there are none"):
+        work(tools, prompt="a", prompt_adapter_name="soft")
 
 
 def test_special_tokens_are_shown_where_they_are_named(tools: TextTools) -> None:

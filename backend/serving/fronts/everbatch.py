@@ -14,7 +14,7 @@ With `n` above 1 each object has the `index` of its sequence: a response of a st
 a request that does not stream holds all.
 
 One tensor each way is also the cheapest way through Triton. Some objects are commands (adapter_commands.py,
-vector_commands.py, look_command.py). A stop request (`stop`: true) ends the request of its id.
+vector_commands.py, look_command.py, metrics_command.py). A stop request (`stop`: true) ends the request of its id.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from backend.api.limits import check_ids
 from backend.api.response import PromptLogProb
 from backend.core.messages import Delivered
 from backend.core.thinking import ReasoningCounter
+from backend.executor.prompt_adapters import PromptAdapters, named_table, with_table
 from backend.serving.fronts.adapter_commands import is_command, read_command
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
@@ -42,6 +43,7 @@ from backend.serving.fronts.limits import (
     prompt_too_long,
 )
 from backend.serving.fronts.look_command import is_look, read_look
+from backend.serving.fronts.metrics_command import read_metrics
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.fronts.vector_commands import is_vector_command, read_vector_command
 from backend.serving.fronts.visible import ReasoningMarks, check_visible, visible_ids
@@ -68,6 +70,7 @@ TENSORS = ModelTensors(
     max_batch_size=0,
     always="decoupled",
 )
+PROMPT_ADAPTERS = PromptAdapters()  # each stub reads its own
 MAX_ESCAPED = 6  # bytes of JSON for one character of text, at the most: \u0000
 
 
@@ -91,6 +94,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     chat_template_kwargs: dict[str, Any] | None = None  # more variables for the chat template
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
     lora_name: str | None = None  # one of lora.adapters
+    prompt_adapter_name: str | None = None  # one of prompt_adapters.adapters
     tell_prompt: Literal["counts", "token_ids"] | None = None  # facts in the first object of each sequence
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
     resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
@@ -177,11 +181,14 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     reasoning = None if asked.reasoning is None else asked.reasoning.found(prompt.text, tools.tokenizer)
     if asked.tokenize:
         return [Work(None, Answer(_tokenized(asked, prompt, context)))]
+    table = None
+    if asked.prompt_adapter_name is not None:
+        named = context.config.prompt_adapters.directories
+        table = named_table(asked.prompt_adapter_name, named, PROMPT_ADAPTERS)
+    num_prompt = len(prompt.ids) + (0 if table is None else table.shape[0])
     request = Request(
         input_token_ids=prompt.ids,
-        max_tokens=fitting_tokens(context, len(prompt.ids))
-        if asked.max_tokens is None
-        else _not_negative(asked.max_tokens),
+        max_tokens=fitting_tokens(context, num_prompt) if asked.max_tokens is None else _not_negative(asked.max_tokens),
         streaming=asked.stream or bool(asked.stops),
         sampling_config=asked.sampling_config(),
         output_config=OutputConfig(
@@ -199,7 +206,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         thinking=None if reasoning is None else reasoning.for_engine(asked.guide is not None),
         lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
     )
-
+    if table is not None:
+        request = with_table(request, table, context.model.vocab_size)
     delivered = [Delivered(one.token_ids, has_ended=one.ended) for one in asked.resume or ()]
     check_resumed(request, delivered, context.model, has_seed=asked.seed is not None, streaming=asked.stream)
     left = iter(delivered)
@@ -376,4 +384,4 @@ def _choice(token_id: int, token: TokenText, log_prob: float | None, top: list[C
     return Choice(token_id, token.text, list(token.raw), log_prob, top)
 
 
-EVERBATCH = TextFront(TENSORS, check, parse)
+EVERBATCH = TextFront(TENSORS, check, parse, at_once=read_metrics)

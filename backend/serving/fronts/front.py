@@ -17,6 +17,7 @@ from backend.core.step import ModelInfo
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.served_model import AtOnce, not_at_once
 from backend.serving.tensors import ModelTensors
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer
@@ -55,10 +56,12 @@ class Front(NamedTuple):
 
 class TextFront(NamedTuple):
     """A model of text. `check` runs on the main thread and raises for errors that are quickly found; `parse` tokenises and
-    renders, on a text thread, for up to triton.text_timeout_s.
+    renders, on a text thread, for up to triton.text_timeout_s. `at_once` answers what needs neither text nor engine, also while
+    the server is full.
     """
 
     tensors: ModelTensors
     check: Callable[[Batch, ServingContext], None]
     parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
     dialect: Dialect = PLAIN
+    at_once: AtOnce = not_at_once

@@ -1,0 +1,154 @@
+"""Converts a checkpoint folder: Meta's files or pickled ones to Hugging Face's form, or a Llama to Meta's files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backend.api.errors import ConfigError
+from backend.api.gguf import gguf_file, read_header
+from backend.api.model_files import read_object, shown
+from backend.convert.meta import MetaCheckpoint, is_meta, meta_params, meta_tensor
+from backend.convert.meta_tokenizer import read_tokenizer
+from backend.convert.pickled import PickledTensors
+from backend.models.gguf import raw_config
+from backend.models.loader import DTYPES, open_directory
+from backend.quant.checkpoint import Writer, new_folder
+
+PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_SHARD = re.compile(r"pytorch_model-\d{5}-of-\d{5}\.bin")
+Progress = Callable[[Sequence[str]], Iterable[str]]
+
+
+class Wanted(NamedTuple):
+    to: str = "huggingface"  # or "meta"
+    dtype: str | None = None  # float32, bfloat16 or float16; None: as stored
+    max_positions: int | None = None  # max_position_embeddings, which Meta's files do not say
+    rope_factor: float | None = None  # factor of the scaled rope that came with Llama 3.1
+
+
+class Made(NamedTuple):
+    num_tensors: int
+    num_bytes: int
+    remarks: list[str]  # sentences about what the files did not say
+
+
+class Source(NamedTuple):
+    """Tensors by their Hugging Face names, and the content of config.json."""
+
+    tensors: Mapping[str, Tensor]
+    config: dict[str, Any]
+    remarks: list[str]
+
+
+def open_source(directory: Path, wanted: Wanted) -> Source:
+    """Raises ConfigError."""
+    if is_meta(directory):
+        meta = MetaCheckpoint(directory)
+        return Source(meta, meta.config(wanted.max_positions, wanted.rope_factor), _remarks(meta, wanted))
+    if (file := gguf_file(directory)) is not None:
+        checkpoint = open_directory(directory)
+        if checkpoint.config.quantization is not None:
+            raise ConfigError(
+                f"{shown(file.name)} is quantised; it is served as it is, and only float files are converted"
+            )
+        content = raw_config(read_header(file))
+        return Source(checkpoint.tensors, {key: value for key, value in content.items() if value is not None}, [])
+    config = read_object(directory, "config.json")
+    if config is None:
+        raise ConfigError(
+            f"model {directory.name} has neither params.json with consolidated files nor config.json; give the folder of a "
+            f"checkpoint"
+        )
+    if names := _pickles(directory):
+        return Source(PickledTensors(directory, names), config, [])
+    return Source(open_directory(directory).tensors, config, [])
+
+
+def convert_checkpoint(directory: Path, output: Path, wanted: Wanted, progress: Progress = lambda names: names) -> Made:
+    """Write the folder `output`, which appears when it is whole. Raises ConfigError."""
+    source = open_source(directory, wanted)
+    with torch.inference_mode(), new_folder(output, directory) as folder:
+        if wanted.to == "meta":
+            num_bytes = _write_meta(source, folder, wanted, progress)
+        else:
+            num_bytes = _write(source, folder, wanted, progress)
+            if is_meta(directory):
+                source.remarks.extend(_write_tokenizer(directory, folder))
+            open_directory(folder)  # raises for what `serve` would refuse
+    return Made(len(source.tensors), num_bytes, source.remarks)
+
+
+def _write(source: Source, folder: Path, wanted: Wanted, progress: Progress) -> int:
+    writer, config = Writer(folder), dict(source.config)
+    for name in progress(list(source.tensors)):
+        writer.add({name: _as(source.tensors[name], wanted.dtype)})
+    if wanted.dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = wanted.dtype
+    writer.finish(config)
+    return writer.num_bytes
+
+
+def _write_meta(source: Source, folder: Path, wanted: Wanted, progress: Progress) -> int:
+    """consolidated.00.pth and params.json, the form of one rank. All of it is in memory before it is written."""
+    params = meta_params(source.config)
+    tensors = {}
+    for name in progress(list(source.tensors)):
+        stored, tensor = meta_tensor(name, source.tensors[name], params)
+        tensors[stored] = _as(tensor, wanted.dtype).contiguous().clone()
+    if "output.weight" not in tensors and not source.config.get("tie_word_embeddings"):
+        raise ConfigError("the checkpoint has no lm_head; fetch it again")
+    torch.save(tensors, folder / "consolidated.00.pth")
+    (folder / "params.json").write_text(json.dumps(params, indent=2) + "\n")
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _write_tokenizer(directory: Path, folder: Path) -> list[str]:
+    """The tokenizer's files, unless the source had them. Returns remarks. Raises ConfigError."""
+    if (folder / "tokenizer.json").exists():
+        return []
+    found = read_tokenizer(directory)
+    if found is None:
+        return ["there is no tokenizer.model, so the checkpoint has no tokenizer: add a tokenizer.json"]
+    tokenizer, named, ends = found
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}) + "\n")
+    return ["Meta's files hold no chat template: set model.chat_template where clients send messages"]
+
+
+def _remarks(meta: MetaCheckpoint, wanted: Wanted) -> list[str]:
+    config, found = meta.config(wanted.max_positions, wanted.rope_factor), []
+    if wanted.max_positions is None and not meta.params.max_seq_len:
+        limit = config["max_position_embeddings"]
+        found.append(f"params.json says no longest sequence: {limit} tokens are assumed (--max-positions)")
+    if meta.params.use_scaled_rope and not (wanted.rope_factor or meta.params.rope_scaling_factor):
+        found.append(
+            "params.json says no rope factor: 8 is assumed, as of Llama 3.1; of Llama 3.2 it is 32 (--rope-factor)"
+        )
+    return found
+
+
+def _pickles(directory: Path) -> list[str]:
+    """The pickle files of a checkpoint without safetensors. Raises ConfigError for an index that names other files."""
+    if any(directory.glob("*.safetensors")):
+        return []
+    index = read_object(directory, PICKLE_INDEX)
+    if index is None:
+        return [PICKLE] if (directory / PICKLE).exists() else []
+    files = index.get("weight_map")
+    names = sorted(set(map(str, files.values()))) if isinstance(files, dict) else []
+    if not names or any(not _SHARD.fullmatch(name) for name in names):
+        raise ConfigError(f"{PICKLE_INDEX} names other files than pytorch_model-...-of-....bin; fetch it again")
+    return names
+
+
+def _as(tensor: Tensor, dtype: str | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(DTYPES[dtype])

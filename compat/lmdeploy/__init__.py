@@ -1,0 +1,20 @@
+"""LMDeploy's Python interface: `from backend.lmdeploy import pipeline, GenerationConfig, TurbomindEngineConfig`."""
+
+from compat.lmdeploy.api_client import APIClient, get_model_list
+from compat.lmdeploy.configs import ChatTemplateConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
+from compat.lmdeploy.pipeline import Pipeline, pipeline
+from compat.lmdeploy.response import Response
+from compat.lmdeploy.session import Session
+
+__all__ = [
+    "APIClient",
+    "ChatTemplateConfig",
+    "GenerationConfig",
+    "Pipeline",
+    "PytorchEngineConfig",
+    "Response",
+    "Session",
+    "TurbomindEngineConfig",
+    "get_model_list",
+    "pipeline",
+]
