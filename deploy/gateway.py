@@ -48,6 +48,7 @@ class Served(Struct, frozen=True):
     label: str = ""
     tool_format: str = AUTO
     reasoning_format: str = AUTO
+    prompt_adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class GatewayOptions:
     """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters` (LoRA) and
     `prompt_adapters`: names of such that clients may send there, too. `others`: further models of the server. `metrics_label`:
     what the metrics of the first one's engine call it, where there are several. `api_keys`: the file of keys; None: no key is
-    needed. `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its chat
-    template shows.
+    needed. `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its
+    chat template shows.
     """
 
     port: int
@@ -64,9 +65,9 @@ class GatewayOptions:
     api_keys: Path | None = None
     names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
-    prompt_adapters: tuple[str, ...] = ()
     metrics_label: str = ""
     others: tuple[Served, ...] = ()
+    prompt_adapters: tuple[str, ...] = ()
     tool_format: str = AUTO
     reasoning_format: str = AUTO
 
@@ -122,7 +123,7 @@ class GatewayOptions:
             return
         from gateway.keys import KeysError, read_keys  # here, because the server can do without the package
 
-        others = [name for each in self.others for name in (*each.names, *each.adapters)]
+        others = [name for each in self.others for name in (*each.names, *each.adapters, *each.prompt_adapters)]
         try:
             read_keys(self.api_keys, (*self.names, *self.adapters, *self.prompt_adapters, *others))
         except KeysError as error:
@@ -218,7 +219,6 @@ class ServerWithGateway:
             options["--api-keys"] = str(self.options.api_keys.resolve())
         named = [word for name in self.options.names for word in ("--model-name", name)]
         named += [word for name in self.options.adapters for word in ("--lora", name)]
-        named += [word for name in self.options.prompt_adapters for word in ("--prompt-adapter", name)]
         named += [
             word for each in self.options.others for word in ("--other-model", msgspec_json.encode(each).decode())
         ]
@@ -226,6 +226,7 @@ class ServerWithGateway:
             options["--metrics-label"] = self.options.metrics_label
         if self.server.control_path is not None:
             options["--control"] = str(self.server.control_path)
+        named += [word for name in self.options.prompt_adapters for word in ("--prompt-adapter", name)]
         return [*spawn, *self._program, *(word for pair in options.items() for word in pair), *named]
 
     def _spawn(self) -> None:

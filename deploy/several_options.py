@@ -78,7 +78,15 @@ def _served(each: EngineSet, gateway: GatewayOptions) -> Served:
     config = each.engine.share.config
     shown = gateway.with_formats_of(chat_template.source(config))
     adapters = tuple(config.lora.directories)
-    return Served(each.own_wire, each.served_names, adapters, each.name, shown.tool_format, shown.reasoning_format)
+    return Served(
+        each.own_wire,
+        each.served_names,
+        adapters,
+        each.name,
+        shown.tool_format,
+        shown.reasoning_format,
+        tuple(config.prompt_adapters.directories),
+    )
 
 
 def described(each: EngineSet) -> str:

@@ -41,13 +41,6 @@ def parser() -> argparse.ArgumentParser:
         help="a LoRA adapter of the server that clients may name as `model`; may be given several times",
     )
     add(
-        "--prompt-adapter",
-        dest="prompt_adapters",
-        action="append",
-        metavar="NAME",
-        help="a prompt adapter of the server, likewise",
-    )
-    add(
         "--other-model",
         dest="others",
         action="append",
@@ -57,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--metrics-label", default="", metavar="NAME", help="what the metrics of the first model's engine call it")
     add("--control", type=Path, metavar="SOCKET", help="the launcher's, for operations on models")
+    add(
+        "--prompt-adapter",
+        dest="prompt_adapters",
+        action="append",
+        metavar="NAME",
+        help="a prompt adapter of the server, likewise",
+    )
     add(
         "--tool-format",
         default=_DEFAULTS.tool_format,

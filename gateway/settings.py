@@ -29,10 +29,10 @@ class Settings:
     adapters: tuple[
         str, ...
     ] = ()  # names of LoRA adapters: clients may name one as `model`, to have it on the first model
-    prompt_adapters: tuple[str, ...] = ()  # names of prompt adapters, which clients may name as `model`
     others: tuple[Served, ...] = ()  # further models of the server, behind the one that `triton_model` is
     metrics_label: str = ""  # the label `model` of that one's engine in metrics; empty: there is one engine
     control: Path | None = None  # the launcher's socket for operations on models; None: the server has one model
+    prompt_adapters: tuple[str, ...] = ()  # names of prompt adapters, which clients may name as `model`
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
     tool_format: str = "hermes"  # how the model writes calls of tools: a name of tool_formats/table.py

@@ -49,8 +49,8 @@ class Job:
     namespace: str
     choices: int = 1
     origin: GuideOrigin | None = None
-    caller: Caller = ()  # parameters that say to which trace it belongs
     triton_model: str = ""  # empty: the first model of the server
+    caller: Caller = ()  # parameters that say to which trace it belongs
     resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 

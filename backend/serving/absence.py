@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -20,6 +20,14 @@ from backend.api import EngineUnavailable, ErrorCode, Overloaded
 from backend.api.several import Notice
 
 MAX_BYTES = 256 << 20  # the most bytes of inputs that are held, all requests together
+
+
+class Keepable(Protocol):
+    """Inputs of a request, and how to copy them."""
+
+    num_bytes: int
+
+    def keep(self) -> None: ...
 
 
 class _Held(NamedTuple):
@@ -64,6 +72,15 @@ class Absence:
         with self._lock:
             self._check_room(num_bytes)
         return lambda: self._hold(held)
+
+    def holds(self, batch: Keepable, go_on: Callable[[], None], refuse: Callable[[ErrorCode, str], None]) -> bool:
+        """True if the engine is away, and the request with these inputs waits for it. Raises what `take` raises."""
+        hold = self.take(batch.num_bytes, go_on, refuse)
+        if hold is None:
+            return False
+        batch.keep()
+        hold()
+        return True
 
     def look(self, is_ready: bool) -> str:
         """Let the held requests go on where the engine is back; refuse those that have waited for too long, or whose engine does

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from backend.api import (
@@ -178,29 +179,16 @@ class ModelServer:
             self._answer_stop(stream)
         elif (works := self._model.at_once(batch, self._executor)) is not None:
             self._hand_over(stream, works)
-        elif not self._is_held(stream, batch, parameters):
+        elif self._draining or not self._absence.holds(
+            batch, lambda: self._go_on(stream, batch, parameters), partial(self._pump.fail, stream)
+        ):
             self._read(stream, batch, parameters)
 
-    def _is_held(self, stream: Stream, batch: Batch, parameters: Parameters) -> bool:
-        """True if the engine is away on purpose, and the request waits for it. Raises EngineUnavailable, Overloaded."""
-        if self._draining:
-            return False
-
-        def go_on() -> None:
-            if not stream.is_over:
-                self._guarded(stream, lambda stream, batch: self._read(stream, batch, parameters), batch)
-
-        def refuse(code: ErrorCode, message: str) -> None:
-            self._pump.fail(stream, code, message)
-
-        hold = self._absence.take(batch.num_bytes, go_on, refuse)
-        if hold is None:
-            return False
-        batch.keep()
-        hold()
-        return True
-
     # ---- main thread, or the housekeeper -----------------------------------------------------------------------------
+
+    def _go_on(self, stream: Stream, batch: Batch, parameters: Parameters) -> None:
+        if not stream.is_over:
+            self._guarded(stream, lambda stream, batch: self._read(stream, batch, parameters), batch)
 
     def _read(self, stream: Stream, batch: Batch, parameters: Parameters) -> None:
         """Check a request, and hand it over. Raises EverbatchError."""

@@ -62,8 +62,8 @@ class Seen:
     body: dict[str, Any]
     id: str
     namespace: str
-    parameters: dict[str, str] = field(default_factory=dict)  # those of text
     model: str = ""
+    parameters: dict[str, str] = field(default_factory=dict)  # those of text
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
     was_cancelled: bool | None = None  # of "linger": while the server had not ended the stream
@@ -147,9 +147,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
         given = {name: value.string_param for name, value in message.parameters.items()}
-        seen = Seen(
-            json.loads(raw[4:]), message.id, given.get("cache_salt", ""), parameters=given, model=message.model_name
-        )
+        seen = Seen(json.loads(raw[4:]), message.id, given.get("cache_salt", ""), message.model_name, given)
         if "metrics" in seen.body:
             yield self._metrics(seen)
             return
