@@ -132,7 +132,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/gateway/test_adapters.py"],
     ),
     "loaded_adapters_cannot_be_named": (
-        change(adapters, "_change", ("gateway.adapters = tuple", "tuple")),
+        change(adapters, "_change", ("served.adapters = tuple", "tuple")),
         ["tests/gateway/test_adapters.py"],
     ),
     "one_namespace_has_the_responses_of_all": (
