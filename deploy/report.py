@@ -151,6 +151,7 @@ class ConsoleReporter:
             self._print(f"  {name:<8} {value}")
         if self._openai_url is not None:
             self._print(f"  {'OpenAI':<8} {self._openai_url}/v1")
+            self._print(f"  {'page':<8} {self._openai_url}")
         self._print(f"  {'log':<8} {escape(str(server.log_path))}\n")
         for remark in server_log.remarks(server_log.tail(server.log_path)):
             self._print(f"  [yellow]{escape(remark)}[/yellow]\n")

@@ -21,10 +21,11 @@ _JSON_HEADER = (b"content-type", b"application/json")
 
 
 class Running:
-    """The replies that are being generated: how many at most, and how they are ended at a shutdown."""
+    """The replies of one kind that are under way: how many at most, and how they are ended at a shutdown."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, places: Places, kind: str = "replies", state: str = "are being generated") -> None:
+        """`kind` and `state`: the words for a client that is refused."""
+        self._places, self._kind, self._state = places, kind, state
         self._workers: set[asyncio.Task[None]] = set()
         self.stopping = False
 
@@ -39,8 +40,9 @@ class Running:
         if not self._places.take(namespace, choices):
             held, taken, total = self._places.held(namespace), self.choices, self._places.total
             if taken + choices > total:
-                raise overloaded(f"{taken} replies are being generated, the limit is {total}; try later")
-            raise too_many_of_one(f"{held} replies with this key are being generated, its share of {total}; try later")
+                raise overloaded(f"{taken} {self._kind} {self._state}, the limit is {total}; try later")
+            text = f"{held} {self._kind} with this key {self._state}, its share of {total}; try later"
+            raise too_many_of_one(text)
 
     def leave(self, namespace: str, choices: int) -> None:
         self._places.give_back(namespace, choices)

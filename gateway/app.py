@@ -40,6 +40,7 @@ from gateway.outputs import (
     ModelList,
     ResponseBody,
 )
+from gateway.page_routes import add_page_routes
 from gateway.parts import PlainReader
 from gateway.request_context import visit_of
 from gateway.request_log import RouteNames
@@ -74,6 +75,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_administration_routes(api, gateway)
     add_metrics_route(api, gateway)
     add_other_routes(api, gateway)
+    add_page_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
     return Middleware(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters, gateway.requests)

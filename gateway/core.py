@@ -26,6 +26,7 @@ from gateway.errors import GatewayError
 from gateway.invalid import parse
 from gateway.items import Item
 from gateway.keys import THIS_MACHINE, Client, Keys
+from gateway.live import LiveFeed
 from gateway.messages import Completing, ModelRequest, Wire
 from gateway.places import Places
 from gateway.request_context import RequestContext, visit_of
@@ -39,6 +40,7 @@ from gateway.turns import Turns
 
 MODEL_LEN_TIMEOUT_S = 2.0
 MOST_NAMED = 20  # models that an error lists
+MOST_VIEWERS = 32  # streams of /everbatch/live at once
 MARGIN_S = 10.0  # the link and the model give up first: they know the reason
 _Body = TypeVar("_Body", bound=Wire)
 _Message = TypeVar("_Message", bound=ModelRequest)
@@ -78,6 +80,8 @@ class Gateway:
         self.counters = Counters()
         self.requests = Places(settings.max_requests, with_shares=self.keys is not None)
         self.running = Running(Places(settings.max_choices, with_shares=self.keys is not None))
+        self.live = LiveFeed()
+        self.viewers = Running(Places(MOST_VIEWERS, with_shares=self.keys is not None), "viewers", "watch")
         self.store = ResponseStore(settings.store_count, settings.store_bytes, settings.store_ttl_s)
         self.created = int(time.time())
         self._is_private = is_loopback(settings.host)

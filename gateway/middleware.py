@@ -23,9 +23,10 @@ from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
 from gateway.tracing import caller_of
 
-OPEN_TO_ALL = ("/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
+OPEN_TO_ALL = ("/", "/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
 MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
 ANTHROPIC_VERSION = "anthropic-version"
+PAGE = "/page/"  # the files of the page at /, open as well (gateway/page_routes.py)
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
 _log = logging.getLogger("everbatch.gateway")
 
@@ -62,7 +63,7 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         try:
             headers = Headers(scope=scope)
-            is_open = scope["path"] in OPEN_TO_ALL
+            is_open = scope["path"] in OPEN_TO_ALL or scope["path"].startswith(PAGE)
             context.caller = caller_of(headers)
             context.is_anthropic = scope["path"].startswith(MESSAGES) or ANTHROPIC_VERSION in headers
             context.is_forwarded = any(name in headers for name in OF_PROXIES)

@@ -44,10 +44,13 @@ class GatewayServer(uvicorn.Server):
         await super().startup(sockets)
         gc.freeze()  # modules live as long as the process does: to look through them again and again takes 50 ms each time
         if self.started:
-            _log.info("OpenAI-compatible endpoint at http://%s/v1", self.address())
+            _log.info(
+                "OpenAI-compatible endpoint at http://%s/v1, its page at http://%s", self.address(), self.address()
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         running = self.gateway.running
+        self.gateway.viewers.stop()  # they watch for hours; nothing of theirs is worth waiting for
         asyncio.get_running_loop().call_later(self.gateway.settings.shutdown_grace_s, running.stop)
         await super().shutdown(sockets)
 

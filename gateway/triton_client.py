@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ _OPTIONS = [
 MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
 LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in a turn
 ENDED_EARLY = "the server ended this reply early; try again"
+NOT_REACHED = "the inference server cannot be reached; try again when /health answers 200"
 _READY_TIMEOUT_S = 2.0
 END_S = 5.0  # for the end of a stream whose replies are complete
 
@@ -84,6 +86,9 @@ class Piece(msgspec.Struct):
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
     seed: int | None = None  # in the first piece of a stream that samples, where the request names none
     score: float = 0.0  # how relevant a document is to a query, 0 to 1
+    live: msgspec.Raw = msgspec.Raw(
+        b"null"
+    )  # in the answer to a look: a LiveView (backend/api/live_view.py), not decoded
 
     @property
     def shown_logprobs(self) -> list[msgspec.Raw] | None:
@@ -132,6 +137,32 @@ class TritonLink:
         finally:
             if call is not None:
                 call.cancel()  # nothing happens when it is over
+
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[Callable[[Job], Awaitable[Piece]]]:
+        """Yield a function that returns the one response to a request, for requests that follow each other: they share a stream,
+        which costs half of what a stream for each does. After an error another stream is needed. Raises GatewayError.
+        """
+        call = self._stub.ModelStreamInfer()
+
+        async def ask(job: Job) -> Piece:
+            try:
+                await call.write(self._message(job))
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    if (
+                        answer.error_message or answer.infer_response.raw_output_contents
+                    ):  # else the end of the one before
+                        return next(_pieces(_contents(answer, None)))
+            except asyncio.InvalidStateError:  # The stream had ended before the request was written.
+                raise ConnectionLost(NOT_REACHED) from None
+            except grpc.RpcError as error:
+                raise _from_rpc(error) from None
+            raise ConnectionLost(NOT_REACHED)
+
+        try:
+            yield ask
+        finally:
+            call.cancel()
 
     def _message(self, job: Job) -> Any:
         message = service_pb2.ModelInferRequest(model_name=job.triton_model or self._model, id=job.request_id)
@@ -220,6 +251,5 @@ def _from_rpc(error: grpc.RpcError) -> GatewayError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return GatewayError(408, "no answer in time; ask for fewer tokens", code="timeout")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        text = "the inference server cannot be reached; try again when /health answers 200"
-        return ConnectionLost(text, was_taken="connect to" not in details)
+        return ConnectionLost(NOT_REACHED, was_taken="connect to" not in details)
     return from_triton(details)

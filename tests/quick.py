@@ -24,6 +24,8 @@ SLOW = {
     "tests/executor/test_watchdog.py": "waits for limits of silence",
     "tests/gateway/test_leaving.py": "a gateway process, and clients that leave it",
     "tests/gateway/test_limits.py": "waits for time limits",
+    "tests/gateway/test_page_batch.py": "a browser",
+    "tests/gateway/test_page_browser.py": "a browser",
     "tests/gateway/test_openapi.py": "requests made from the gateway's own page",
     "tests/gpu/": "whole models on a GPU",
     "tests/kernels/interpreted/": "GPU kernels in Triton's interpreter",

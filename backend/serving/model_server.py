@@ -43,18 +43,15 @@ from backend.serving.protocols import EngineClient, TritonRequest
 from backend.serving.pump import ResponsePump
 from backend.serving.reading import Batch
 from backend.serving.requests import (
-    Look,
-    NameAdapter,
     Parameters,
     ServingContext,
-    StopSession,
     Work,
     read_parameters,
     read_request_id,
 )
-from backend.serving.resuming import resume_of
 from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
+from backend.serving.submitting import submit
 from backend.serving.text_pool import Job, TextPool
 from backend.serving.trace_context import begin_trace
 from backend.serving.traces import start_exporter
@@ -269,19 +266,9 @@ class ModelServer:
             self._pump.deliver(stream, row, ANSWERED)
             return
         try:
-            if isinstance(work.request, StopSession):
-                stop = work.request
-                row.request_id = self._executor.stop_session(
-                    stop.session_id, stop.end, on_response, namespace=stop.namespace
-                )
-            elif isinstance(work.request, NameAdapter):
-                row.request_id = self._executor.name_adapter(*work.request, on_response)
-            elif isinstance(work.request, Look):
-                row.request_id = self._executor.look(on_response)
-            else:
+            if isinstance(work.request, Request):
                 self._load.enter()
-                resume = resume_of(work.request, work.delivered, stream.client_request_id)
-                row.request_id = self._executor.submit(work.request, on_response, resume)
+            row.request_id = submit(self._executor, work, stream.client_request_id, on_response)
         except EverbatchError as error:
             on_response(Response(RequestId(0), error_or_none=error.message, error_code=error.code))
 

@@ -90,6 +90,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
 
 def test_the_endpoint_is_on_the_banner_and_answers_those_with_a_key(launched: Launched) -> None:
     assert f"OpenAI   {launched.url}" in launched.said
+    assert f"page     {launched.url.removesuffix('/v1')}\n" in launched.said
     assert launched.ask()
     with pytest.raises(openai.AuthenticationError):
         launched.ask("a-key-of-nobody-0123")

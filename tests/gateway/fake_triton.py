@@ -25,6 +25,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.gateway.views import view
+
 WORDS = ["Hello", " wörld", " 🌍", "!"]
 ENDS = {
     "timeout": "timeout",
@@ -49,7 +51,7 @@ KEYS = {
     ),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "tell_prompt"),
+    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt"),
 }
 
 
@@ -91,6 +93,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.vllm_page: str | None = None  # what the engine's metrics are; None: they cannot be had
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
         self.losses = 0  # connections that break under "lose"
+        self.live: dict[str, Any] | None = view()  # the answer to a look
         self.ready = True  # the server
         self.model_ready = True
         self.readiness_asked = 0
@@ -137,7 +140,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=self.model_ready and request.name == "everbatch")
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        message = next(requests)
+        for message in requests:
+            yield from self._serve(message, context)
+
+    def _serve(self, message: Any, context: Any) -> Iterator[Any]:
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
         given = {name: value.string_param for name, value in message.parameters.items()}
@@ -168,8 +174,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             text = "its text" if seen.body.get("echo") else ""
             yield response(seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, "max_model_len": 2048}])
             return
-        if {"load_adapter", "unload_adapter", "list_adapters"} & seen.body.keys():
-            yield self._change_adapters(seen)
+        if {"load_adapter", "unload_adapter", "list_adapters", "look"} & seen.body.keys():
+            yield self._obey(seen)
             return
         command, _, rest = seen.text().partition(" ")
         if command == "error":
@@ -225,7 +231,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             value = told(seen, [WORDS[place]], reason, index)
             yield response(seen, [value if sent or "seed" in seen.body else {**value, "seed": 7}])
 
-    def _change_adapters(self, seen: Seen) -> Any:
+    def _obey(self, seen: Seen) -> Any:
+        """The answer to a command."""
+        if seen.body.get("look"):
+            return response(seen, [{**told(seen, [], "stop"), "live": self.live}])
         loaded, unloaded = seen.body.get("load_adapter"), seen.body.get("unload_adapter")
         if loaded is not None:
             if loaded["directory"] == "missing":

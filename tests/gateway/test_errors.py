@@ -272,8 +272,8 @@ def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
         **{"visible_tokens": None, "reasoning": None, "prompt_adapter_name": "model"},
     }
     # Of gateway/adapters.py and gateway/vectors.py, which calls texts as its clients do: no client sends them.
-    # Nor is `resume` theirs: gateway/resuming.py sends it.
-    commands = {"load_adapter", "unload_adapter", "list_adapters", "embed", "rank", "resume"}
+    # Nor are `resume` and `look` theirs: gateway/resuming.py and gateway/live.py send them.
+    commands = {"load_adapter", "unload_adapter", "list_adapters", "embed", "rank", "resume", "look"}
     same = {name: name for name in KEYS - set(others) - {"guide"} - commands}
     expected = {**same, **others}
     assert {name: from_triton(f"[INVALID_ARGUMENT] {name} is odd").param for name in expected} == expected

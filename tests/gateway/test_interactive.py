@@ -54,6 +54,7 @@ def test_an_interactive_session_has_its_history_until_a_turn_ends_it(client: API
     second = ask("two", interactive_mode=True)
     assert turns(triton) == [("user", "one"), ("assistant", TEXT), ("user", "two")]
     assert second["history_tokens"] == first["input_tokens"] + first["tokens"] > 0
+    assert second["input_tokens"] == 0 < first["input_tokens"]  # the fake's prompt does not grow: it is all history
     ask([{"role": "user", "content": "three"}])  # the last turn: interactive_mode is off
     assert len(turns(triton)) == 5
     ask("again", interactive_mode=True)
@@ -143,6 +144,8 @@ def test_sessions_belong_to_their_key(serve: Callable[..., Any], triton: FakeTri
             client = APIClient(served.url, key, timeout_s=60)
             list(client.chat_interactive_v1(key, session_id=1, interactive_mode=True))
         assert turns(triton) == [("user", "secret-of-number-2")]
+        list(client.chat_interactive_v1("more", session_id=1))
+        assert [text for _, text in turns(triton)] == ["secret-of-number-2", TEXT, "more"]
 
 
 def test_texts_are_encoded(client: APIClient, triton: FakeTriton, served: Served) -> None:

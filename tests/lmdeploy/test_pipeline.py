@@ -121,11 +121,13 @@ def test_a_turn_that_is_stopped_keeps_what_has_come(pipe: Pipeline) -> None:
     assert pipe("import os", SHORT).finish_reason == "length"
 
 
-def test_a_stream_that_is_left_ends_its_requests(pipe: Pipeline) -> None:
+def test_a_stream_that_is_left_ends_its_requests(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, begin = [], pipe.llm.generate_async
+    monkeypatch.setattr(pipe.llm, "generate_async", lambda *a, **k: started.append(begin(*a, **k)) or started[-1])
     source = pipe.stream_infer(["import os"] * 4, gen_config=LONG)
     next(source)
     source.close()
-    assert pipe(["import os"] * 4, SHORT)[3].finish_reason == "length"  # all four rows of the batch are free again
+    assert [each.result(60).outputs[0].finish_reason for each in started] == ["cancelled"] * 4
 
 
 def test_a_template_of_texts_takes_the_place_of_the_models(pipe: Pipeline) -> None:

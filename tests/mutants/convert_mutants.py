@@ -48,7 +48,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         HOSTILE,
     ),
     "compressed_archives_are_read": (
-        change_everywhere(pickled._check_archive, ("entry.compress_type != zipfile.ZIP_STORED", "False")),
+        change_everywhere(
+            pickled._check_archive,
+            ("entry.compress_type != zipfile.ZIP_STORED", "False"),
+            ("for e in entries) > size", "for e in entries) > 1 << 62"),
+        ),
         HOSTILE,
     ),
     "tensors_may_claim_more_than_is_stored": (
@@ -63,7 +67,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(meta.meta_params, ('if kind == "llama3" and any', 'if kind == "none" and any')),
         ["tests/convert/test_convert.py::test_a_model_without_a_form_in_metas_files_is_refused"],
     ),
-    "merges_stand_in_the_order_of_their_cuts": (
+    "the_end_of_a_turn_ends_no_text": (
         change_everywhere(meta_tokenizer._of_ranks, ('first + SPECIAL.index("<|eot_id|>")', "first + 2")),
         TOKENIZERS,
     ),

@@ -38,6 +38,7 @@ def test_the_wheel_holds_every_file_that_serving_reads(wheel: zipfile.ZipFile) -
     held = set(wheel.namelist())
     wanted = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".h", ".cpp")]
     wanted += [path for name in DATA for path in (ROOT / name).rglob("*")]
+    wanted += [*(ROOT / "gateway" / "page").iterdir()]
     wanted += [*(ROOT / "deploy" / "profiles").rglob("config.pbtxt"), ROOT / "deploy" / "nginx.conf"]
     wanted += [*(ROOT / name / "py.typed" for name in PACKAGES)]
     names = {str(path.relative_to(ROOT)) for path in wanted if path.is_file() and "__pycache__" not in path.parts}

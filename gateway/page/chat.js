@@ -1,0 +1,203 @@
+// The messages of one conversation, and the form below them.
+
+import { byId, count, duration, el } from "./dom.js";
+import { markdown } from "./markdown.js";
+
+const LARGEST_FILE = 1 << 20; // bytes; the server takes bodies of 4 MiB unless it is set otherwise
+const MOST_FILES = 8;
+const NEAR_END = 80; // pixels: so near to its end the list follows what is added
+
+export class Chat {
+  /** `actions`: send(text, files), stop() and again(). */
+  constructor(turns, actions) {
+    this.turns = turns;
+    this.actions = actions;
+    this.conversation = null;
+    this.files = [];
+    this.list = byId("messages");
+    this.question = byId("question");
+    this.isDrawing = false;
+    this.#connect();
+  }
+
+  /** Show a conversation from its beginning to its end. */
+  show(conversation) {
+    this.conversation = conversation;
+    this.list.replaceChildren(...conversation.messages.map((message, index) => this.#item(message, index)));
+    if (!conversation.messages.length) this.list.append(welcome());
+    this.list.scrollTop = this.list.scrollHeight;
+    this.#buttons();
+  }
+
+  /** Draw what has changed, once for each frame of the screen. */
+  renew() {
+    if (this.isDrawing) return;
+    this.isDrawing = true;
+    requestAnimationFrame(() => {
+      this.isDrawing = false;
+      const { list } = this;
+      const follows = list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
+      const { messages } = this.conversation;
+      const isShort = list.children.length !== messages.length || list.firstElementChild?.classList.contains("welcome");
+      if (isShort) this.show(this.conversation);
+      else if (messages.length) list.lastElementChild.replaceWith(this.#item(messages.at(-1), messages.length - 1));
+      if (follows) list.scrollTop = list.scrollHeight;
+      this.#buttons();
+    });
+  }
+
+  /** Tell a screen reader; what streams is not read aloud word by word. */
+  say(text) {
+    byId("said").textContent = text;
+  }
+
+  #item(message, index) {
+    const isUser = message.role === "user";
+    const isLast = index === this.conversation.messages.length - 1;
+    const item = el("li", { class: message.role }, el("h2", { class: "unseen" }, isUser ? "You" : "Model"));
+    if (isUser) {
+      item.append(el("p", { class: "text" }, message.content), ...fileChips(message.files ?? []));
+      return item;
+    }
+    const runs = isLast && this.turns.isRunning(this.conversation.id);
+    if (message.reasoning) item.append(reasoning(message, runs));
+    item.append(el("div", { class: "text" }, markdown(message.content)));
+    if (runs) item.append(el("p", { class: "busy" }, message.waiting ? "The server is started again; the answer goes on then." : ""));
+    if (message.error) item.append(el("p", { class: "error", role: "alert" }, message.error));
+    item.append(this.#foot(message, index, runs, isLast));
+    return item;
+  }
+
+  #foot(message, index, runs, isLast) {
+    const parts = runs ? [] : figures(message, this.conversation.messages[index - 2]);
+    const foot = el("p", { class: "foot" }, parts.join(" · "));
+    if (!runs && isLast) {
+      const name = message.error ? "Try again" : "Regenerate";
+      foot.append(el("button", { type: "button", class: "again", onclick: () => this.actions.again() }, name));
+    }
+    return foot;
+  }
+
+  #buttons() {
+    const runs = this.turns.isRunning(this.conversation.id);
+    byId("stop").hidden = !runs;
+    byId("send").disabled = runs;
+  }
+
+  #connect() {
+    const form = byId("composer");
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#send();
+    });
+    this.question.addEventListener("input", () => this.#fit());
+    this.question.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.#send();
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !document.querySelector("dialog[open]")) this.actions.stop();
+    });
+    byId("stop").addEventListener("click", () => {
+      this.actions.stop();
+      this.question.focus();
+    });
+    byId("attach").addEventListener("click", () => byId("file").click());
+    byId("file").addEventListener("change", (event) => this.#attach([...event.target.files]));
+    form.addEventListener("dragover", (event) => event.preventDefault());
+    form.addEventListener("drop", (event) => {
+      event.preventDefault();
+      this.#attach([...event.dataTransfer.files]);
+    });
+  }
+
+  #send() {
+    const text = this.question.value.trim();
+    if ((!text && !this.files.length) || this.turns.isRunning(this.conversation.id)) return;
+    if (byId("model").disabled) return; // The server has not said yet what it serves; the field says why.
+    const { files } = this;
+    this.files = [];
+    this.question.value = "";
+    this.#fit();
+    this.#showFiles();
+    this.actions.send(text, files);
+  }
+
+  async #attach(files) {
+    let refused = "";
+    for (const file of files) {
+      const text = file.size <= LARGEST_FILE ? await file.text() : "";
+      if (file.size > LARGEST_FILE) refused = `${file.name} has more than 1 MiB, the limit`;
+      else if (text.includes("\0") || text.includes("\ufffd")) refused = `${file.name} is not text in UTF-8`;
+      else if (this.files.length === MOST_FILES) refused = `${MOST_FILES} files are attached, the limit`;
+      else this.files.push({ name: file.name, text });
+    }
+    byId("file").value = ""; // so that the same file can be chosen again
+    this.#showFiles(refused);
+    this.question.focus();
+  }
+
+  #showFiles(refused = "") {
+    const chips = this.files.map((file, index) => {
+      const remove = () => {
+        this.files.splice(index, 1);
+        this.#showFiles();
+      };
+      const button = el("button", { type: "button", "aria-label": `Remove ${file.name}`, onclick: remove }, "×");
+      return el("li", { class: "chip" }, file.name, button);
+    });
+    if (refused) chips.push(el("li", { class: "error", role: "alert" }, refused));
+    byId("files").replaceChildren(...chips);
+  }
+
+  /** Let the field be as high as its text. */
+  #fit() {
+    this.question.style.height = "auto";
+    this.question.style.height = `${Math.min(this.question.scrollHeight + 2, innerHeight * 0.4)}px`;
+  }
+}
+
+function welcome() {
+  const lines = ["Ask something: the answer streams in here.", "Start a second conversation while the first one answers, and watch both in the batch."];
+  return el("li", { class: "welcome" }, ...lines.map((line) => el("p", {}, line)));
+}
+
+function fileChips(files) {
+  return files.map(({ name, text }) => {
+    const content = el("pre", { tabindex: 0 }, text);
+    return el("details", { class: "file" }, el("summary", {}, `${name} (${count(text.length)} characters)`), content);
+  });
+}
+
+function reasoning(message, runs) {
+  const isOver = Boolean(message.content) || !runs;
+  const text = el("div", { class: "text" }, message.reasoning);
+  // A fold that the reader has opened stays open while the answer grows.
+  const wasOpen = document.querySelector("#messages > li:last-child details.reasoning")?.open ?? false;
+  return el("details", { class: "reasoning", open: runs && wasOpen }, el("summary", {}, isOver ? "Reasoning" : "Reasoning…"), text);
+}
+
+/** The line under an answer. `before`: the answer before it. */
+function figures(message, before) {
+  const parts = [];
+  if (message.stopped) parts.push("stopped");
+  if (message.cut) parts.push("cut at the most tokens");
+  const { usage } = message;
+  if (!usage) return parts;
+  parts.push(`${count(usage.output)} tokens`);
+  if (message.rate) parts.push(`${message.rate.toFixed(1)} tokens/s`);
+  if (message.firstS) parts.push(`first after ${duration(message.firstS)}`);
+  if (usage.reused !== null) parts.push(`reused ${count(usage.reused)} of ${count(usage.prompt)} prompt tokens`);
+  const again = evicted(usage, before?.usage);
+  if (again) parts.push(`${count(again)} computed again after an eviction`);
+  return parts;
+}
+
+/** Tokens of the earlier turns whose KV was gone: what the turn before had left in the pool, less what this one has found. */
+export function evicted(usage, before) {
+  if (!before || usage.reused === null) return 0;
+  const known = Math.min(before.prompt + before.output - 1, usage.prompt - 1); // the last token has no KV yet
+  const gone = known - usage.reused;
+  return gone > known / 10 ? gone : 0; // a few differ because the template writes an answer otherwise than it was generated
+}
