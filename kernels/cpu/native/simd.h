@@ -246,22 +246,29 @@ ALWAYS_INLINE Bytes repeated(const int8_t* p) {
 #endif
 }
 
-// table[index[i] % 16] for each byte of index; every 16 bytes of `table` are the same, so that the first instruction, which takes 6 bits of
-// an index, needs no mask.
-ALWAYS_INLINE Bytes look_up(Bytes table, Bytes index) {
-#if defined(__AVX512VBMI__)
-    return (Bytes)_mm512_permutexvar_epi8((__m512i)index, (__m512i)table);
-#elif defined(__AVX512BW__)
+// The table of its own 16 bytes at index[i] % 16, for each byte of index: tables of different 16 bytes may differ.
+ALWAYS_INLINE Bytes look_up_each(Bytes table, Bytes index) {
+#if defined(__AVX512BW__)
     return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)(index & uint8_t(15)));
 #elif defined(__AVX2__)
     return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)(index & uint8_t(15)));
 #else
     index &= uint8_t(15);
+    constexpr size_t LANE = 16;
     uint8_t values[sizeof table], at[sizeof index];  // in memory, for an element of a vector cannot be read at an index that varies
     memcpy(values, &table, sizeof table), memcpy(at, &index, sizeof index);
-    for (size_t i = 0; i < sizeof index; i++) at[i] = values[at[i]];
+    for (size_t i = 0; i < sizeof index; i++) at[i] = values[i / LANE * LANE + at[i]];
     memcpy(&index, at, sizeof index);
     return index;
+#endif
+}
+
+// The same where every 16 bytes of `table` are the same, so that an instruction which takes 6 bits of an index needs no mask.
+ALWAYS_INLINE Bytes look_up(Bytes table, Bytes index) {
+#if defined(__AVX512VBMI__)
+    return (Bytes)_mm512_permutexvar_epi8((__m512i)index, (__m512i)table);
+#else
+    return look_up_each(table, index);
 #endif
 }
 

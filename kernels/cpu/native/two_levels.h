@@ -57,7 +57,7 @@ struct Levels {
         Bytes table;
         for (int c = 0; c < COLUMNS_OF_VEC; c++) memcpy(reinterpret_cast<char*>(&table) + 16 * c, LEVELS.at(multiples[c]), 16);
         const UVec q = load<UVec>(bits);
-        first = look_up(table, (Bytes)q), last = look_up(table, (Bytes)(q >> 4));
+        first = look_up_each(table, (Bytes)q), last = look_up_each(table, (Bytes)(q >> 4));
     }
 };
 
