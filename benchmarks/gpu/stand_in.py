@@ -1,4 +1,4 @@
-"""What this project's engine uses of msgspec, for machines that cannot install it: structs, `convert`, `json.decode`, `Meta`.
+"""What this project's engine uses of msgspec, for machines that cannot install it: structs, `field`, `convert`, `json.decode`, `Meta`.
 
 msgspec is the one package that the engine imports and that comes neither with torch nor with transformers. These structs are
 dataclasses: slower to make than msgspec's, so the host's time per step is then measured too long; the file of results says
@@ -166,7 +166,7 @@ def install_where_missing() -> bool:
     module, structs, as_json = (types.ModuleType(name) for name in names)
     for kind in (Struct, Meta, Raw, DecodeError, ValidationError, convert):
         setattr(module, kind.__name__, kind)
-    module.structs, module.json = structs, as_json
+    module.structs, module.json, module.field = structs, as_json, dataclasses.field
     structs.replace, structs.asdict, as_json.decode = dataclasses.replace, dataclasses.asdict, decode_json
     sys.modules |= dict(zip(names, (module, structs, as_json)))
     return True

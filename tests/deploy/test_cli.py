@@ -158,6 +158,7 @@ def test_only_changed_settings_are_listed_as_changed() -> None:
     assert differences(serve.load_config()) == []
     lines = effective(config)
     assert len(lines) == len(EngineConfig.__struct_fields__)
+    lines = [line for line in lines if "=" in line]  # A section may have nothing that is set.
     assert len({line.index("=") - len(line.split()[1].split("=")[0]) for line in lines}) == 1, "all begin in one column"
 
 

@@ -148,8 +148,10 @@ def test_a_stop_lets_streams_run_for_the_whole_exit_timeout_and_tells_who_is_cut
 
 
 def test_the_endpoint_tells_its_clients_that_a_server_died_and_goes_on_refusing_new_ones(
-    both: ServerWithGateway,
+    both: ServerWithGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It waits for the next server first, here for 3 s instead of two minutes."""
+    monkeypatch.setattr(both, "_program", (*both._program, "--resume-timeout-s", "3"))
     start(both)
     reader = openai_reader(both, LONG)
     assert eventually(lambda: is_begun(reader), 30)

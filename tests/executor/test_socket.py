@@ -128,12 +128,12 @@ def test_a_request_that_the_engine_cannot_read_is_answered_and_the_others_go_on(
 
 def test_an_answer_that_is_too_large_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
-        monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 2000)
-        all_of_it = Request([2], 250, output_config=OutputConfig(return_log_probs=True))
+        monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 8000)
+        all_of_it = Request([2], 250, output_config=OutputConfig(return_log_probs=True, top_log_probs=5))
         running, large = client.enqueue_requests([streaming([1], 200), all_of_it])
         got = drain(client, [running, large])
         assert [answer.error_code for answer in got[large]] == [ErrorCode.INVALID_ARGUMENT]
-        assert "the limit is 2000" in got[large][0].error_msg
+        assert "the limit is 8000" in got[large][0].error_msg
         assert tokens_of(got[running]) == oracle([1], 200, 1000)
 
 
