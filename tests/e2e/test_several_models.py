@@ -13,6 +13,7 @@ from deploy import probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.models_file import Entry
 from tests.e2e.several import WAIT_S, Load, Running, two_models
+from tests.e2e.wire import eventually
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,9 @@ def test_a_model_is_replaced_under_load_without_a_failed_request(running: Runnin
     assert load.failures == [] and set(load.answers) == {"one", "two", "two.ensemble"}
     assert all(load.answers[name] > served[name] for name in served), "all are served on"
     is_clean = eventually(lambda: len(running.server.processes()) == len(before), WAIT_S)  # it ends a moment later
-    assert is_clean, f"of the former engine and its stubs something is left: {len(before)} processes, then {running.server.processes()}"
+    assert is_clean, (
+        f"of the former engine and its stubs something is left: {len(before)} processes, then {running.server.processes()}"
+    )
     assert running.server.failure() is None
 
 
