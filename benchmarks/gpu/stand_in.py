@@ -1,4 +1,5 @@
-"""What this project's engine uses of msgspec, for machines that cannot install it: structs, `field`, `convert`, `json.decode`, `Meta`.
+"""The part of msgspec that the engine uses, for machines that cannot install it: structs, `field`, `convert`, `Meta` and
+`json.decode`.
 
 msgspec is the one package that the engine imports and that comes neither with torch nor with transformers. These structs are
 dataclasses: slower to make than msgspec's, so the host's time per step is then measured too long; the file of results says
