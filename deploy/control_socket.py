@@ -44,7 +44,7 @@ class ControlSocket:
                 try:
                     line = self.rfile.readline(MAX_LINE)
                     self.wfile.write(msgspec.json.encode(answer(control, line)) + b"\n")
-                except OSError:  # Whoever has asked is gone; what was asked for is done all the same.
+                except OSError:  # The client has closed its connection; the operation was carried out all the same.
                     pass
 
         self._server = _Server(str(path), Handler)

@@ -16,8 +16,8 @@ MAX_CELLS = 2048
 def block_map(state: CacheState, owners: Iterable[Sequence]) -> tuple[list[int], int]:
     """The states of the pool's blocks in runs, and how many blocks a cell stands for. See LiveView.blocks.
 
-    `owners`: the sequences whose blocks carry their index. Of a block that several share it is the first one's. The cost is that
-    of MAX_CELLS blocks and of the owners' block tables, whatever the size of the pool.
+    `owners`: the sequences whose blocks carry their index. A block that several sequences share carries the index of the first.
+    The cost is that of MAX_CELLS blocks and of the owners' block tables, whatever the size of the pool.
     """
     blocks = state.blocks
     step = -(-blocks.num_blocks // MAX_CELLS)

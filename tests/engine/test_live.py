@@ -129,3 +129,20 @@ def test_the_loop_answers_a_look_between_steps_with_one_final_response() -> None
     assert look.is_final and look.result.live_view is not None and len(look.result.live_view.queue) == 1
     encoded = msgspec.msgpack.encode(look)
     assert msgspec.msgpack.decode(encoded, type=Response) == look, "it crosses the process boundary"
+
+
+def test_many_looks_at_a_time_share_a_view() -> None:
+    driver = Driver()
+    views = LiveViews(driver.core)
+
+    def num_rows() -> int:
+        view = views.answer(1).result.live_view
+        assert view is not None
+        return len(view.queue)
+
+    assert num_rows() == 0
+    driver.ask([1], 3)
+    driver.clock.advance(0.049)
+    assert num_rows() == 0
+    driver.clock.advance(0.001)
+    assert num_rows() == 1

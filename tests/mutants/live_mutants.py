@@ -24,6 +24,8 @@ MUTANTS = {
     ),
     "names_are_hashed_without_a_key": (change(LiveViews, "_hash", (", key=self._key", "")), LIVE),
     "the_whole_queue_is_shown": (change(LiveViews, "view", ("MAX_QUEUED", "None")), LIVE),
+    "each_look_makes_a_view": (change(LiveViews, "answer", ("now_ns - self._made_ns >= REUSE_NS", "True")), LIVE),
+    "a_view_is_never_made_anew": (change(LiveViews, "answer", ("or now_ns - self._made_ns >= REUSE_NS", "")), LIVE),
     "idle_sessions_own_no_blocks": (change(LiveViews, "view", ("[*running, *idle]", "[*running]")), LIVE),
     "evicted_kv_of_a_session_counts_as_cached": (
         change(

@@ -1,4 +1,4 @@
-"""Exporter: a thread that sends what has ended to a collector. Whoever adds a request never waits for it.
+"""Exporter: a thread that sends the spans of ended requests to a collector. Adding a request never waits for it.
 
 The queue is bounded; what does not fit is dropped and counted. A collector that refuses or does not answer is asked again with
 growing pauses; meanwhile the queue fills.
