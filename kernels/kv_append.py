@@ -264,8 +264,8 @@ def _kv_append_kernel(
         b = tl.load(source + HALF, mask, other=0).to(tl.float32)
         a, b = _rotated(a, b, heads, mask, q_norm, eps, cos, sin, columns, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
         if query_scales is not None:
-            scale = tl.load(query_scales + position)
-            a, b = a * scale, b * scale
+            query_scale = tl.load(query_scales + position)
+            a, b = a * query_scale, b * query_scale
         out = q + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + columns[None, :]
         tl.store(out, a.to(q.dtype.element_ty), mask)
         tl.store(out + HALF, b.to(q.dtype.element_ty), mask)
@@ -343,6 +343,7 @@ def variants() -> dict[str, Variant]:
         "plain-partial-96-of-128": variant(32, 8, 128, 16, ("norms",), 96),
         "plain-interleaved-scales-128": variant(32, 8, 128, 16, ("interleaved", "scales"), 128),
         "int8-128": variant(32, 8, 128, 8, (), 128),
+        "int8-scales-128": variant(32, 8, 128, 8, ("scales",), 128),
         "int4-128": variant(32, 8, 128, 4, (), 128),
         "int4-norms-128-one-kv-head": variant(4, 1, 128, 4, ("norms",), 128),
         "int4-partial-32-of-128": variant(32, 8, 128, 4, (), 32),

@@ -110,7 +110,7 @@ def finished(
     return factor / tl.where(l_i > 0, l_i, 1.0)
 
 
-@jit(do_not_specialize=["splits"])
+@jit(do_not_specialize=["window", "splits"])
 def _merge_kernel(
     parts,  # [rows, heads, splits, HEAD_DIM] float32
     stats,  # [rows, heads, splits, 2] float32

@@ -12,8 +12,8 @@ matrix products and unpacking exchanges no neighbours. The kernel computes y^T =
 operand from registers, where the weights are unpacked, and accepts few tokens only as its right operand. A 4-bit number becomes
 a float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
 Several bytes are unpacked at once, in PTX: two on sm_90, where wgmma's layout gives a thread two neighbours, else four
-(kernels/common/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2 and
-6.6.
+(kernels/common/kv_format.py, whose float16 is 64 + q). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on
+sm_80, instead of 5.2 and 6.6.
 
 Few rows do not fill a GPU with tiles. Then k is split over more programs (split-K: Hoque et al., arXiv 2402.00025), each of which
 writes float32 sums to a buffer of its own, and a second kernel adds them in order. Without atomics, results are reproducible.
@@ -306,7 +306,7 @@ def _unpacking(architecture: int, dtype: torch.dtype, compiled: bool) -> dict[st
     """The constexpr arguments of the kernel."""
     words, in_pairs = unpacking(dtype, 4, compiled), compiled and architecture == 90
     asm = PAIR_ASM.replace("MAGIC", MAGIC[dtype][0]) if in_pairs else words.asm
-    return {"ASM": asm, "IN_PAIRS": in_pairs, "BIAS": MAGIC[dtype][1]}
+    return {"ASM": asm, "IN_PAIRS": in_pairs, "BIAS": MAGIC[dtype][1] if in_pairs else words.bias}
 
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:

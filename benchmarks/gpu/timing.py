@@ -49,12 +49,17 @@ def time_calls(run: Callable[[Any], object], copies: Sequence[Any]) -> Timing:
         graph = _captured(once, rounds)
     except RuntimeError:
         torch.cuda.synchronize()
+        _captured(_nothing, 1)  # a failed capture leaves torch's random generator in capture; the next one ends that
         calls, replay, how = len(copies), once, "launches"
     else:
         calls, replay, how = rounds * len(copies), graph.replay, "graph"
     replay()
     replays = int(min(MAX_REPLAYS, max(MIN_REPLAYS, MEASURED_US / (estimate * calls))))
     return Timing(median(_events(replay) for _ in range(replays)) / calls, how)
+
+
+def _nothing() -> None:
+    torch.empty(1, device="cuda").zero_()
 
 
 def _captured(once: Callable[[], None], rounds: int) -> torch.cuda.CUDAGraph:

@@ -1,4 +1,8 @@
-"""The GPU tests without pytest: `python -m tests.gpu [PART OF A NAME]`; --first runs only the first case of each test."""
+"""The GPU tests without pytest: `python -m tests.gpu [PART OF A NAME]`.
+
+--first runs only the first case of each test, --slice=2/4 every fourth from the second on: most of the time is compilation, so
+several processes end sooner.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ def main(arguments: list[str]) -> int:
     if REASON:
         print(f"skipped: {REASON}")
         return 0
+    part, of = _slice(arguments)
     wanted = [argument for argument in arguments if not argument.startswith("--")]
     passed = failed = 0
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
@@ -31,13 +36,19 @@ def main(arguments: list[str]) -> int:
             if not name.startswith("test_") or not all(part in f"{path.stem}::{name}" for part in wanted):
                 continue
             began, before = time.monotonic(), failed
-            for given in _cases(function, "--first" in arguments):
+            for given in islice(_cases(function, "--first" in arguments), part - 1, None, of):
                 ok = _passes(function, given, f"{path.stem}::{name}")
                 passed, failed = passed + ok, failed + (not ok)
             told = "ok" if failed == before else "FAILED"
             print(f"{told:6} {time.monotonic() - began:6.1f} s  {path.stem}::{name}", flush=True)
     print(f"{passed} passed, {failed} failed on {DEVICE}")
     return 1 if failed else 0
+
+
+def _slice(arguments: list[str]) -> tuple[int, int]:
+    given = next((argument for argument in arguments if argument.startswith("--slice=")), "--slice=1/1")
+    part, of = given.removeprefix("--slice=").split("/")
+    return int(part), int(of)
 
 
 def _cases(function: Callable[..., None], first_only: bool) -> Iterator[dict[str, Any]]:

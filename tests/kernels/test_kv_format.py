@@ -241,7 +241,8 @@ def run_ptx(text: str, words: Tensor, dtype: torch.dtype) -> list[Tensor]:
             result = low & 0xFFFF | (high & 0xFFFF) << 16
         else:
             simple = {"mov.b32": lambda a: a, "not.b32": lambda a: ~a, "and.b32": torch.bitwise_and}
-            result = (simple | {"shr.b32": torch.bitwise_right_shift})[opcode](a, *rest)
+            shifts = {"shr.b32": torch.bitwise_right_shift, "shl.b32": torch.bitwise_left_shift}
+            result = (simple | shifts)[opcode](a, *rest)
         registers[target] = result & 0xFFFFFFFF
     return [registers[f"${i}"] for i in range(outputs)]
 
