@@ -27,8 +27,9 @@ CASES = [
     (1, 32, 1, (150, 30), 3, 20),
 ]
 
-AT_ONCE = 16  # splits that are merged together
-NUM_WARPS = 2
+AT_ONCE = 32  # splits that are merged together
+WIDTH = 32  # elements of a head that a program merges: few rows with many splits fill a GPU, too
+NUM_WARPS = 1
 
 
 def reference(
@@ -85,9 +86,10 @@ def merge_splits(
         reference(parts, stats, lengths, out, split, window, sinks, sink_tokens)
         return
     rows, heads, splits, head_dim = parts.shape
-    _merge_kernel[(rows, heads)](
-        parts, stats, lengths, sinks, out, window, splits,
-        HEAD_DIM=head_dim, SPLIT=split, AT_ONCE=AT_ONCE, SINK_SPLITS=-(-sink_tokens // split), num_warps=NUM_WARPS,
+    width = min(WIDTH, head_dim)
+    _merge_kernel[(rows, heads, head_dim // width)](
+        parts, stats, lengths, sinks, out, window, splits, HEAD_DIM=head_dim, WIDTH=width,
+        SPLIT=split, AT_ONCE=AT_ONCE, SINK_SPLITS=-(-sink_tokens // split), num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -120,20 +122,21 @@ def _merge_kernel(
     window,
     splits,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # it divides HEAD_DIM
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,  # splits
     SINK_SPLITS: tl.constexpr,  # the first splits, which hold sink tokens
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) + tl.arange(0, 1)
-    d = tl.arange(0, HEAD_DIM)
+    d = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     length = tl.load(lengths + row).to(tl.int32)
     first = tl.maximum(length - window, 0) * (window > 0).to(tl.int32)
     begin, end = first // SPLIT, tl.cdiv(length, SPLIT)
     place = row * tl.num_programs(1) + head
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
-    acc = tl.zeros([HEAD_DIM], tl.float32)
+    acc = tl.zeros([WIDTH], tl.float32)
     for start in range(0 if SINK_SPLITS > 0 else begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
         split = start + tl.arange(0, AT_ONCE)
         mine = ((split >= begin) | (split < SINK_SPLITS)) & (split < end)
@@ -152,6 +155,6 @@ def _merge_kernel(
 
 def variants() -> dict[str, Variant]:
     types = {"parts": "*fp32", "stats": "*fp32", "lengths": "*i32", "out": "*bf16", "window": "i32", "splits": "i32"}
-    constants = {"HEAD_DIM": 128, "SPLIT": 512, "AT_ONCE": AT_ONCE, "SINK_SPLITS": 0, "sinks": None}
+    constants = {"HEAD_DIM": 128, "WIDTH": WIDTH, "SPLIT": 512, "AT_ONCE": AT_ONCE, "SINK_SPLITS": 0, "sinks": None}
     wide = dict.fromkeys((80, 90, 100), ("LDG.E.128",))
     return {"128": Variant(_merge_kernel, types, constants, NUM_WARPS, instructions=wide)}

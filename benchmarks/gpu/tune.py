@@ -25,7 +25,7 @@ from benchmarks.gpu.cases import all_cases
 from benchmarks.gpu.machine import wake
 from benchmarks.gpu.runner import check_case, num_bytes, reason_of
 from benchmarks.gpu.timing import copies_for, time_calls
-from kernels import decode_attention, w4a16
+from kernels import decode_attention, w4a8, w4a16, w8a8
 from kernels.common import attention_tiles, gemm_tiles
 
 ARCHITECTURE = 90
@@ -44,17 +44,26 @@ class Choice(NamedTuple):
         return stack
 
 
-def _w4a16_choices(m: int) -> Iterator[Choice]:
-    bucket = next(each for each in w4a16.TILES[ARCHITECTURE] if each is None or m <= each)
-    now = w4a16.TILES[ARCHITECTURE][bucket]
-    block_ms = {now.block_m, 64, 128} if m > 64 else {now.block_m}
-    for block_m in sorted(block_ms):
-        for block_n, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
-            for num_stages in (3, 5):
-                for programs in (132, 264, 528) if m <= 64 else (132,):
-                    tiles = gemm_tiles.GroupTiles(block_m, block_n, num_warps, num_stages)
-                    changes = ((w4a16.TILES[ARCHITECTURE], bucket, tiles), (gemm_tiles, "PROGRAMS", programs))
-                    yield Choice(f"{tuple(tiles)} programs {programs}", changes)
+def _product_choices(name: str) -> Iterator[Choice]:
+    """Tiles, and with up to 64 rows the number of programs below which k is split."""
+    m = int(name.rpartition("=")[2])
+    table = (w4a16 if name.startswith("W4A16") else w4a8 if name.startswith("W4A8") else w8a8).TILES[ARCHITECTURE]
+    bucket = next(each for each in table if each is None or m <= each)
+    now = table[bucket]
+    for block_m in sorted({now.block_m, 64, 128} if m > 64 else {now.block_m}):
+        for block_n, num_warps, num_stages in (
+            (64, 4, 3),
+            (64, 4, 5),
+            (128, 4, 3),
+            (128, 4, 5),
+            (128, 8, 3),
+            (256, 8, 3),
+        ):
+            for programs in (132, 264, 528) if m <= 64 else (132,):
+                tiles = now._replace(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+                yield Choice(
+                    f"{tuple(tiles)} programs {programs}", ((table, bucket, tiles), (gemm_tiles, "PROGRAMS", programs))
+                )
 
 
 def _context_choices() -> Iterator[Choice]:
@@ -84,8 +93,8 @@ def _always(split: int, rows: int, kv_heads: int) -> int:
 
 def choices_of(name: str) -> list[Choice]:
     """Choices for a case of benchmarks.gpu; none where nothing is to be chosen."""
-    if name.startswith("W4A16"):
-        return list(_w4a16_choices(int(name.rpartition("=")[2])))
+    if name.startswith(("W4A16", "W4A8", "W8A8")):
+        return list(_product_choices(name))
     if name.startswith("context attention bf16"):
         return list(_context_choices())
     return list(_decode_choices()) if name.startswith("decode attention") else []

@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 TILES = {
     (80, False): Tiles(128, 64, 8, 3),
     (80, True): Tiles(128, 32, 8, 3),
-    (90, False): Tiles(128, 64, 8, 3),
+    (90, False): Tiles(128, 128, 8, 2),
     (90, True): Tiles(128, 64, 8, 3),
 }
 IN_FLOAT32 = Tiles(64, 32, 8, 2)  # tiles for float32 queries; registers do not spill for heads of up to 64

@@ -6,6 +6,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,27 +93,34 @@ class Engine:
     def decode(self, batch: int) -> Decoded:
         """`batch` rows that only generate."""
         load = self.load
+        with self.generating(batch):
+            before, context = self.core.counters.generated_tokens_total, self._mean_context()
+            with host_clock() as clock:
+                clock.restart()
+                began = time.perf_counter()
+                for _ in range(load.steps):
+                    self.step()
+                took = time.perf_counter() - began
+                host_ms = clock.elapsed_ms() / load.steps
+            tokens = self.core.counters.generated_tokens_total - before
+            context = (context + self._mean_context()) / 2
+        if tokens < load.steps * batch:
+            raise RuntimeError(f"{tokens} tokens came in {load.steps} steps of {batch} rows")
+        return Decoded(tokens / took, 1000 * took / load.steps, host_ms, context)
+
+    @contextmanager
+    def generating(self, batch: int) -> Iterator[None]:
+        """`batch` rows that generate for `load.steps` steps, warm; they are cancelled at the end."""
+        load = self.load
         # Nobody passes load.context, where the engine may go over to a graph for longer rows.
         prompt = max(1, load.context - load.warm_steps - load.steps - batch // 6 - 4)
         # The first rows generate while the last ones' prompts are read: for at most as many steps as there are rows.
         self._start(batch, prompt, load.warm_steps + load.steps + 2 * batch + 8)
         self._until_all_generate(batch)
         for _ in range(load.warm_steps):
-            self._step()
-        before, context = self.core.counters.generated_tokens_total, self._mean_context()
-        with host_clock() as clock:
-            clock.restart()
-            began = time.perf_counter()
-            for _ in range(load.steps):
-                self._step()
-            took = time.perf_counter() - began
-            host_ms = clock.elapsed_ms() / load.steps
-        tokens = self.core.counters.generated_tokens_total - before
-        context = (context + self._mean_context()) / 2
+            self.step()
+        yield
         self._end()
-        if tokens < load.steps * batch:
-            raise RuntimeError(f"{tokens} tokens came in {load.steps} steps of {batch} rows")
-        return Decoded(tokens / took, 1000 * took / load.steps, host_ms, context)
 
     def mixed(self) -> Mixed:
         """Rows that generate, while prompts of many lengths keep arriving: as soon as one has been answered, the next."""
@@ -132,7 +140,7 @@ class Engine:
             while self.core.num_live < load.mixed_rows + load.waiting:
                 self._enqueue(next(prompts), ANSWER_TOKENS)
             start = time.perf_counter()
-            self._step()
+            self.step()
             if step >= load.warm_steps:
                 gaps.append(1000 * (time.perf_counter() - start))
         took = time.perf_counter() - began
@@ -164,9 +172,9 @@ class Engine:
         if len(waiting) != rows:
             raise RuntimeError(f"{rows} requests were sent, {len(waiting)} accepted")
         while waiting:
-            waiting -= {response.request_id for response in self._step()}
+            waiting -= {response.request_id for response in self.step()}
 
-    def _step(self) -> list[Any]:
+    def step(self) -> list[Any]:
         responses = self.core.step()
         failed = next((response for response in responses if response.has_error()), None)
         if failed is not None:
@@ -178,4 +186,4 @@ class Engine:
         for request_id in self.core.live_ids():
             self.core.cancel(request_id)
         while self.core.has_work:
-            self._step()
+            self.step()
