@@ -28,7 +28,8 @@ CASES = [
 ]
 
 AT_ONCE = 32  # splits that are merged together
-WIDTH = 32  # elements of a head that a program merges: few rows with many splits fill a GPU, too
+NARROW = 32  # elements of a head that a program merges where splits are short, so that few rows fill a GPU, too
+SHORT = 128  # tokens of a split
 NUM_WARPS = 1
 
 
@@ -86,7 +87,7 @@ def merge_splits(
         reference(parts, stats, lengths, out, split, window, sinks, sink_tokens)
         return
     rows, heads, splits, head_dim = parts.shape
-    width = min(WIDTH, head_dim)
+    width = min(NARROW, head_dim) if split <= SHORT else head_dim
     _merge_kernel[(rows, heads, head_dim // width)](
         parts, stats, lengths, sinks, out, window, splits, HEAD_DIM=head_dim, WIDTH=width,
         SPLIT=split, AT_ONCE=AT_ONCE, SINK_SPLITS=-(-sink_tokens // split), num_warps=NUM_WARPS,
@@ -155,6 +156,6 @@ def _merge_kernel(
 
 def variants() -> dict[str, Variant]:
     types = {"parts": "*fp32", "stats": "*fp32", "lengths": "*i32", "out": "*bf16", "window": "i32", "splits": "i32"}
-    constants = {"HEAD_DIM": 128, "WIDTH": WIDTH, "SPLIT": 512, "AT_ONCE": AT_ONCE, "SINK_SPLITS": 0, "sinks": None}
+    constants = {"HEAD_DIM": 128, "WIDTH": 128, "SPLIT": 256, "AT_ONCE": AT_ONCE, "SINK_SPLITS": 0, "sinks": None}
     wide = dict.fromkeys((80, 90, 100), ("LDG.E.128",))
     return {"128": Variant(_merge_kernel, types, constants, NUM_WARPS, instructions=wide)}

@@ -25,7 +25,7 @@ from benchmarks.gpu.cases import all_cases
 from benchmarks.gpu.machine import wake
 from benchmarks.gpu.runner import check_case, num_bytes, reason_of
 from benchmarks.gpu.timing import copies_for, time_calls
-from kernels import decode_attention, w4a8, w4a16, w8a8
+from kernels import decode_attention, merge_splits, w4a8, w4a16, w8a8
 from kernels.common import attention_tiles, gemm_tiles
 
 ARCHITECTURE = 90
@@ -78,9 +78,12 @@ def _context_choices() -> Iterator[Choice]:
 def _decode_choices() -> Iterator[Choice]:
     for split in (128, 256, 512, 1024):
         for num_warps in (1, 2, 4):
+            widths = (32, 128) if num_warps == 1 else (32,)
             config = partial(_with_warps, decode_attention._config, num_warps)
             changes = ((decode_attention, "split_for", partial(_always, split)), (decode_attention, "_config", config))
-            yield Choice(f"split {split}, {num_warps} warps", changes)
+            for width in widths:
+                of_merge = ((merge_splits, "NARROW", width), (merge_splits, "SHORT", 4096))
+                yield Choice(f"split {split}, {num_warps} warps, merged by {width}", (*changes, *of_merge))
 
 
 def _with_warps(config: Callable[[int, int, int], dict[str, int]], num_warps: int, *given: int) -> dict[str, int]:
