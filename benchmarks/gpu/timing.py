@@ -49,7 +49,7 @@ def time_calls(run: Callable[[Any], object], copies: Sequence[Any]) -> Timing:
         graph = _captured(once, rounds)
     except RuntimeError:
         torch.cuda.synchronize()
-        _captured(_nothing, 1)  # a failed capture leaves torch's random generator in capture; the next one ends that
+        _release_generator()
         calls, replay, how = len(copies), once, "launches"
     else:
         calls, replay, how = rounds * len(copies), graph.replay, "graph"
@@ -58,11 +58,12 @@ def time_calls(run: Callable[[Any], object], copies: Sequence[Any]) -> Timing:
     return Timing(median(_events(replay) for _ in range(replays)) / calls, how)
 
 
-def _nothing() -> None:
-    torch.empty(1, device="cuda").zero_()
+def _release_generator() -> None:
+    """A failed capture leaves torch's random generator in capture, so that it refuses all work; the next capture ends that."""
+    _captured(lambda: torch.empty(1, device="cuda").zero_(), 1)
 
 
-def _captured(once: Callable[[], None], rounds: int) -> torch.cuda.CUDAGraph:
+def _captured(once: Callable[[], object], rounds: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -304,7 +304,8 @@ def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monke
 
 
 def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(captures=False)
+    device, released = FakeDevice(captures=False), []
     device.install(monkeypatch)
+    monkeypatch.setattr(timing, "_release_generator", lambda: released.append(True))
     measured = timing.time_calls(device.run, [1, 2])
-    assert measured.us == pytest.approx(10.0) and measured.how == "launches"
+    assert measured.us == pytest.approx(10.0) and measured.how == "launches" and released == [True]
