@@ -189,15 +189,18 @@ function figures(message, before) {
   if (message.rate) parts.push(`${message.rate.toFixed(1)} tokens/s`);
   if (message.firstS) parts.push(`first after ${duration(message.firstS)}`);
   if (usage.reused !== null) parts.push(`reused ${count(usage.reused)} of ${count(usage.prompt)} prompt tokens`);
-  const again = evicted(usage, before?.usage);
-  if (again) parts.push(`${count(again)} computed again after an eviction`);
+  const again = computedAgain(usage, before?.usage);
+  if (again) parts.push(`${count(again)} of earlier turns computed again`);
   return parts;
 }
 
-/** Tokens of the earlier turns whose KV was gone: what the turn before had left in the pool, less what this one has found. */
-export function evicted(usage, before) {
+/**
+ * Tokens of the earlier turns without KV: what the turn before had left in the pool, less what this one has found. It was evicted, or
+ * the template and the tokenizer write an answer with other tokens than it was generated with.
+ */
+export function computedAgain(usage, before) {
   if (!before || usage.reused === null) return 0;
   const known = Math.min(before.prompt + before.output - 1, usage.prompt - 1); // the last token has no KV yet
   const gone = known - usage.reused;
-  return gone > known / 10 ? gone : 0; // a few differ because the template writes an answer otherwise than it was generated
+  return gone > known / 10 ? gone : 0; // a few nearly always differ
 }

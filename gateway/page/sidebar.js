@@ -1,6 +1,6 @@
 // The list of conversations: which is shown, which answer right now, and how much of each one's prompt was in the cache.
 
-import { evicted } from "./chat.js";
+import { computedAgain } from "./chat.js";
 import { byId, count, el } from "./dom.js";
 
 /** Draw it. `actions`: open(id) and remove(id). */
@@ -26,7 +26,7 @@ function cacheLine({ messages }) {
   const answers = messages.filter((message) => message.usage);
   const [before, latest] = answers.slice(-2).length === 2 ? answers.slice(-2) : [null, answers[0]];
   if (!latest || latest.usage.reused === null) return "";
-  const gone = evicted(latest.usage, before?.usage);
+  const again = computedAgain(latest.usage, before?.usage);
   const cached = `${count(latest.usage.reused)} of ${count(latest.usage.prompt)} cached`;
-  return gone ? `${cached}, ${count(gone)} evicted` : cached;
+  return again ? `${cached}, ${count(again)} computed again` : cached;
 }

@@ -26,6 +26,7 @@ def mortal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSe
 
 
 WATCHDOG_S = 8.0
+LONG = 1900  # tokens: seconds, so that streams have not ended before the engine is stopped
 
 
 @pytest.fixture
@@ -96,10 +97,11 @@ def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_
     """Streams in flight wait, and go on with the next engine."""
     with TokenClient(watched_server.grpc_url) as client:
         before = client.generate([1, 2, 3], 8)
-        expected = [client.start([i + 1, 5], 600, streaming=True).token_ids() for i in range(4)]
-        streams = [client.start([i + 1, 5], 600, streaming=True) for i in range(4)]
-        begun = [ids_of(next(iter(stream))) for stream in streams]
+        whole = [client.start([i + 1, 5], LONG, streaming=True) for i in range(4)]
+        expected = [stream.token_ids() for stream in whole]
         stopped = engine_pid(watched_server)
+        streams = [client.start([i + 1, 5], LONG, streaming=True) for i in range(4)]
+        begun = [ids_of(next(iter(stream))) for stream in streams]
         os.kill(stopped, signal.SIGSTOP)
         started = time.monotonic()
         # From then on everybody who comes must be refused.

@@ -32,6 +32,9 @@ def pooled(browser: Any) -> Iterator[Launched]:
 @pytest.fixture
 def page(browser: Any, pooled: Launched) -> Iterator[Any]:
     with opened(browser, pooled.url.removesuffix("v1")) as found:
+        # Sampled answers now and then have a text that is tokenized otherwise, so that less of them is found in the cache.
+        found.evaluate("""localStorage.setItem("everbatch.settings", '{"temperature": "0"}')""")
+        found.reload()
         found.wait_for_selector("#model:not([disabled])")
         yield found
 
@@ -56,10 +59,10 @@ def flood(pooled: Launched) -> None:
 def test_a_turn_says_what_was_reused_and_after_an_eviction_what_was_computed_again(page: Any, pooled: Launched) -> None:
     answered(page, "Write the function read_lines.")
     second = foot(page, "Now one that writes them.")
-    assert "eviction" not in second and "cached" in page.inner_text("#conversations .kv")
+    assert "computed again" not in second and "cached" in page.inner_text("#conversations .kv")
     flood(pooled)
-    assert "computed again after an eviction" in foot(page, "And one that counts them.")
-    assert "evicted" in page.inner_text("#conversations .kv")
+    assert "of earlier turns computed again" in foot(page, "And one that counts them.")
+    assert "computed again" in page.inner_text("#conversations .kv")
     page.wait_for_selector("#count-free:text-is('0')")  # all of the pool has been used
 
 

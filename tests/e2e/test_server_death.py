@@ -20,7 +20,7 @@ from tests.e2e.resuming import PATIENCE_S, tokens_over_ends
 from tests.e2e.wire import eventually
 
 TEXT = "def main():\n    for line in open("
-NUM_TOKENS = 700
+NUM_TOKENS = 1900  # seconds, so that most streams have not ended when all have begun
 VICTIMS = {"tritonserver": b"bin/tritonserver", "stub": b"/everbatch/1/model.py"}
 
 
@@ -49,7 +49,7 @@ def asks(server: Launched) -> dict[str, Callable[[OnToken], Any]]:
     def whole(on_token: OnToken) -> Any:
         address = server.url.removeprefix("http://").removesuffix("/v1")
         connection = http.client.HTTPConnection(address, timeout=600)
-        given = {"model": "everbatch", "prompt": TEXT, "max_tokens": 2 * NUM_TOKENS, "seed": 9, "ignore_eos": True}
+        given = {"model": "everbatch", "prompt": TEXT, "max_tokens": NUM_TOKENS, "seed": 9, "ignore_eos": True}
         connection.request("POST", "/v1/completions", json.dumps(given), {"Content-Type": "application/json"})
         on_token()
         answer = json.loads(connection.getresponse().read())

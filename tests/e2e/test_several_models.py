@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import openai
@@ -20,6 +23,17 @@ from tests.e2e.wire import eventually
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with two_models(tmp_path_factory.mktemp("several")) as running:
         yield running
+
+
+def kinds(running: Running) -> Counter[str]:
+    """How many processes of each kind the server has: stubs by their model, without the number of a replacement."""
+    found = Counter[str]()
+    for pid in running.server.processes():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            is_stub = arguments[0].endswith("stub")
+            found[re.sub(r"-\d+$", "", Path(arguments[1]).parts[-3]) if is_stub else " ".join(arguments[:3])] += 1
+    return found
 
 
 def test_openais_client_reaches_both_models_by_their_names(running: Running) -> None:
@@ -58,7 +72,7 @@ def test_each_engine_has_its_own_label_and_its_own_pool(running: Running) -> Non
 
 def test_a_model_is_replaced_under_load_without_a_failed_request(running: Running) -> None:
     """`python -m tests.soak.replacements` does it with 10,000 requests."""
-    before = set(running.server.processes())
+    before = kinds(running)
     with Load(running) as load:
         assert running.operate("replace", "two") == 200
         served = load.answers.copy()
@@ -67,9 +81,9 @@ def test_a_model_is_replaced_under_load_without_a_failed_request(running: Runnin
             time.sleep(0.05)
     assert load.failures == [] and set(load.answers) == {"one", "two", "two.ensemble"}
     assert all(load.answers[name] > served[name] for name in served), "all are served on"
-    is_clean = eventually(lambda: len(running.server.processes()) == len(before), WAIT_S)  # it ends a moment later
+    is_clean = eventually(lambda: kinds(running) == before, WAIT_S)  # what was replaced ends a moment later
     assert is_clean, (
-        f"of the former engine and its stubs something is left: {len(before)} processes, then {running.server.processes()}"
+        f"left of the former engine and its stubs: {kinds(running) - before}; missing: {before - kinds(running)}"
     )
     assert running.server.failure() is None
 
