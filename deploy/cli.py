@@ -4,6 +4,7 @@ failure.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -303,7 +304,8 @@ def bench_command(
     if name not in known:
         raise fail(UserError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}"))
     command = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
-    raise typer.Exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    environment = os.environ | {"EVERBATCH_CALLED_FROM": os.getcwd()}  # what relative paths of its arguments begin with
+    raise typer.Exit(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
 
 
 def benchmarks() -> list[str]:

@@ -43,6 +43,11 @@ def python_of(engine: EngineSpec, progress: Progress) -> Path:
     return python
 
 
+def is_installed(engine: EngineSpec) -> bool:
+    """Whether python_of would find an engine's environment as it should be, and so make nothing."""
+    return not engine.requirements or is_complete(BENCH / f"env-{engine.name}", _recipe(engine))
+
+
 def is_complete(environment: Path, recipe: str) -> bool:
     """Whether the environment carries the stamp of this recipe and its interpreter exists."""
     try:

@@ -32,6 +32,12 @@ OPENVINO_FORMS = {
     "int4-asym": _GROUPS,
     "int4-sym": (*_GROUPS, "--sym"),
 }
+# types of GGUF files that are written from a checkpoint -> options of write_gguf; others are quantised from the first one
+GGUF_WRITTEN = {
+    "bf16": ("--type", "bf16"),
+    "q8_0": ("--type", "q8_0"),
+    "bf16-vocabulary": ("--type", "bf16", "--vocabulary"),
+}
 _KV_BYTES = 2  # bytes of one number in the KV that the roof counts
 
 
@@ -119,6 +125,11 @@ def form_for(engine: EngineSpec, python: Path, model: Model, weights: str, setti
     return model.directory
 
 
+def gguf_with_vocabulary(python: Path, model: Model, progress: Progress) -> Path:
+    """The model in bfloat16 with its vocabulary, for llama.cpp's own server. `python` has gguf. Raises Skipped."""
+    return _form("bf16-vocabulary", "gguf", python, model, progress)
+
+
 def openvino_form(weights: str, setting: str) -> str:
     """What is exported for a setting: a key of OPENVINO_FORMS."""
     return f"{weights}-{setting.partition(':')[0]}" if ":" in setting else weights
@@ -133,9 +144,9 @@ def _form(kind: str, family: str, python: Path, model: Model, progress: Progress
     if family == "openvino":
         export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(model.directory)]
         command = [*export, "--task", "text-generation-with-past", *OPENVINO_FORMS[kind], str(unfinished)]
-    elif kind in ("bf16", "q8_0"):
+    elif kind in GGUF_WRITTEN:
         writer = [str(python), "-m", "benchmarks.peers.write_gguf", str(model.directory)]
-        command = [*writer, str(unfinished), "--type", kind]
+        command = [*writer, str(unfinished), *GGUF_WRITTEN[kind]]
     else:
         source = _form("bf16", family, python, model, progress)
         command = [str(python), "-m", "benchmarks.peers.quantize_gguf", str(source), str(unfinished), "--type", kind]

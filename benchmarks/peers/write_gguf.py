@@ -1,6 +1,9 @@
-"""Write a checkpoint of the Llama family as GGUF, without a vocabulary: token ids go in and out. Runs in llama.cpp's environment.
+"""Write a checkpoint of the Llama family as GGUF, for measurements in which token ids go in. Runs in llama.cpp's environment.
 
-    python -m benchmarks.peers.write_gguf MODEL_DIR FILE --type bf16|q8_0
+    python -m benchmarks.peers.write_gguf MODEL_DIR FILE --type bf16|q8_0 [--vocabulary]
+
+Without --vocabulary token ids come out as well. With it tokens have the texts of tokenizer.json, so that llama.cpp's server can write
+them; how a text is cut into tokens is not converted, because no text goes in.
 
 Tensor names, the permutation of Llama's query and key rows, and the factors of Llama 3's rope scaling are those of llama.cpp's
 own convert_hf_to_gguf.py.
@@ -47,7 +50,7 @@ LAYER_NAMES = {
 }
 
 
-def write(model_dir: Path, file: Path, kind: str) -> None:
+def write(model_dir: Path, file: Path, kind: str, with_vocabulary: bool = False) -> None:
     """Convert. SystemExit with one sentence for an architecture that is not known here."""
     config = json.loads((model_dir / "config.json").read_text())
     architecture = config["architectures"][0]
@@ -59,6 +62,10 @@ def write(model_dir: Path, file: Path, kind: str) -> None:
     heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads["q_proj"]
     _write_settings(writer, config, heads, head_dim)
+    if with_vocabulary:
+        write_vocabulary(writer, json.loads((model_dir / "tokenizer.json").read_text()), config["vocab_size"])
+    else:
+        writer.add_tokenizer_model("no_vocab")
     quantization, file_type = TYPES[kind]
     writer.add_file_type(file_type)
     factors = rope_factors(config, head_dim)
@@ -93,7 +100,29 @@ def _write_settings(writer: gguf.GGUFWriter, config: dict[str, Any], heads: dict
     writer.add_rope_freq_base(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+
+
+def write_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], size: int) -> None:
+    """Tokens as in `tokenizer.json`, and made-up ones for ids that it lacks. SystemExit where it is no list of pairs (BPE)."""
+    model = tokenizer["model"]
+    if model["type"] != "BPE":
+        raise SystemExit(f"a tokenizer of kind {model['type']} has no GGUF form here, only BPE has")
+    tokens = [f"[PAD{place}]" for place in range(size)]
+    kinds = [gguf.TokenType.UNUSED] * size
+    named = [(text, place, gguf.TokenType.NORMAL) for text, place in model["vocab"].items()]
+    named += [(added["content"], added["id"], gguf.TokenType.CONTROL) for added in tokenizer["added_tokens"]]
+    for text, place, kind in named:
+        if place < size:
+            tokens[place], kinds[place] = text, kind
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    last = max((place for _, place, kind in named if kind == gguf.TokenType.CONTROL), default=0)
+    writer.add_eos_token_id(min(last, size - 1))
+    writer.add_add_bos_token(False)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -153,8 +182,9 @@ def main() -> None:
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--type", choices=list(TYPES), required=True)
+    parser.add_argument("--vocabulary", action="store_true", help="with the texts of tokenizer.json")
     arguments = parser.parse_args()
-    write(arguments.model_dir, arguments.file, arguments.type)
+    write(arguments.model_dir, arguments.file, arguments.type, arguments.vocabulary)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""What is asked of every server: cells, and the prompts of each, which are the same for all of them.
+
+Prompts are token ids, so that every server computes the same number of tokens, whatever its tokenizer would make of a text. They
+are drawn anew in each repeat, so that no prompt is found in a cache. In a cell with conversations the history of a turn is the same
+for every server too: what stands in it as earlier answers was drawn beforehand, and is not what the server said.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FIRST_ID = 16  # smaller ids are often special tokens
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`prompt` and `new`: tokens of a request (of a turn, where there are conversations). `users`: requests at a time.
+
+    `conversations`: 0 for requests that have nothing to do with each other.
+    """
+
+    prompt: int
+    new: int
+    users: int
+    conversations: int = 0
+    turns: int = 1
+
+    @property
+    def name(self) -> str:
+        """Stands for the cell in a table and in the results: `512:512, 4 users`."""
+        users = f"{self.users} user{'s' if self.users > 1 else ''}"
+        several = f", {self.conversations} conversations of {self.turns} turns" if self.conversations else ""
+        return f"{self.prompt}:{self.new}, {users}{several}"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: all turns with their answers."""
+        return (self.prompt + self.new) * self.turns
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. `turn` counts from 0."""
+
+    name: str
+    prompt: list[int]
+    new: int
+    turn: int = 0
+
+
+def asks_of(cell: Cell, vocab_size: int, repeat: int, per_user: int) -> list[Ask]:
+    """The requests of a cell, in the order in which they are sent."""
+    rng = random.Random(f"{cell.name} {repeat}")
+    draw = lambda number: [rng.randrange(FIRST_ID, vocab_size) for _ in range(number)]
+    if not cell.conversations:
+        return [Ask(f"r{place}", draw(cell.prompt), cell.new) for place in range(cell.users * per_user)]
+    histories: list[list[int]] = [[] for _ in range(cell.conversations)]
+    asks = []
+    for turn in range(cell.turns):
+        for place, history in enumerate(histories):  # every other conversation comes between two turns of one
+            history += draw(cell.prompt)
+            asks.append(Ask(f"c{place}t{turn}", list(history), cell.new, turn))
+            history += draw(cell.new)
+    return asks
+
+
+def warm_asks(users: int, vocab_size: int, seed: str) -> list[Ask]:
+    """Short requests, one a user, whose figures do not count."""
+    rng = random.Random(seed)
+    return [Ask(f"w{user}", [rng.randrange(FIRST_ID, vocab_size) for _ in range(8)], 4) for user in range(users)]
+
+
+def kv_tokens_for(cells: Sequence[Cell], block: int = 256) -> int:
+    """Tokens of KV that the servers get for these cells, a multiple of `block`.
+
+    Without conversations: room for all users of the largest cell, and a quarter more. With them: half of what all conversations
+    come to, but enough for the users that are answered at the same time.
+    """
+    needed = 0
+    for cell in cells:
+        at_once = cell.users * (cell.longest + block)
+        half = cell.conversations * cell.longest // 2
+        needed = max(needed, at_once, half) if cell.conversations else max(needed, at_once * 5 // 4)
+    return -(-needed // block) * block
