@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.write_gguf MODEL_DIR FILE --type bf16|q8_0 [--vocabulary]
 
-Without --vocabulary token ids come out as well. With it tokens have the texts of tokenizer.json, so that llama.cpp's server can write
-them; how a text is cut into tokens is not converted, because no text goes in.
+Without --vocabulary token ids come out as well. With it tokens have the texts of tokenizer.json, so that llama.cpp's server can
+write them; how a text is cut into tokens is not converted, because no text goes in.
 
 Tensor names, the permutation of Llama's query and key rows, and the factors of Llama 3's rope scaling are those of llama.cpp's
 own convert_hf_to_gguf.py.

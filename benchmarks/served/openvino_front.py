@@ -1,8 +1,8 @@
 """OpenAI's /v1/completions, streamed, over OpenVINO GenAI's continuous batching. Runs in OpenVINO's environment.
 
-No registry has OpenVINO Model Server, so this front stands in for it: a thread steps the pipeline, and each connection has a thread
-that writes what has come. It is for measurements on the own machine alone: prompts are token ids, decoding is greedy, and the text of a
-piece is that of its tokens alone.
+No registry of Python packages has OpenVINO Model Server, so this front stands in for it: one thread steps the pipeline, and each
+connection has a thread that writes what has come. It is for measurements on one machine: prompts are token ids, decoding is
+greedy, and the text of a piece is that of its tokens alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import os
 import signal
@@ -53,13 +52,18 @@ class Server:
     def wait_ready(self, tick: Callable[[], None]) -> None:
         """Until it answers. Raises Skipped."""
         deadline = time.monotonic() + (READY_S if self._process else 10.0)
-        while not answers(self.start.url, self.start.health):
+        while not self._answers():
             if self._has_ended():
                 raise Skipped(f"its process ended; its last words: {self._last_words()}")
             if time.monotonic() > deadline:
                 raise Skipped(f"it does not answer at {self.start.url}{self.start.health}")
             tick()
             time.sleep(_POLL_S)  # a server does not announce that it listens, so it is polled
+
+    def _answers(self) -> bool:
+        """By OpenAI's wire, and by Triton's where it has that."""
+        triton = not self.start.http or answers(self.start.http, "/v2/health/ready")
+        return triton and answers(self.start.url, self.start.health)
 
     def pause(self) -> None:
         """Stop its processes, if they bear it, so that no spinning thread takes a core from another server."""
@@ -74,8 +78,7 @@ class Server:
         if self._process is None or self._process.returncode is not None:
             return
         self.resume()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        os.kill(self._process.pid, signal.SIGTERM)  # not by Popen, which would reap it if it had ended
         deadline = time.monotonic() + END_S
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # the process is not reaped yet, so that its group can still be named

@@ -1,8 +1,8 @@
 """What is asked of every server: cells, and the prompts of each, which are the same for all of them.
 
 Prompts are token ids, so that every server computes the same number of tokens, whatever its tokenizer would make of a text. They
-are drawn anew in each repeat, so that no prompt is found in a cache. In a cell with conversations the history of a turn is the same
-for every server too: what stands in it as earlier answers was drawn beforehand, and is not what the server said.
+are drawn anew in each repeat, so that no prompt is found in a cache. In a cell with conversations the history of a turn is the
+same for every server too: what stands in it as earlier answers was drawn beforehand, and is not what the server said.
 """
 
 from __future__ import annotations
