@@ -9,8 +9,8 @@ from html import escape
 
 from benchmarks.served.metrics import written
 
-WIDTH, HEIGHT = 300, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 26
+WIDTH, HEIGHT = 240, 180
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 6, 12, 26
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.peers.models import Model
 from benchmarks.served import contestants, drive_python
 from benchmarks.served.answers import Answer, DriverFailed, figures_of
 from benchmarks.served.contestants import Setup
-from benchmarks.served.options import OURS, Limits, Plan
+from benchmarks.served.options import OURS, Plan
 from benchmarks.served.servers import Server, Start
 from benchmarks.served.wire import first_model
 from benchmarks.served.work import Ask, Cell, asks_of, kv_tokens_for, warm_asks
@@ -102,6 +102,8 @@ def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progre
             lanes = lanes_of(servers, plan.wires)
             for repeat in range(plan.repeats):
                 for place, cell in enumerate(cells):
+                    for lane in lanes:
+                        outcome.row(cell, lane, drivers.of(lane.wire)[1])  # so that results have them in this order
                     turn = (repeat + place) % len(lanes)  # nobody is always the first
                     for lane in (*lanes[turn:], *lanes[:turn]):
                         one(plan, model, cell, lane, repeat, drivers, outcome, progress)
@@ -111,7 +113,7 @@ def lanes_of(servers: Sequence[Server], wires: Sequence[str]) -> list[Lane]:
     """Every server by OpenAI's wire, and this one by its others."""
     lanes = [Lane(server, "openai") for server in servers if "openai" in wires or server.start.name != OURS]
     own = [server for server in servers if server.start.name == OURS]
-    return [*(Lane(server, wire) for server in own for wire in wires if wire != "openai"), *lanes]
+    return [*lanes, *(Lane(server, wire) for server in own for wire in wires if wire != "openai")]
 
 
 def started(plan: Plan, setup: Setup, outcome: Outcome, stack: ExitStack) -> list[Server]:
@@ -172,8 +174,7 @@ def one(
     """Measure one lane in one cell once, after some short requests that do not count."""
     drive, name = drivers.of(lane.wire)
     row = outcome.row(cell, lane, name)
-    per_user = plan.per_user
-    asks = asks_of(cell, model.vocab_size, repeat, per_user)
+    asks = asks_of(cell, model.vocab_size, repeat, plan.per_user)
     warm = warm_asks(cell.users, model.vocab_size, f"{cell.name} {repeat} {lane.name}")
     seconds = plan.seconds * cell.turns if cell.conversations else plan.seconds
     progress.note(f"{cell.name}, {lane.name}, {repeat + 1} of {plan.repeats}")
@@ -196,8 +197,3 @@ def said(figures: dict[str, float], answers: Sequence[Answer]) -> str:
     text = f"{figures['output_tokens_per_s']:,.1f} tokens/s, first token {figures['first_token_ms_p50']:,.0f} ms"
     errors = [answer.error for answer in answers if answer.error]
     return f"{text}; {len(errors)} requests failed: {errors[0]}" if errors else text
-
-
-def limits_in_words(limits: Limits) -> str:
-    """`first token within 2,000 ms and 100 ms from token to token`."""
-    return f"first token within {limits.first_token_ms:,g} ms, {limits.inter_token_ms:,g} ms from token to token"

@@ -23,7 +23,7 @@ METRICS = (
     Metric("inter_token_ms_p50", "inter-token latency, median", "ms"),
     Metric("inter_token_ms_p99", "inter-token latency, p99", "ms"),
     Metric("gap_ms_p99", "longest gaps, p99", "ms"),
-    Metric("returning_first_token_ms_p50", "first token of a returning conversation, median", "ms"),
+    Metric("returning_first_token_ms_p50", "first token when returning, median", "ms"),
 )
 SHOWN = ("output_tokens_per_s", "first_token_ms_p50", "inter_token_ms_p50", "inter_token_ms_p99", "goodput_per_s")
 BY_KEY = {metric.key: metric for metric in METRICS}
@@ -33,4 +33,4 @@ def written(value: float) -> str:
     """Three digits: `1,234`, `56.7`, `0.123`."""
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+    return f"{value:.1f}" if value >= 10 and value % 1 else f"{value:.3g}"

@@ -1,0 +1,133 @@
+"""The figures of a file of results, whichever benchmark wrote it.
+
+Read are the results of `served`, `peers`, `serving`, `endpoint`, `sessions` and `speculation`, which hold figures by the name of a
+cell. Those of `gpu`, `quality`, `scheduling` and `way` have other shapes and are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.served.metrics import METRICS
+from benchmarks.served.results import KIND
+from deploy.errors import UserError
+
+LARGEST = 64 << 20  # bytes of a file
+READABLE = "served, peers, serving, endpoint, sessions or speculation"
+
+
+class Key(NamedTuple):
+    """What is compared with its like: `512:512, 4 users`, `vllm`, `output, tokens/s`."""
+
+    cell: str
+    name: str
+    figure: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`samples`: a value for each repeat, or the only one that the file holds; they stand for their median."""
+
+    samples: list[float]
+    more_is_better: bool
+
+
+Found = Iterator[tuple[Key, list[float], bool]]  # key, samples, whether more is better
+
+
+def read(path: Path) -> dict[Key, Figure]:
+    """The figures of a file. Raises UserError for one that cannot be read, or that holds results of another kind."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise UserError(f"{path} has more than {LARGEST >> 20} MiB; results of benchmarks are smaller")
+        document = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise UserError(f"{path} cannot be read ({reason})") from None
+    try:
+        found = list(_found(document))
+    except (KeyError, TypeError, AttributeError, IndexError):
+        found = []
+    figures = {
+        key: Figure([float(sample) for sample in samples], more)
+        for key, samples, more in found
+        if samples and all(is_figure(sample) for sample in samples)
+    }
+    if not figures:
+        raise UserError(f"{path} holds no figures that can be compared; give results of {READABLE}")
+    return figures
+
+
+def is_figure(value: object) -> bool:
+    """Whether it is a number that a benchmark measures."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _found(document: Any) -> Found:
+    """Told apart by what they hold."""
+    if isinstance(document, dict) and document.get("kind") == KIND:
+        return _served(document)
+    if isinstance(document, dict) and "turn_5" in document:
+        return _endpoint(document)
+    if isinstance(document, dict) and "crowds" in document:
+        return _sessions(document)
+    if isinstance(document, dict) and "decode_tokens_per_s" in document["rows"][0]:
+        return _peers(document)
+    if isinstance(document, list) and "triton_tokens_per_s" in document[0]:
+        return _serving(document)
+    if isinstance(document, list) and "speedup" in document[0]:
+        return _speculation(document)
+    return iter(())
+
+
+def _served(document: dict[str, Any]) -> Found:
+    for row in document["rows"]:
+        for metric in METRICS:
+            samples = [figures[metric.key] for figures in row["repeats"] if metric.key in figures]
+            yield Key(row["cell"], row["lane"], f"{metric.title}, {metric.unit}"), samples, metric.more_is_better
+
+
+def _peers(document: dict[str, Any]) -> Found:
+    """Its rows hold the best of the repeats."""
+    for row in document["rows"]:
+        cell = f"{row['model']} {row['weights']}, {row['concurrency']} at once"
+        for phase in ("decode", "prefill"):
+            key = Key(cell, f"{row['engine']} {row['setting']}", f"{phase}, tokens/s, best")
+            yield key, [row.get(f"{phase}_tokens_per_s")], True
+
+
+def _serving(rows: list[dict[str, Any]]) -> Found:
+    for row in rows:
+        cell = f"{row['model']} {row['weights']}, {row['concurrency']} streams"
+        for name in ("engine", "triton"):
+            yield Key(cell, name, "decode, tokens/s, best"), [row[f"{name}_tokens_per_s"]], True
+
+
+def _endpoint(document: dict[str, Any]) -> Found:
+    for row in document["rows"]:
+        for name in ("engine", "endpoint"):
+            yield Key(f"{row['streams']} streams", name, "output, tokens/s, best"), [row[name]], True
+    for name in ("warm", "cold"):
+        yield Key("turn 5 of a chat", name, "first token, s"), [document["turn_5"][f"{name}_s"]], False
+
+
+def _sessions(document: dict[str, Any]) -> Found:
+    for kind in ("warm", "evicted"):
+        samples = [turn["first_token_ms"] for turn in document["turns"] if turn["kind"] == kind]
+        yield Key(f"{document['history']} tokens of history", kind, "first token, ms"), samples, False
+    for row in document["crowds"]:
+        cell = f"{row['users']} users, {row['oversubscription']} times the pool"
+        yield Key(cell, "everbatch", "output, tokens/s"), [row["output_tokens_per_s"]], True
+        yield Key(cell, "everbatch", "first token, ms"), [row["first_token_ms"]], False
+
+
+def _speculation(rows: list[dict[str, Any]]) -> Found:
+    """`least` and `greatest` are of the same repeats as the speed-up, which is their median."""
+    for row in rows:
+        cell = f"{row['kind']}, {row['rows']} rows, {'sampled' if row['sampled'] else 'greedy'}"
+        yield Key(cell, "everbatch", "speed-up"), [row["least"], row["speedup"], row["greatest"]], True
