@@ -1,7 +1,7 @@
 """The figures of a file of results, whichever benchmark wrote it.
 
-Read are the results of `served`, `peers`, `serving`, `endpoint`, `sessions` and `speculation`, which hold figures by the name of a
-cell. Those of `gpu`, `quality`, `scheduling` and `way` have other shapes and are refused.
+Read are the results of `served`, `peers`, `serving`, `endpoint`, `sessions` and `speculation`, which hold figures by the name of
+a cell. Those of `gpu`, `quality`, `scheduling` and `way` have other shapes and are refused.
 """
 
 from __future__ import annotations

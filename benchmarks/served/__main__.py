@@ -51,9 +51,14 @@ def main(
     requests: Annotated[int, typer.Option(help="Requests of each user in a measurement.")] = 4,
     repeats: Annotated[int, typer.Option(help="Measurements of each server in each cell.")] = 3,
     conversations: Annotated[
-        int, typer.Option(help="That come round in turn over KV for half of them; 0: no such cells.")
+        int,
+        typer.Option(
+            help="That come round in turn, over KV for half of them, up to a quarter of them at a time; 0: none."
+        ),
     ] = 16,
-    turns: Annotated[int, typer.Option(help="Turns of each, over which the first pair is shared out.")] = 4,
+    turns: Annotated[
+        int, typer.Option(help="Turns of each: of the first pair's prompt, and a part of its answer.")
+    ] = 4,
     first_token_limit_ms: Annotated[float, typer.Option(help="Of a request that counts as goodput.")] = 2000,
     inter_token_limit_ms: Annotated[float, typer.Option(help="The same, from token to token.")] = 100,
     driver: Annotated[

@@ -91,7 +91,7 @@ def vllm(setup: Setup) -> Start:
         "--num-gpu-blocks-override": -(-setup.kv_tokens // block),
     }
     environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", cores),
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-setup.kv_tokens * setup.model.kv_bytes_per_token // 2**30))),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(environments.BENCH / "cache-vllm"),

@@ -86,7 +86,7 @@ def checked(raw: Raw, most_tokens: int) -> Plan:
     lengths = scaled(length_pairs(raw.pairs), raw.scale)
     peers, urls = named_peers(raw.peers)
     cells = [Cell(prompt, new, level) for prompt, new in lengths for level in users]
-    turns = [of_conversations(raw, lengths[0], level) for level in users if 2 * level <= raw.conversations]
+    turns = [of_conversations(raw, lengths[0], level) for level in users if 4 * level <= raw.conversations]
     fitting = [cell for cell in (*cells, *turns) if cell.longest <= most_tokens]
     if not fitting:
         least = min(cell.longest for cell in cells)
@@ -171,9 +171,9 @@ def scaled(pairs: list[tuple[int, int]], scale: float) -> list[tuple[int, int]]:
 
 
 def of_conversations(raw: Raw, pair: tuple[int, int], users: int) -> Cell:
-    """The cell with conversations at a number of users: the first pair, shared out over the turns."""
-    prompt, new = (max(2, length // raw.turns) for length in pair)
-    return Cell(prompt, new, users, raw.conversations, raw.turns)
+    """The cell with conversations: a turn has the first pair's prompt, and all turns of a conversation share its answer."""
+    prompt, new = pair
+    return Cell(prompt, max(2, new // raw.turns), users, raw.conversations, raw.turns)
 
 
 def named_peers(text: str) -> tuple[tuple[str, ...], dict[str, str]]:

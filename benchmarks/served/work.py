@@ -72,15 +72,15 @@ def warm_asks(users: int, vocab_size: int, seed: str) -> list[Ask]:
     return [Ask(f"w{user}", [rng.randrange(FIRST_ID, vocab_size) for _ in range(8)], 4) for user in range(users)]
 
 
-def kv_tokens_for(cells: Sequence[Cell], block: int = 256) -> int:
-    """Tokens of KV that the servers get for these cells, a multiple of `block`.
+def kv_tokens_for(cells: Sequence[Cell], block: int = 128) -> int:
+    """Tokens of KV that the servers get for these cells, a multiple of `block`, the largest block of a server.
 
     Without conversations: room for all users of the largest cell, and a quarter more. With them: half of what all conversations
     come to, but enough for the users that are answered at the same time.
     """
     needed = 0
     for cell in cells:
-        at_once = cell.users * (cell.longest + block)
+        at_once = cell.users * -(-cell.longest // block) * block + block
         half = cell.conversations * cell.longest // 2
         needed = max(needed, at_once, half) if cell.conversations else max(needed, at_once * 5 // 4)
     return -(-needed // block) * block

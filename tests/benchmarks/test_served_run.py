@@ -1,0 +1,170 @@
+"""`bench served` as a whole: this server with the default model beside a fake peer, seconds long; and who takes no part."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers import environments
+from benchmarks.peers.errors import Skipped
+from benchmarks.served import checkpoint, contestants, llamacpp, memory, report
+from benchmarks.served.answers import DriverFailed
+from benchmarks.served.contestants import Setup
+from benchmarks.served.measure import Drivers, Lane, Outcome, one
+from benchmarks.served.servers import Server, Start
+from benchmarks.served.work import Cell
+from deploy.errors import UserError
+from deploy.progress import Progress
+from tests.benchmarks.fake_server import fake_server
+from tests.benchmarks.test_served_options import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = "--pairs 64:32 --scale 0.5 --users 1,2 --requests 2 --repeats 2 --seconds 20 --conversations 8 --turns 2"
+
+
+def run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command, to its end."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.served",
+        *OPTIONS.split(),
+        "--driver",
+        "python",
+        "--out",
+        str(out),
+        *words,
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of results of one run."""
+    out = tmp_path_factory.mktemp("served")
+    with fake_server(pace_s=0.002) as fake:
+        done = run(out, "--peers", f"fake={fake.url}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "32:16, 2 users, fake: " in done.stderr
+    return out
+
+
+def test_every_cell_has_every_server_and_wire_with_all_tokens(measured: Path) -> None:
+    document = json.loads((measured / "served.json").read_text())
+    lanes = ["everbatch", "fake", "everbatch-http", "everbatch-grpc"]
+    cells = ["32:16, 1 user", "32:16, 2 users", "32:8, 1 user, 8 conversations of 2 turns"]
+    cells.append("32:8, 2 users, 8 conversations of 2 turns")
+    assert [(row["cell"], row["lane"]) for row in document["rows"]] == [
+        (cell, lane) for cell in cells for lane in lanes
+    ]
+    for row in document["rows"]:
+        assert (row["driver"], row["failures"], len(row["repeats"])) == ("python", [], 2), row
+        requests = 16 if row["conversations"] else 2 * row["users"]
+        for figures in row["repeats"]:
+            assert (figures["requests"], figures["failed"]) == (requests, 0), row
+            assert figures["output_tokens"] == requests * row["new"], row
+        assert ("returning_first_token_ms_p50" in row["median"]) == bool(row["conversations"])
+
+
+def test_the_report_is_one_file_that_asks_for_nothing(measured: Path) -> None:
+    page = (measured / "served.html").read_text()
+    wanted: list[tuple[str, str]] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            wanted.extend((tag, name) for name, _ in attributes if name in ("src", "href", "srcset", "data"))
+            assert tag not in ("script", "link", "img", "iframe", "object"), tag
+
+    Reader().feed(page)
+    assert wanted == []
+    assert re.search(r"url\(|@import", page) is None
+    assert page.count("<svg") == 10
+    assert (measured / "served.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_names_in_the_results_cannot_become_markup(measured: Path) -> None:
+    document = json.loads((measured / "served.json").read_text())
+    document["model"]["name"] = document["skipped"]["x"] = "<script>alert(1)</script>"
+    document["rows"][1]["lane"] = '"><script>alert(1)</script>'
+    assert "<script" not in report.html_of(document)
+
+
+def test_a_wrong_option_ends_with_one_sentence_before_anything_is_started(tmp_path: Path) -> None:
+    done = run(tmp_path, "--seconds", "nan")
+    assert done.returncode == 2
+    assert done.stdout.strip() == "bench served: --seconds is nan, allowed is 1 to 3600"
+    assert "starting" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["vllm", "llamacpp", "openvino"])
+def test_a_peer_that_is_not_installed_is_named_with_the_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "BENCH", tmp_path)
+    monkeypatch.setattr(llamacpp, "PROGRAM", tmp_path / "none")
+    setup = Setup(checkpoint.directory_of(""), 1024, 1, 128, tmp_path, Progress())
+    with pytest.raises(Skipped, match=f"it is not installed; ./everbatch bench served --install {name}"):
+        contestants.STARTS[name](setup)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_ends_is_skipped_with_its_last_words(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "print('no such model'); raise SystemExit(3)")
+    server = Server(Start("gone", "http://127.0.0.1:9", "any", command), tmp_path / "log")
+    try:
+        with pytest.raises(Skipped, match="its process ended; its last words: no such model"):
+            server.wait_ready(lambda: None)
+    finally:
+        server.close()
+
+
+def test_a_paused_server_is_ended_too(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import time; time.sleep(600)")
+    server = Server(Start("slow", "http://127.0.0.1:9", "any", command), tmp_path / "log")
+    process = server._process
+    assert process is not None
+    server.pause()
+    server.close()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_a_driver_that_fails_leaves_its_reason_in_the_row(tmp_path: Path) -> None:
+    def failing(*_: Any) -> list[Any]:
+        raise DriverFailed("AIPerf failed: no tokenizer")
+
+    outcome, cell = Outcome(), Cell(4, 2, users=1)
+    with fake_server() as fake:
+        lane = Lane(Server(Start("fake", fake.url, "any"), tmp_path / "log"), "openai")
+        drivers = Drivers(failing, "aiperf")
+        one(plan(tmp_path), checkpoint.directory_of(""), cell, lane, 0, drivers, outcome, Progress())
+    (row,) = outcome.rows.values()
+    assert (row.driver, row.repeats, row.failures) == ("aiperf", [], ["AIPerf failed: no tokenizer"])
+
+
+def test_servers_that_do_not_fit_into_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = checkpoint.directory_of("")
+    memory.check(plan(tmp_path, peers=""), model)
+    monkeypatch.setattr(memory, "available", lambda: 1 << 20)
+    with pytest.raises(UserError, match=r"1 servers take about .* GiB, 0\.0 are available; give fewer --peers"):
+        memory.check(replace(plan(tmp_path, peers="")), model)
+
+
+def test_a_borrowed_tokenizer_gets_a_text_for_every_token(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 5000}))
+    (tmp_path / "tokenizer.json").write_text((checkpoint.DEFAULT / "tokenizer.json").read_text())
+    checkpoint.give_every_token_a_text(tmp_path)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 5000
+    assert tokenizer.decode([4999]).strip() == "w4999"
