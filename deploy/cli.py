@@ -304,7 +304,8 @@ def bench_command(
     if name not in known:
         raise fail(UserError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}"))
     command = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
-    environment = os.environ | {"EVERBATCH_CALLED_FROM": os.getcwd()}  # what relative paths of its arguments begin with
+    # Benchmarks run in the checkout; relative paths in their arguments start from this directory all the same.
+    environment = os.environ | {"EVERBATCH_CALLED_FROM": os.getcwd()}
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
 
 

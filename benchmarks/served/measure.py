@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -118,11 +119,9 @@ def lanes_of(servers: Sequence[Server], wires: Sequence[str]) -> list[Lane]:
 
 def started(plan: Plan, setup: Setup, outcome: Outcome, stack: ExitStack) -> list[Server]:
     """The servers that are ready, stopped as far as they bear it. Raises Skipped when this one does not start."""
-    makers: dict[str, Callable[[], Start]] = {OURS: lambda: contestants.ours(setup)}
-    makers |= {name: lambda name=name: contestants.STARTS[name](setup) for name in plan.peers}
-    makers |= {
-        name: lambda name=name, url=url: contestants.running_already(name, url) for name, url in plan.urls.items()
-    }
+    makers: dict[str, Callable[[], Start]] = {OURS: partial(contestants.ours, setup)}
+    makers |= {name: partial(contestants.STARTS[name], setup) for name in plan.peers}
+    makers |= {name: partial(contestants.running_already, name, url) for name, url in plan.urls.items()}
     servers = []
     for name, make in makers.items():
         if name in outcome.skipped:
