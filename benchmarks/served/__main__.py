@@ -101,6 +101,8 @@ def run(plan: Plan, progress: Progress) -> None:
     try:
         measure(plan, model, drivers, outcome, progress)
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # seconds, which a second Ctrl-C is not to lose
+            signal.signal(number, signal.SIG_IGN)
         if any(row.repeats for row in outcome.rows.values()):
             show(plan, model, drivers, outcome)
 
