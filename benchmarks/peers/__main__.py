@@ -205,7 +205,9 @@ def alone() -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError("another `bench peers` or `bench served` runs in this checkout; wait until it has ended") from None
+            raise UserError(
+                "another `bench peers` or `bench served` runs in this checkout; wait until it has ended"
+            ) from None
         yield
 
 
