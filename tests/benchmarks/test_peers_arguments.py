@@ -73,7 +73,8 @@ def test_more_tokens_than_the_model_takes_are_refused(checkpoint: Path) -> None:
         peers.check(work)
 
 
-def test_a_second_run_is_kept_out() -> None:
+def test_a_second_run_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "BENCH", tmp_path)  # a test of `bench served` may hold the checkout's own lock
     with peers.alone(), pytest.raises(UserError, match="another `bench peers` or `bench served` runs"), peers.alone():
         pass
 

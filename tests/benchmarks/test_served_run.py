@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -103,6 +104,35 @@ def test_a_wrong_option_ends_with_one_sentence_before_anything_is_started(tmp_pa
     assert done.returncode == 2
     assert done.stdout.strip() == "bench served: --seconds is nan, allowed is 1 to 3600"
     assert "starting" not in done.stderr
+
+
+def test_ctrl_c_keeps_what_was_measured_and_leaves_no_server(tmp_path: Path) -> None:
+    words = ("--driver", "python", "--peers", "", "--wires", "grpc,openai", "--repeats", "20", "--seconds", "60")
+    command = [sys.executable, "-m", "benchmarks.served", *OPTIONS.split(), "--out", str(tmp_path), *words]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        seen = next((line for line in process.stderr if " tokens/s, " in line), "")
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(120) == 130, seen + rest
+    document = json.loads((tmp_path / "served.json").read_text())
+    assert 1 <= sum(len(row["repeats"]) for row in document["rows"]) < 160
+    assert (tmp_path / "served.png").exists()
+    assert servers_of_this_checkout() == []
+
+
+def servers_of_this_checkout() -> list[str]:
+    """The command lines of servers that `bench served` has started here."""
+    marks = (b"serve", str(checkpoint.DEFAULT).encode(), contestants.MODEL_NAME.encode())
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if all(mark in words for mark in marks):
+            found.append(b" ".join(words).decode())
+    return found
 
 
 @pytest.mark.parametrize("name", ["vllm", "llamacpp", "openvino"])
