@@ -31,7 +31,7 @@ def html_of(document: dict[str, Any]) -> str:
     model, machine = document["model"], document["machine"]
     about = (
         f"{model['name']}: {model['shape']}, {model['weights']} · {machine['cpu']}, {machine['cores']} cores · "
-        f"{document['date']} · medians of {document['options']['repeats']} measurements"
+        f"{document['date']} · {document['options']['repeats']} measurements of each server in each cell, medians"
     )
     lanes = lanes_of(document)
     body = [
