@@ -31,6 +31,7 @@ from benchmarks.served.options import DRIVERS, INSTALLED, PAIRS, PEERS, WIRES, P
 from deploy.errors import UserError
 from deploy.progress import Progress
 
+IDLE_LOAD = 0.5  # of the system, over the last minute
 console = Console() if sys.stdout.isatty() else Console(width=130)
 
 
@@ -98,6 +99,10 @@ def run(plan: Plan, progress: Progress) -> None:
     memory.check(plan, model)
     drivers = drivers_of(plan, model, progress)
     outcome = Outcome()
+    if outcome.load > IDLE_LOAD:
+        progress.step(
+            f"the machine is busy (load {outcome.load:.1f}): servers whose threads spin fall far behind on it"
+        )
     try:
         measure(plan, model, drivers, outcome, progress)
     finally:

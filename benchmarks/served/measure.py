@@ -6,6 +6,7 @@ conversations. In a phase all servers run at the same time; those that bear it a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -62,11 +63,12 @@ class Row:
 
 @dataclass
 class Outcome:
-    """`servers`: what took part, with its version. `skipped`: reasons by name."""
+    """`servers`: what took part, with its version. `skipped`: reasons by name. `load`: the system's, before anything started."""
 
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     servers: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def row(self, cell: Cell, lane: Lane, driver: str) -> Row:
         """The row of a cell and a lane, made if need be."""

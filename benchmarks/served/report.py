@@ -168,6 +168,7 @@ def notes(document: dict[str, Any]) -> list[str]:
         f"{options['seconds']:g} s; answers are as long as asked for, greedy. Prompts are the same token ids for all servers.",
         f"Goodput counts requests with the first token within {limits['first_token_ms']:,g} ms and "
         f"{limits['inter_token_ms']:,g} ms from token to token. Thin bars in the charts span the repeats.",
+        f"The load of the machine before the servers started was {document['machine']['load']:.1f}.",
         "Servers: " + ", ".join(f"{name} {version}".strip() for name, version in document["servers"].items()) + ".",
         "Driven: " + ", ".join(drivers) + ".",
         *(f"{name} took no part: {reason}" for name, reason in document["skipped"].items()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ def document_of(plan: Plan, model: dict[str, Any], driver: str, outcome: Outcome
         "kind": KIND,
         "version": VERSION,
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": {"cpu": cpu_name(), "cores": _cores()},
+        "machine": {"cpu": cpu_name(), "cores": _cores(), "load": outcome.load},
         "model": model,
         "driver": driver,
         "options": {
@@ -66,6 +67,4 @@ def write(document: dict[str, Any], directory: Path) -> Path:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0))
