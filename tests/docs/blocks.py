@@ -13,7 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "deploy/kubernetes/README.md"]
-PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]  # those of design and lab are for developers
+PAGES += [
+    f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))
+]  # those of design and lab are for developers
 DATA = ("text", "json", "yaml")
 # Reason: what a block asks for that the tests lack.
 NEEDS = {

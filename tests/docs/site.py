@@ -13,7 +13,13 @@ from pathlib import Path
 from urllib.parse import unquote
 
 ROOT = Path(__file__).parents[2]
-FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}  # tag: what a browser loads by itself
+FETCHED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "link": "href",
+}  # tag: what a browser loads by itself
 COUNTED = ("h1", "h2", "h3", "h4", "li", "table", "tr", "pre", "img")
 
 

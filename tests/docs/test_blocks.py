@@ -105,13 +105,17 @@ def test_a_mistyped_option_command_setting_and_benchmark_are_noticed() -> None:
 def test_modules_and_files_of_this_repository_that_a_block_names_exist(block: Block) -> None:
     modules = re.findall(r"python -m ((?:tests|tools|benchmarks|gateway|client)[\w.]*)", block.commands)
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
-    files = re.findall(r"(?<![\w/.])(?:requirements|deploy|tests|tools|models|model_repository)/[\w./*-]+", block.commands)
+    files = re.findall(
+        r"(?<![\w/.])(?:requirements|deploy|tests|tools|models|model_repository)/[\w./*-]+", block.commands
+    )
     assert [name for name in files if not list(ROOT.glob(name.rstrip("./")))] == []
 
 
 def test_the_parts_of_a_block_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("x\n\n```console needs=gpu\n$ ./everbatch serve \\\n    --model DIR   # a\nready\n$ A=1 ./everbatch top & curl x\n```\n")
+    page.write_text(
+        "x\n\n```console needs=gpu\n$ ./everbatch serve \\\n    --model DIR   # a\nready\n$ A=1 ./everbatch top & curl x\n```\n"
+    )
     (block,) = blocks(str(page))
     assert (block.line, block.tag, block.needs) == (4, "console", "gpu")
     assert block.own_commands == [["serve", "--model", "DIR"], ["top"]] and "ready" not in block.commands

@@ -17,7 +17,10 @@ from tools import docs_site
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-PLACES = sorted({docs_site.place_of(str(path.relative_to(ROOT))) for path in (ROOT / "docs").rglob("*.md")} | {*docs_site.PLACES.values()})
+PLACES = sorted(
+    {docs_site.place_of(str(path.relative_to(ROOT))) for path in (ROOT / "docs").rglob("*.md")}
+    | {*docs_site.PLACES.values()}
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,16 @@ def test_the_navigation_goes_in_the_order_in_which_a_newcomer_asks() -> None:
     tabs = [name for entry in CONFIG["nav"] for name in entry]
     assert tabs == ["Start", "Your model", "Your client", "Requests", "Operation", "Reference", "Design", "Laboratory"]
     order = list(places_in(CONFIG["nav"]))
-    asked = ["start.md", "models.md", "client.md", "openai.md", "anthropic.md", "tools.md", "several-models.md", "container.md"]
+    asked = [
+        "start.md",
+        "models.md",
+        "client.md",
+        "openai.md",
+        "anthropic.md",
+        "tools.md",
+        "several-models.md",
+        "container.md",
+    ]
     assert [place for place in order if place in asked] == asked
 
 

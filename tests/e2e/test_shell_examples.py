@@ -41,7 +41,9 @@ _SPEED = re.compile(r"(?<= )[\d.]+(?= tokens/s| ms\b)")
 
 
 def elsewhere(block: Block) -> str | None:
-    return next((test for (page, begin), test in ELSEWHERE.items() if page == block.page and block.text.startswith(begin)), None)
+    return next(
+        (test for (page, begin), test in ELSEWHERE.items() if page == block.page and block.text.startswith(begin)), None
+    )
 
 
 HERE = [block for block in ALL if block.tag in ("sh", "console") and not block.needs and elsewhere(block) is None]
