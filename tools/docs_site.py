@@ -1,8 +1,8 @@
-"""What mkdocs calls while it builds docs/ as a site (mkdocs.yml names this file under `hooks`).
+"""Hooks that mkdocs calls while it builds docs/ as a site (mkdocs.yml names this file under `hooks`).
 
-The pages are written for GitHub: links lead to files of the whole repository, and headings have GitHub's anchors. Here the site gets
-the pages and files that lie outside docs/, every link is turned to the place that its target has in the site, and
-anchors are made as GitHub makes them.
+The pages are written for GitHub: links lead to files of the whole repository, and headings have GitHub's anchors. The hooks
+add the pages and files that lie outside docs/, turn each link to the place that its target has in the site, and make anchors
+as GitHub makes them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted({linked for page, text in pages for linked in _linked(page, text)}):
         place, target = place_of(path), ROOT / path
         if files.get_file_from_path(place) is None:
-            content = {"abs_src_path": str(target)} if _is_copied(target) else {"content": source_page(target)}
-            files.append(File.generated(config, place, **content))
+            content = target.read_bytes() if _is_copied(target) else source_page(target)
+            files.append(File.generated(config, place, content=content))
     return files
 
 

@@ -1,7 +1,7 @@
 """The blocks of code on the pages for users: their language tags, why some are not run, and the command lines in them.
 
-A block is tagged `sh` (a test runs it), `console` (`$ command` and what it prints; a test runs it), `sh needs=REASON` (no test runs it,
-for a reason of NEEDS), `python`, or with the language of data. tests/e2e/test_shell_examples.py runs what is to be run.
+A block is tagged `sh` (a test runs it), `console` (`$ command` and what it prints; a test runs it), `sh needs=REASON` (no
+test runs it, for a reason of NEEDS), `python`, or with the language of data. tests/e2e/test_shell_examples.py runs the first two.
 """
 
 from __future__ import annotations

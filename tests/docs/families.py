@@ -1,7 +1,7 @@
-"""What an operator or a client may be told, found where the sources make it, and the row of docs/troubleshooting.md that it belongs to.
+"""Finds the messages that an operator or a client may see, and the rows of docs/troubleshooting.md that they belong to.
 
-What fails or waits (`BY_TEXT`, and what is logged as a warning or an error) needs a row that quotes its text. A refusal names the value, the
-limit and the remedy itself; it needs a family of the page, which stands for the kinds of errors of some files (`FAMILIES`).
+A message of a failure (`BY_TEXT`, and each warning or error that is logged) needs a row that quotes its text. A refusal names
+value, limit and remedy itself; it needs a family of the page, which stands for kinds of errors of some files (`FAMILIES`).
 """
 
 from __future__ import annotations
@@ -79,15 +79,12 @@ FAMILIES: dict[str, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {
     ],
     "A guide": [(("GuideError", "InvalidGuide"), ("backend/",))],
     "An argument in Python": [
-        ((*_CONFIG, *_INVALID, *_NOT_SERVED, "ParameterError", "TypeError", "ValueError"), ("compat/",)),
-        (("TypeError", "ValueError", "InvalidArgument"), ("client/",)),
+        ((*_CONFIG, *_INVALID, *_NOT_SERVED, "ParameterError"), ("compat/",)),
+        (("InvalidArgument",), ("client/",)),
     ],
     "A body at the OpenAI endpoint": [(("GatewayError",), ("gateway/",))],
 }
-OF_REFUSALS = frozenset(name for parts in FAMILIES.values() for names, _ in parts for name in names) - {
-    "TypeError",
-    "ValueError",
-}
+OF_REFUSALS = frozenset(name for parts in FAMILIES.values() for names, _ in parts for name in names)
 # Exceptions of the project that nobody outside it sees, and why.
 INTERNAL = {
     "BackgroundError": "carries an error of the loop to a caller of the LLM API, with its text",
@@ -128,7 +125,7 @@ _LEAST = 8  # characters: a shorter text is a name, or comes from elsewhere
 
 @dataclass(frozen=True)
 class Message:
-    """One text with gaps that the sources make: the file, relative to the root, its line, and the error or `log` that it goes into."""
+    """One text with gaps that the sources make: the file, relative to the root, its line, and the error that has it."""
 
     path: str
     line: int
@@ -170,7 +167,7 @@ def family(message: Message) -> str | None:
 
 
 def is_quoted(text: str, rows: list[str]) -> bool:
-    """True if one of the quotations of the page, in which `...` stands for anything, is this text. One that says nothing is none."""
+    """True if one of the page's quotations, in which `...` stands for anything, is this text. One without words is none."""
     rows = [row for row in rows if _has_words(row.replace("...", GAP))]
     return any(re.fullmatch(".*".join(map(re.escape, row.split("..."))), text, re.DOTALL) for row in rows)
 

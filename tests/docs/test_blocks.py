@@ -1,4 +1,4 @@
-"""Every block of code on the pages for users is run by a test, or says by its tag why none runs it; its command lines are real."""
+"""Each block of code on the pages for users is run by a test, or says by its tag why not; its command lines are real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of the pages on the LLM API, its adapters and two engines, each in a program of its own, as a reader would run them."""
+"""The examples of the pages on the LLM API, its adapters and two engines, each in a program of its own."""
 
 from __future__ import annotations
 
