@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """mkdocs calls it with the files of docs/: adds those of PLACES, and each file of the repository that a page links to."""
+    """mkdocs calls it with the files of docs/: adds those of PLACES, each file that a page links to, and the reference."""
     from mkdocs.structure.files import File
+
+    sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
+    from tools import docs_reference
 
     files.remove(files.get_file_from_path("README.md"))
     for path, place in PLACES.items():
@@ -54,12 +58,14 @@ def on_files(files: Any, config: Any) -> Any:
         if files.get_file_from_path(place) is None:
             content = target.read_bytes() if _is_copied(target) else source_page(target)
             files.append(File.generated(config, place, content=content))
+    for place, text in docs_reference.pages().items():
+        files.append(File.generated(config, place, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """mkdocs calls it for each page before it is rendered."""
-    if page.file.src_uri.startswith(SOURCES + "/"):
+    if page.file.src_uri.startswith((f"{SOURCES}/", "reference/")):
         return markdown
     return _NEEDS.sub(r'```\1 title="needs \2"', with_links_of_the_site(markdown, page.file.src_uri))
 

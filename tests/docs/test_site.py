@@ -13,7 +13,7 @@ import yaml
 from markdown_it import MarkdownIt
 
 from tests.docs import site
-from tools import docs_site
+from tools import docs_reference, docs_site
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -40,7 +40,7 @@ def places_in(entry: Any) -> Iterator[str]:
 
 
 def test_every_page_is_once_in_the_navigation() -> None:
-    assert sorted(places_in(CONFIG["nav"])) == PLACES
+    assert sorted(places_in(CONFIG["nav"])) == sorted([*PLACES, *docs_reference.pages()])
 
 
 def test_the_navigation_goes_in_the_order_in_which_a_newcomer_asks() -> None:
@@ -97,6 +97,22 @@ def test_links_are_turned_to_where_the_site_has_their_target() -> None:
         "[a](index.md#a-model-of-your-own) [b](design/ranks.md) [c](sources/deploy/nginx.conf.md) [d](https://h/x)"
     )
     assert "[e](../README.md)" in turned
+
+
+def test_the_reference_has_every_name_that_can_be_imported_with_its_docstring(built: Path) -> None:
+    import client
+
+    page = docs_reference.pages()["reference/client.md"]
+    assert [name for name in client.__all__ if f"## `{name}`\n" not in page] == []
+    assert "### `EverbatchClient.stream`" in page and "EverbatchClient(\n    url: str | None=None,\n" in page
+    assert str(client.EverbatchClient.__doc__).partition("\n")[0] in page
+    assert {"everbatchclient", "everbatchclientstream"} <= site.read(built / "reference/client.html").anchors
+
+
+def test_the_reference_of_the_command_line_has_each_help_text() -> None:
+    page = docs_reference.pages()["reference/command-line.md"]
+    texts = [path.read_text().strip("\n") for path in (ROOT / "deploy" / "help").glob("*.txt")]
+    assert len(texts) > 5 and [text for text in texts if text not in page] == []
 
 
 def test_the_pins_of_the_site_are_those_of_the_tests() -> None:
