@@ -38,6 +38,7 @@ exec "{python}" -P -m deploy.cli "$@"
 CURL = '#!/bin/sh\nexec "{curl}" --silent --show-error --fail-with-body --max-time 60 "$@"\n'
 _ADDRESS = re.compile(r"\b(localhost|127\.0\.0\.1):(8000|8001|8002|9000)\b")
 _SPEED = re.compile(r"(?<= )[\d.]+(?= tokens/s| ms\b)")
+_ERROR = re.compile(r'(?<!\\)"error": ?[{"]')  # a key of an answer, not a text in it
 
 
 def elsewhere(block: Block) -> str | None:
@@ -125,7 +126,7 @@ def test_a_block_does_what_it_is_for(shell: Shell, block: Block) -> None:
     said = "\n".join(line[2:] for line in block.text.splitlines() if line.startswith("> "))
     printed = shell.bash(shell.at_this_server(block.commands), typed=said)
     asks = re.search(r"curl|everbatch (generate|chat|top)", block.commands)
-    assert '"error"' not in printed and bool(printed.strip()) == bool(asks)
+    assert not _ERROR.search(printed) and bool(printed.strip()) == bool(asks)
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
@@ -158,3 +159,10 @@ def test_the_keys_of_the_page_are_taken_by_the_endpoint(shell: Shell) -> None:
     shell.bash(block.text)
     taken = read_keys(shell.directory / "keys", served=["everbatch", "doll"])
     assert {client.name for client in taken.values()} == {"alice", "bob", "operator"}
+
+
+def test_a_block_that_is_refused_fails(shell: Shell) -> None:
+    with pytest.raises(AssertionError, match="nobody"):
+        shell.bash(shell.at_this_server("curl localhost:8000/v2/models/nobody/generate -d '{}'"))
+    with pytest.raises(AssertionError, match="No such option"):
+        shell.bash('./everbatch generate "x" --max-token 3')
