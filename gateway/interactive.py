@@ -1,13 +1,12 @@
 """LMDeploy's own routes: /v1/chat/interactive, whose sessions are kept here under numbers, and /v1/encode.
 
-A session is a Conversation of the store under a number that the client chooses, within the namespace of its key. It is bounded
-and forgotten as all conversations are. The KV of its turns is found by their tokens.
+A session is kept in the store under a number that the client chooses, within the namespace of its key. It is bounded and
+forgotten as conversations are. The KV of its turns is found by their tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -25,10 +24,9 @@ from gateway.items import Item, message_item, turns_of
 from gateway.messages import ChatRequest
 from gateway.openapi import answer_of, as_json, body_of
 from gateway.request_context import RequestContext, visit_of
-from gateway.store import Conversation
+from gateway.store import Session
 from gateway.triton_client import Piece
 
-TOKENS = "tokens"  # key of a session's metadata: tokens of its turns so far
 _SAME_NAME = (
     "temperature",
     "top_p",
@@ -117,8 +115,14 @@ async def _answer(
     """Generate a turn, tell the client of it, and keep it in its session. Raises GatewayError."""
     session, added = _session(gateway, context, message.session_id), _items(message)
     (job,) = gateway.jobs([translate.Asked(_request(message, [*session.items, *added]), None)], context, model)
-    reply, tokens, history, held = Reply(), 0, int(session.metadata[TOKENS]), ""
-    async with aclosing(pieces(gateway.link, [job], context)) as source:
+    reply, tokens, history, held = Reply(), 0, session.tokens, ""
+
+    async def waiting() -> None:
+        """A chunk without text, so that a proxy does not end a stream that waits for the server."""
+        if out.started:
+            await out.event(_line(_chunk("", tokens, 0, history, None)))
+
+    async with aclosing(pieces(gateway.link, [job], context, waiting)) as source:
         async for piece in _until(stop, source):
             reply.add(piece)
             tokens += len(piece.token_ids)
@@ -155,19 +159,17 @@ def _id(session_id: int) -> str:
     return f"interactive_{session_id}"
 
 
-def _session(gateway: Gateway, context: RequestContext, session_id: int) -> Conversation:
+def _session(gateway: Gateway, context: RequestContext, session_id: int) -> Session:
     """The session, or an empty one."""
     found = None if session_id == -1 else gateway.store.get(context.namespace, _id(session_id))
-    if isinstance(found, Conversation):
-        return found
-    return Conversation(_id(session_id), int(time.time()), {TOKENS: "0"}, ())
+    return found if isinstance(found, Session) else Session(_id(session_id))
 
 
 def _keep(
     gateway: Gateway,
     context: RequestContext,
     message: InteractiveRequest,
-    session: Conversation,
+    session: Session,
     added: list[Item],
     tokens: int,
 ) -> None:
@@ -177,8 +179,7 @@ def _keep(
     if not message.interactive_mode:
         gateway.store.delete(context.namespace, session.id)
         return
-    items = (*session.items, *added)
-    gateway.store.put(context.namespace, Conversation(session.id, session.created, {TOKENS: str(tokens)}, items))
+    gateway.store.put(context.namespace, session.with_turn(added, tokens))
 
 
 def _items(message: InteractiveRequest) -> list[Item]:
