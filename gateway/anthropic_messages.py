@@ -18,7 +18,7 @@ BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class CacheControl(Wire):
-    """Every prompt is cached, so it changes nothing but what the usage tells (gateway/anthropic_answers.py)."""
+    """Every prompt is cached, so it changes nothing but how the usage divides the prompt's tokens."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
