@@ -20,8 +20,8 @@ from gateway.choices import Reply, pieces
 from gateway.core import Gateway
 from gateway.errors import GatewayError
 from gateway.interactive_messages import EncodeBody, EncodeRequest, InteractiveBody, InteractiveRequest
-from gateway.items import Item, message_item, turns_of
-from gateway.messages import ChatRequest
+from gateway.items import Item, call_item, message_item, output_item, reasoning_item, turns_of
+from gateway.messages import ChatMessage, ChatRequest
 from gateway.openapi import answer_of, as_json, body_of
 from gateway.request_context import RequestContext, visit_of
 from gateway.store import Session
@@ -186,8 +186,18 @@ def _items(message: InteractiveRequest) -> list[Item]:
     """The messages of this turn. Raises GatewayError."""
     if isinstance(message.prompt, str):
         return [message_item("user", message.prompt)]
-    turns = [translate.chat_turn(turn, index) for index, turn in enumerate(message.prompt)]
-    return [message_item(turn["role"], turn["content"]) for turn in turns]
+    return [item for index, turn in enumerate(message.prompt) for item in _items_of(turn, index)]
+
+
+def _items_of(turn: ChatMessage, index: int) -> list[Item]:
+    """A turn, with its reasoning ahead of it and its calls behind it. Raises GatewayError."""
+    shown = translate.chat_turn(turn, index)
+    if turn.role == "tool":
+        return [output_item(shown["tool_call_id"], shown["content"])]
+    reasoning = shown.get("reasoning_content")
+    calls = [call_item(call.id, call.function.name, call.function.arguments) for call in turn.tool_calls or []]
+    ahead = [] if reasoning is None else [reasoning_item(reasoning)]
+    return [*ahead, message_item(shown["role"], shown["content"]), *calls]
 
 
 def _request(message: InteractiveRequest, items: list[Item]) -> dict[str, Any]:

@@ -148,6 +148,21 @@ def test_sessions_belong_to_their_key(serve: Callable[..., Any], triton: FakeTri
         assert [text for _, text in turns(triton)] == ["secret-of-number-2", TEXT, "more"]
 
 
+def test_calls_and_reasoning_of_earlier_turns_reach_the_model(client: APIClient, triton: FakeTriton) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    given = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two", "reasoning_content": "why", "tool_calls": [call]},
+        {"role": "tool", "content": "three", "tool_call_id": "c"},
+    ]
+    next(client.chat_interactive_v1(given, session_id=9, interactive_mode=True))
+    next(client.chat_interactive_v1("four", session_id=9))
+    _, answer, result, own, last = triton.last().body["messages"]
+    assert answer["reasoning_content"] == "why" and answer["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert result == {"role": "tool", "content": "three", "tool_call_id": "c"}
+    assert (own["role"], last["content"]) == ("assistant", "four")
+
+
 def test_a_session_is_no_conversation(client: APIClient, served: Served) -> None:
     """Whoever guesses its number can neither read nor change it there."""
     next(client.chat_interactive_v1("one", session_id=8, interactive_mode=True))
