@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-OVERHEAD_BYTES = 1024  # memory of a response besides its texts
+OVERHEAD_BYTES = 1024  # memory of a response besides its items and texts
+ITEM_BYTES = 768  # memory of an item besides its texts
 Item = dict[str, Any]
 
 
@@ -87,7 +88,7 @@ def _added(last: Stored | None, added: Iterable[Item]) -> Stored:
 
 
 def _size_of(items: Iterable[Item]) -> int:
-    return sum(len(str(value).encode()) for item in items for value in item.values())
+    return sum(ITEM_BYTES + sum(len(str(value).encode()) for value in item.values()) for item in items)
 
 
 Kept = Stored | Conversation | Session

@@ -14,7 +14,7 @@ from gateway.items import items_of
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import ResponseRequest
 from gateway.settings import Settings
-from gateway.store import OVERHEAD_BYTES, Conversation, ResponseStore
+from gateway.store import ITEM_BYTES, OVERHEAD_BYTES, Conversation, ResponseStore
 from gateway.triton_client import Piece
 from gateway.turns import Turns
 from tests.gateway.conftest import Served
@@ -150,11 +150,8 @@ def test_a_conversation_that_grows_counts_as_it_is_now() -> None:
         sizes.append(store.held())
         conversation = conversation.with_items([item])
     grown = [size - sizes[0][1] for _, size in sizes]
-    assert [count for count, _ in sizes] == [1, 1, 1] and grown == [
-        0,
-        1000 + OVERHEAD_BYTES,
-        2 * (1000 + OVERHEAD_BYTES),
-    ]
+    each = 1000 + ITEM_BYTES + OVERHEAD_BYTES
+    assert [count for count, _ in sizes] == [1, 1, 1] and grown == [0, each, 2 * each]
 
 
 def test_a_conversation_that_grows_to_the_limit_displaces_nothing_but_what_there_is_no_room_for() -> None:
