@@ -117,26 +117,31 @@ class TritonLink:
         Nothing is read ahead: a slow reader holds the stream back.
         """
         call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
+        open_choices = job.choices - job.resumed
         try:
-            open_choices = job.choices - job.resumed
-            while (answer := await call.read()) is not grpc.aio.EOF:
+            while open_choices:
+                if (answer := await call.read()) is grpc.aio.EOF:
+                    raise ConnectionLost(ENDED_EARLY)
                 data = _contents(answer, job.origin)
                 for piece in _pieces(data):
                     if len(data) > LARGE_RESPONSE:
                         await self._turns.next()
+                    open_choices -= (
+                        piece.finish_reason is not None
+                    )  # first, because the reader may leave with the piece
                     yield piece
-                    open_choices -= piece.finish_reason is not None
-                if not open_choices:
-                    self._ending.add(ending := asyncio.ensure_future(_to_its_end(call)))
-                    ending.add_done_callback(self._ending.discard)
-                    call = None
-                    return
-            raise ConnectionLost(ENDED_EARLY)
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
-            if call is not None:
+            if open_choices:
                 call.cancel()  # nothing happens when it is over
+            else:
+                self._read_to_its_end(call)
+
+    def _read_to_its_end(self, call: Any, *, takes_more: bool = False) -> None:
+        """`takes_more`: requests may still be written to the stream."""
+        self._ending.add(ending := asyncio.ensure_future(_to_its_end(call, takes_more)))
+        ending.add_done_callback(self._ending.discard)
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[Callable[[Job], Awaitable[Piece]]]:
@@ -144,14 +149,18 @@ class TritonLink:
         which costs half of what a stream for each does. After an error another stream is needed. Raises GatewayError.
         """
         call = self._stub.ModelStreamInfer()
+        is_answered = True
 
         async def ask(job: Job) -> Piece:
+            nonlocal is_answered
+            is_answered = False
             try:
                 await call.write(self._message(job))
                 while (answer := await call.read()) is not grpc.aio.EOF:
                     if (
                         answer.error_message or answer.infer_response.raw_output_contents
                     ):  # else the end of the one before
+                        is_answered = True
                         if (piece := next(_pieces(_contents(answer, None)), None)) is None:
                             raise unavailable(ENDED_EARLY)
                         return piece
@@ -164,7 +173,10 @@ class TritonLink:
         try:
             yield ask
         finally:
-            call.cancel()
+            if is_answered:
+                self._read_to_its_end(call, takes_more=True)
+            else:
+                call.cancel()
 
     def _message(self, job: Job) -> Any:
         message = service_pb2.ModelInferRequest(model_name=job.triton_model or self._model, id=job.request_id)
@@ -207,12 +219,14 @@ class TritonLink:
         await self._channel.close()
 
 
-async def _to_its_end(call: Any) -> None:
+async def _to_its_end(call: Any, takes_more: bool) -> None:
     """Read until the server ends the stream. Triton keeps a request whose stream is cancelled after its last response, and with
     it the instance of the model, which can then never be unloaded.
     """
     try:
         async with asyncio.timeout(END_S):
+            if takes_more:
+                await call.done_writing()
             while await call.read() is not grpc.aio.EOF:
                 pass
     except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # The reply was complete.

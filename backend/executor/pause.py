@@ -8,6 +8,7 @@ end     an engine says hello: it gets all held commands, ahead of all new ones
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -92,7 +93,11 @@ class Pauses:
             held_s = self._replay.held_s(time.monotonic())
         why = self._why_over(held_s) if ids else ""
         if why:
-            self._refuse(ids, why)
+            with self._lock:
+                new = set(self._replay.overdue(time.monotonic(), -math.inf))
+            # A request that came during the pause has not run: it is not to hear that the engine ended while it did.
+            self._refuse((each for each in ids if each not in new), why)
+            self._refuse(new, NOT_BACK if self._process is None else why)
             with self._lock:
                 self._replay.let_go(time.monotonic())
 

@@ -156,8 +156,18 @@ def _compare(answers: dict[str, object], right: dict[str, object], outcome: Outc
     for name, answer in answers.items():
         outcome.num_requests += 1
         if answer != right[name]:
-            outcome.differences.append(f"{name}: {answer if isinstance(answer, Exception) else 'other bytes'}")
+            outcome.differences.append(f"{name}: {_first_difference(answer, right[name])}")
+            print(f"after {outcome.num_kills} kills, {outcome.differences[-1]}", flush=True)
     print(f"{outcome.num_kills} kills, {len(outcome.differences)} differences", end="\r", flush=True)
+
+
+def _first_difference(answer: object, right: object) -> str:
+    if isinstance(answer, Exception):
+        return f"{type(answer).__name__}: {answer}"
+    had, expected = repr(answer), repr(right)
+    at = next((n for n, (a, b) in enumerate(zip(had, expected, strict=False)) if a != b), min(len(had), len(expected)))
+    begin = max(0, at - 60)
+    return f"other bytes from character {at} on: ...{had[begin : at + 60]}... for ...{expected[begin : at + 60]}..."
 
 
 def _rounds(server: TritonServer, all_asks: dict[str, Ask], number: int, rng: random.Random, outcome: Outcome) -> None:

@@ -33,7 +33,7 @@ def pooled(browser: Any) -> Iterator[Launched]:
 def page(browser: Any, pooled: Launched) -> Iterator[Any]:
     with opened(browser, pooled.url.removesuffix("v1")) as found:
         # Sampled answers now and then have a text that is tokenized otherwise, so that less of them is found in the cache.
-        found.evaluate("""localStorage.setItem("everbatch.settings", '{"temperature": "0"}')""")
+        found.evaluate("""localStorage.setItem("everbatch.settings", '{"temperature": "0", "max_tokens": "200"}')""")
         found.reload()
         found.wait_for_selector("#model:not([disabled])")
         yield found

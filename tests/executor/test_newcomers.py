@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -11,6 +13,7 @@ from backend.api import EngineUnavailable, ErrorCode, Request
 from backend.api.config import LimitsConfig, TritonConfig
 from backend.core.messages import CLIENT_SHIFT, Submit
 from backend.executor import Executor
+from backend.executor.pause import Pauses
 from backend.executor.replay import Replay
 from tests.crashes.test_rules import hello
 from tests.executor.helpers import POOL
@@ -109,3 +112,27 @@ def test_one_that_waits_for_too_long_gets_unavailable(launch: Callable[..., Exec
     late = Heard(owner, stream([1, 5], 20))
     assert late.done.wait(60)
     assert late.responses[-1].error_code is ErrorCode.UNAVAILABLE and "not ready yet" in late.responses[-1].error_msg
+
+
+class Abandoned:
+    """The transport of an engine that will not come back."""
+
+    is_remote = True
+
+    def is_abandoned(self) -> bool:
+        return True
+
+
+def test_one_that_came_during_the_pause_is_not_told_that_the_engine_ended_while_it_ran() -> None:
+    pause, told = Pause(), {}
+    pauses = Pauses(
+        pause.replay, threading.Lock(), Abandoned(), None, lambda each: told.update({each.request_id: each})
+    )
+    pauses._config = msgspec.structs.replace(POOL, triton=TritonConfig(hold_new_s=60))
+    running = 1 << CLIENT_SHIFT | 1
+    pause.replay.add(running, pause.heard.append, Submit(running, stream([1, 2])), time.monotonic())
+    pause.replay.hold(time.monotonic())
+    new = pause.add(2, stream([1, 2]), time.monotonic())
+    pauses.look()
+    assert "ended while the request ran" in told[running].error_msg
+    assert "not ready yet" in told[new].error_msg and told[new].error_code is ErrorCode.UNAVAILABLE

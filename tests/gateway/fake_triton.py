@@ -92,6 +92,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.adapters = ["doll"]
         self.vllm_page: str | None = None  # what the engine's metrics are; None: they cannot be had
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
+        self.complete_streams = 0  # streams whose client has ended them, not cancelled
         self.losses = 0  # connections that break under "lose"
         self.live: dict[str, Any] | None = view()  # the answer to a look
         self.ready = True  # the server
@@ -142,6 +143,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         for message in requests:
             yield from self._serve(message, context)
+        self.complete_streams += context.is_active()
 
     def _serve(self, message: Any, context: Any) -> Iterator[Any]:
         raw = message.raw_input_contents[0]

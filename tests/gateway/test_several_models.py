@@ -8,6 +8,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 from gateway.loads import load_of
 from gateway.served import Served as Model
 from gateway.served import served_of
+from gateway.triton_client import Job, TritonLink
+from gateway.turns import Turns
 from tests.gateway.conftest import Served, serving
 from tests.gateway.fake_triton import FakeTriton
 from tests.gateway.test_keys import ALICE, BOB, write
@@ -223,3 +226,32 @@ def test_a_stream_is_read_to_its_end_when_its_reply_is_complete(triton: FakeTrit
             client.completions.create(model="everbatch", prompt="linger a")
         seen = triton.requests[-1]
         assert seen.ended.wait(60) and seen.was_cancelled is False
+
+
+def test_a_reader_who_leaves_with_the_last_response_does_not_cancel_the_stream(triton: FakeTriton) -> None:
+    async def ask() -> None:
+        link = TritonLink(triton.url, "everbatch", 30, Turns())
+        async with aclosing(link.stream(Job({"prompt": "linger a"}, "id", ""))) as source:
+            assert (await anext(source)).finish_reason == "stop"
+        while link._ending:
+            await asyncio.sleep(0.01)
+        await link.close()
+
+    asyncio.run(ask())
+    seen = triton.last()
+    assert seen.ended.wait(60) and seen.was_cancelled is False
+
+
+def test_a_stream_of_questions_is_ended_when_the_last_one_has_been_answered(triton: FakeTriton) -> None:
+    async def ask() -> None:
+        link = TritonLink(triton.url, "everbatch", 30, Turns())
+        for _ in range(3):
+            async with link.asking() as question:
+                await question(Job({"look": True}, "id", ""))
+        while link._ending:
+            await asyncio.sleep(0.01)
+        await link.close()
+
+    before = triton.complete_streams
+    asyncio.run(ask())
+    assert triton.complete_streams == before + 3
