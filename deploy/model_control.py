@@ -135,7 +135,7 @@ class ModelControl:
             self._replace(each)
 
     def note_failure(self, what: str, error: Exception) -> None:
-        """Tell the log of an error that nobody has foreseen."""
+        """Write an unexpected error to the log."""
         self._tell(f"{what} failed: {type(error).__name__}: {error}")
 
     def stop(self) -> None:

@@ -54,7 +54,7 @@ class Client:
 
 
 class Right(NamedTuple):
-    """What only some may do: keys whose line has the word; without keys, programs of this machine, or everybody."""
+    """A right of keys whose line has the word. Without keys it is a right of programs of this machine, or of everybody."""
 
     word: str
     forbidden: str  # the sentence "this key may not ..."

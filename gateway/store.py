@@ -64,7 +64,7 @@ class Session:
     """The turns of /v1/chat/interactive under a number that a client has chosen. No route of conversations finds it."""
 
     id: str
-    tokens: int = 0  # of all turns, prompts and answers
+    tokens: int = 0  # the number of tokens of all turns, prompts and answers together
     parent: Stored | None = None  # as in a Conversation
 
     @property
