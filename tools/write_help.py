@@ -13,7 +13,7 @@ import sys
 from deploy import ROOT
 from deploy.written_help import DIRECTORY, ROOT_PAGE
 
-COMMANDS = ("serve", "test", "doctor", "rank", "quantize", "convert", "bench", "generate", "chat")
+COMMANDS = ("serve", "test", "doctor", "rank", "quantize", "convert", "bench", "generate", "chat", "top")
 WIDTH = 80
 _PROGRAM = """
 import sys

@@ -319,7 +319,7 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: float = 300.0  # an engine that is in one step for so long is killed and started again too
     attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading, and requests for its return
     resume_requests: bool = True  # requests go on when the engine has died and is back; off: they get UNAVAILABLE
-    hold_new_s: float = 0.0  # new requests wait so long for an engine that is started again; 0: they get UNAVAILABLE
+    hold_new_s: float = 10.0  # new requests wait so long for an engine that is started again; 0: they get UNAVAILABLE
     spare_engine: bool = False  # a second process waits with torch loaded (0.3 GB), and takes over when the engine dies
 
 

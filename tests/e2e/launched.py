@@ -21,11 +21,14 @@ WORDS = {"server": (b"bin/tritonserver",), "stub": (b"/everbatch/1/model.py", b"
 
 
 class Launched:
-    """The launcher's process, what it has said until it was ready, and the ports of Triton's gRPC and the endpoint."""
+    """The launcher's process, what it has said until it was ready, the ports of Triton and the endpoint, and where runs lie."""
 
-    def __init__(self, process: subprocess.Popen[str], said: str, grpc_port: int, port: int, prefix: str) -> None:
-        self.process, self.said, self._prefix = process, said, prefix
-        self.grpc_url, self.url = f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{port}/v1"
+    def __init__(
+        self, process: subprocess.Popen[str], said: str, ports: Ports, port: int, prefix: str, root: Path
+    ) -> None:
+        self.process, self.said, self._prefix, self.root = process, said, prefix, root
+        self.ports, self.openai_port = ports, port
+        self.grpc_url, self.url = f"127.0.0.1:{ports.grpc}", f"http://127.0.0.1:{port}/v1"
 
     def children(self) -> list[Process]:
         """All processes of its server, the endpoint included: they carry one run id."""
@@ -68,7 +71,7 @@ def launched(*flags: str) -> Iterator[Launched]:
             if "Ctrl-C stops it" in line:
                 break
         assert process.poll() is None, said
-        yield Launched(process, said, ports.grpc, port, prefix)
+        yield Launched(process, said, ports, port, prefix, root)
     finally:
         process.kill()  # The janitor ends what it leaves, if a test has not stopped it.
         process.wait()

@@ -74,7 +74,7 @@ def test_the_programs_and_requests_of_the_first_ten_minutes(server: TritonServer
 def taking_over_lines(old: Path, new: Path) -> str:
     """The shell lines of the page's third step up to `serve`, with these directories."""
     (block,) = re.findall(
-        r"^```\n(cp -r model_repository NEW\n.*?)^\./everbatch serve", text_of(MOVING), re.DOTALL | re.MULTILINE
+        r"^```sh\n(cp -r model_repository NEW\n.*?)^\./everbatch serve", text_of(MOVING), re.DOTALL | re.MULTILINE
     )
     return block.replace("NEW", str(new)).replace("OLD", str(old))
 
@@ -97,7 +97,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 def test_old_parameters_are_taken_over_and_the_log_says_so_in_the_pages_words(moved: TritonServer) -> None:
     log = moved.log_path.read_text()
-    (shown,) = re.findall(r"^```\n(kv_cache\.max_tokens is .*?)^```", text_of(MOVING), re.DOTALL | re.MULTILINE)
+    (shown,) = re.findall(r"^```text\n(kv_cache\.max_tokens is .*?)^```", text_of(MOVING), re.DOTALL | re.MULTILINE)
     lines = shown.replace("/models/mine", str(ROOT / "models" / "default")).splitlines()
     assert [line for line in lines if line not in log] == []
     status, _ = post(moved.http_url + "/v2/models/ensemble/generate", {"text_input": "def main(", "max_tokens": 2})

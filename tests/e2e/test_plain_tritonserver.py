@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "triton.md").read_text()
 
 def documented_lines(backends: Path, flags: list[str]) -> str:
     """The block of the page, with this interpreter, another place for the backend, and `flags` at its end."""
-    (block,) = re.findall(r"^## A plain tritonserver$.*?^```\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^## A plain tritonserver$.*?^```sh\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
     *before, command = block.replace("\\\n", "").splitlines()
     assert command.startswith("$TS/bin/tritonserver --model-repository=model_repository")
     text = "\n".join(["set -e", *before, f"exec {command} {' '.join(flags)}"])

@@ -37,7 +37,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FRONTS,
     ),
     "the_first_end_is_that_of_all_replies": (
-        change(triton_client.TritonLink, "stream", ("if not open_choices:", "if open_choices < job.choices:")),
+        change(triton_client.TritonLink, "stream", ("while open_choices:", "while open_choices == job.choices:")),
         CHAT,
     ),
     "only_the_first_element_is_read": (change(triton_client, "_pieces", ("data = data[end:]", "break")), CHAT),

@@ -35,6 +35,15 @@ def test_the_rooms_without_triton_are_tested_on_the_other_python() -> None:
     assert all(f"tests/{room}" in text for room in ("core", "kvcache", "scheduler", "engine", "wire"))
 
 
+def test_the_site_is_built_of_its_pins_alone_and_kept() -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["docs"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [
+        "python -m pip install -r requirements/docs.txt",
+        "python -m mkdocs build --strict",
+    ]
+    assert steps[-1]["with"]["path"] == yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_dir"]
+
+
 def test_pre_commit_checks_the_types_of_the_same_rooms_as_the_suite() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     (mypy,) = (hook for hook in hooks if hook["id"] == "mypy")

@@ -98,6 +98,7 @@ def swarm_of(seed: int) -> Swarm:
             watchdog_timeout_s=4.0,
             step_timeout_s=5.0,
             attach_timeout_s=30.0,
+            hold_new_s=Random(f"hold {seed}").choice((0.0, 1.0, 10.0)),
         ),
     )
     return Swarm(

@@ -187,6 +187,7 @@ class ServerSimulation(Promises):
             self.check_given_up()
         elif not self.is_draining:
             self.wait("the server is ready again", self.has_been_well, READY_S)
+            self.wait("the last failing step is over", lambda: not self.device.is_failing, READY_S)
             self._probe()
         self._wait_until_clean()
 

@@ -23,6 +23,7 @@ class Device:
         self.step_s = step_s
         self.looks_ahead = looks_ahead
         self.fail_next = False
+        self.is_failing = False  # a step that fails has been submitted, and not been collected yet
         self.on_poison: Callable[[], None] = lambda: None
         self.hang_next_s = 0.0
         self.num_more = 0  # how many steps of later engines are to hang as well
@@ -40,13 +41,15 @@ class ServerWorkers(HashWorkerGroup):
         )
         self.info = replace(self.info, kv_layers=0)  # the simulated machine has no mapped memory for a pool to lie in
         self._device = device
+        device.is_failing = False
 
     def submit(self, step: StepInput) -> None:
         device = self._device
-        if device.fail_next:
+        is_lost = bool(self._in_flight) and isinstance(self._in_flight[0], Exception)  # with the step ahead of it
+        if device.fail_next and not is_lost:
             device.fail_next = False
             here().reached["failed step"] += 1
-            self.fail_next = RuntimeError("planted")
+            self.fail_next, device.is_failing = RuntimeError("planted"), True
         if any(row.token_ids[0] == POISON for row in step.new_rows):
             here().reached["poison"] += 1
             self._device.on_poison()
@@ -68,7 +71,11 @@ class ServerWorkers(HashWorkerGroup):
             device.hanging = None
         elif device.step_s:
             sleep(device.step_s)
-        return super().collect()
+        try:
+            return super().collect()
+        except RuntimeError:
+            device.is_failing = False
+            raise
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
