@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, Unpa
 
 from client.address import ProtocolName
 from client.checks import check_request_id, check_timeout
-from client.errors import ClientError
+from client.errors import ClientError, Unavailable
 from client.messages import Completion, GenerateRequest, Message, TextChunk
 from client.options import GenerateOptions, make_request
 from client.resuming import Progress
@@ -166,7 +166,9 @@ class EverbatchClient:
 
     def look(self, *, timeout_s: float = 5.0) -> dict[str, Any]:
         """Return a view of the engine: rows of the batch, queue, KV blocks and counters (docs/top.md). Raises ClientError."""
-        live: dict[str, Any] = self._transport.ask({"look": True}, timeout_s)["live"]
+        live = self._transport.ask({"look": True}, timeout_s).get("live")
+        if not isinstance(live, dict):
+            raise Unavailable("the server does not say what its engine does: it is of an older version, or another one")
         return live
 
     def conversation(self, system: str | None = None, **options: Unpack[GenerateOptions]) -> Conversation:

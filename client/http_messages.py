@@ -122,6 +122,11 @@ def read_answer(body: bytes) -> TextChunk:
     return decode_answer(_load(body.decode(errors="replace")), final=True)
 
 
+def read_command_answer(body: bytes) -> dict[str, Any]:
+    """The object that model `everbatch` answers a command with. Raises ClientError."""
+    return _load(str(_load(body.decode(errors="replace")).get("response", "")))
+
+
 def broken(url: str) -> ClientError:
     """The error of a connection that ended in the middle."""
     return Unavailable(f"the connection to {url} broke: the server was stopped or started again")
@@ -131,10 +136,12 @@ def _load(text: str) -> dict[str, Any]:
     try:
         answer = json.loads(text)
     except ValueError:
-        raise Unavailable("the answer is cut short, or no JSON: the server was stopped, or is another") from None
+        answer = None
+    if not isinstance(answer, dict):
+        raise Unavailable("the answer is cut short, or no JSON: the server was stopped, or is another")
     if "error" in answer:
         raise client_error(str(answer["error"]))
-    return dict(answer)
+    return answer
 
 
 def _error_text(text: str) -> str:

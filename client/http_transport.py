@@ -21,6 +21,7 @@ from client.http_messages import (
     infer_body,
     parse_event,
     read_answer,
+    read_command_answer,
     read_outputs,
     request_body,
     request_headers,
@@ -84,9 +85,7 @@ class HttpTransport:
             raise Cancelled("the client is closed; make another")
         with self._exchange(timeout_s) as (connection, _):
             body = json.dumps({"request": json.dumps(request)}).encode()
-            answer: dict[str, Any] = json.loads(self._send(connection, "/v2/models/everbatch/generate", body).read())
-            value: dict[str, Any] = json.loads(answer["response"])
-            return value
+            return read_command_answer(self._send(connection, "/v2/models/everbatch/generate", body).read())
 
     @contextmanager
     def _exchange(self, timeout_s: float) -> Iterator[tuple[Connection, socket.socket]]:

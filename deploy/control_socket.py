@@ -82,4 +82,5 @@ def answer(control: ModelControl, line: bytes) -> Answer:
     except ControlFailed as error:
         return Answer(error=str(error))
     except Exception as error:
+        control.note_failure(f"{asked.operation} of model {asked.model}", error)
         return Answer(error=f"{asked.operation} failed: {type(error).__name__}; see the server's log")

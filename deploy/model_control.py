@@ -134,6 +134,10 @@ class ModelControl:
         with self._operation(name, "replace") as each:
             self._replace(each)
 
+    def note_failure(self, what: str, error: Exception) -> None:
+        """Write an unexpected error to the log."""
+        self._tell(f"{what} failed: {type(error).__name__}: {error}")
+
     def stop(self) -> None:
         """Begin nothing from now on. The thread ends soon, and what is being done goes on until its server ends."""
         self._end.set()
@@ -147,7 +151,7 @@ class ModelControl:
             except (UserError, ControlFailed) as error:
                 self._tell(str(error))
             except Exception as error:  # Whatever it is, the next look is worth more.
-                self._tell(f"looking after the models failed: {type(error).__name__}: {error}")
+                self.note_failure("looking after the models", error)
 
     def look(self) -> None:
         """One look at the signs of the stubs: who is idle, who waits, whose engine has gone. What follows is done in threads of
@@ -271,8 +275,8 @@ class ModelControl:
             self._numbers += 1
             fresh = Engine(models.name, self._numbers, share, is_first=False)
         self._tell(f"model {models.name}: starting engine {fresh.number} in the place of engine {former.number}")
-        fresh.lay_out(self._place)
         try:
+            fresh.lay_out(self._place)
             models.render([fresh.model], self._place / "models")
             self._load_engine(models.name, fresh, entry.load_timeout_s)
             self._first_token(fresh, entry.load_timeout_s)

@@ -117,6 +117,7 @@ def _read(path: Path, where: str) -> dict[str, Any]:
         if len(content) > MAX_BYTES:
             raise UserError(f"{where}: it has more than {MAX_BYTES} bytes, which is the limit; name a JSON file")
         tree = json.loads(content, object_pairs_hook=pairs)
+        json.dumps(tree, ensure_ascii=False).encode()  # which half of a character, written as an escape, cannot be
     except (OSError, ValueError) as error:
         if isinstance(error, OSError):
             raise UserError(f"{where}: it cannot be read ({error.strerror}); name a JSON file") from None
@@ -158,6 +159,8 @@ def _check(what: str, name: str, entry: Entry) -> None:
         )
     if RESERVED in (name, *entry.names):
         raise UserError(f"{what}: {RESERVED} is the name of the default model; choose another one")
+    if any("\0" in text for text in (entry.path, entry.chat_template, *entry.set, *entry.names, *entry.lora)):
+        raise UserError(f"{what}: a text has the character \\u0000; leave it out")
     if not entry.path:
         raise UserError(f"{what}: path is empty; give a checkpoint directory, a GGUF file or a hub id")
     if entry.threads is not None and not 1 <= entry.threads <= 1024:

@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         ("max-choices-per-request", int, "prompts times n, or best_of, of one request"),
         ("shutdown-grace-s", float, "replies may run on so long after SIGTERM"),
         ("store-count", int, "responses kept for previous_response_id, for each namespace"),
-        ("store-bytes", int, "of their texts"),
+        ("store-bytes", int, "of memory that they take"),
         ("store-ttl-s", float, "since a response was last used"),
     ):
         add(f"--{name}", type=kind, default=getattr(_DEFAULTS, name.replace("-", "_")), metavar="N", help=help_text)

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from gateway.choices import whole
 from gateway.core import Gateway
 from gateway.errors import GatewayError
+from gateway.keys import CHANGE_ADAPTERS
 from gateway.messages import LoadAdapter, UnloadAdapter
 from gateway.openapi import body_of, errors_of
 from gateway.request_context import RequestContext, visit_of
@@ -29,7 +30,8 @@ _DONE: dict[int | str, dict[str, Any]] = {
 def add_adapter_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadAdapter), responses=_DONE, response_class=Response)
     async def load_adapter(request: Request) -> Response:
-        context = _allowed(gateway, request)
+        context = visit_of(request.scope)
+        gateway.check_right(CHANGE_ADAPTERS, context)
         message = await gateway.read_body(LoadAdapter, request)
         served = _model_of(gateway, context, message.model)
         name = message.lora_name
@@ -45,30 +47,25 @@ def add_adapter_routes(api: FastAPI, gateway: Gateway) -> None:
 
     @api.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadAdapter), responses=_DONE, response_class=Response)
     async def unload_adapter(request: Request) -> Response:
-        context = _allowed(gateway, request)
+        context = visit_of(request.scope)
+        gateway.check_right(CHANGE_ADAPTERS, context)
         message = await gateway.read_body(UnloadAdapter, request)
         served = _model_of(gateway, context, message.model, message.lora_name)
         await _change(gateway, served, context, {"unload_adapter": message.lora_name})
         return _done(f"Success: LoRA adapter '{message.lora_name}' removed successfully.")
 
 
-def _allowed(gateway: Gateway, request: Request) -> RequestContext:
-    """Raises GatewayError(403) for a client that may not change the adapters."""
-    context = visit_of(request.scope)
-    if gateway.keys is not None and not context.client.adapters:
-        text = "this key may not change adapters; one whose line in the file of API keys has the word adapters may"
-        raise GatewayError(403, text, code="permission_denied")
-    if gateway.keys is None and not gateway.is_of_this_machine(context):
-        text = "adapters can be changed from this machine only; start the server with --api-keys FILE for others"
-        raise GatewayError(403, text, code="permission_denied")
-    return context
-
-
 def _model_of(gateway: Gateway, context: RequestContext, model: str | None, adapter: str = "") -> Served:
-    """The model that an adapter is for: the one that is named, that has it, or the first. Raises GatewayError(404)."""
+    """The model that an adapter is for: the one that is named, that has it, or the first. Raises GatewayError(404), also for a
+    model of which the key may use nothing.
+    """
     if model is not None:
         gateway.check_model(model, context.client)
-    return gateway.served_as(adapter if model is None else model)
+    served = gateway.served_as(adapter if model is None else model)
+    if not any(map(context.client.may_use, served.all_names)):
+        text = "this key may not use the model that the adapter would be of; name another one as model"
+        raise GatewayError(404, text, "model", "model_not_found")
+    return served
 
 
 async def _change(gateway: Gateway, served: Served, context: RequestContext, command: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from gateway.core import Gateway
 from gateway.errors import GatewayError, unavailable
+from gateway.keys import OPERATE_MODELS
 from gateway.openapi import answer_of, as_json
 from gateway.request_context import visit_of
 
@@ -40,7 +41,7 @@ class ModelStates(BaseModel):
 def add_administration_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/v1/admin/models", responses=answer_of(ModelStates))
     async def states(request: Request) -> Response:
-        _check_allowed(gateway, request)
+        gateway.check_right(OPERATE_MODELS, visit_of(request.scope))
         return as_json({"models": await _ask(gateway, "list", "")})
 
     @api.post("/v1/admin/models/{name}/load", responses=answer_of(ModelStates))
@@ -56,20 +57,9 @@ def add_administration_routes(api: FastAPI, gateway: Gateway) -> None:
         return await _change(gateway, request, "replace", name)
 
 
-def _check_allowed(gateway: Gateway, request: Request) -> None:
-    """Raises GatewayError(403) for a client that may not operate the models."""
-    context = visit_of(request.scope)
-    if gateway.keys is not None and not context.client.admin:
-        text = "this key may not operate models; one whose line in the file of API keys has the word admin may"
-        raise GatewayError(403, text, code="permission_denied")
-    if gateway.keys is None and not gateway.is_of_this_machine(context):
-        text = "models can be operated from this machine only; start the server with --api-keys FILE for others"
-        raise GatewayError(403, text, code="permission_denied")
-
-
 async def _change(gateway: Gateway, request: Request, operation: str, name: str) -> Response:
     """Answers when it is done. It goes on where the client does not wait for that."""
-    _check_allowed(gateway, request)
+    gateway.check_right(OPERATE_MODELS, visit_of(request.scope))
     work = asyncio.ensure_future(_ask(gateway, operation, name[:256]))
     models = await asyncio.shield(work)
     gateway.forget_lengths()  # a replacement may take longer or shorter texts

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from gateway.messages import ModelRequest, Nothing, Text, Wire, Words
+from gateway.messages import ModelRequest, Nothing, Text, Tree, Wire, Words
 from gateway.response_messages import Item
 
 MOST_TOOLS = 512  # agents with several tool servers send hundreds
@@ -18,7 +18,7 @@ BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class CacheControl(Wire):
-    """Every prompt is cached, so it changes nothing but what the usage tells (gateway/anthropic_answers.py)."""
+    """Every prompt is cached, so it changes nothing but how the usage divides the prompt's tokens."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -65,7 +65,7 @@ class ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: BlockId
     name: Annotated[str, Field(max_length=256)]
-    input: dict[str, Any]
+    input: Tree
     caller: dict[str, Any] | None = None
 
 
@@ -110,7 +110,7 @@ class CustomTool(Wire):
     """A tool that the client runs. `strict` changes nothing: the input satisfies the schema in any case."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
-    input_schema: dict[str, Any]
+    input_schema: Tree
     description: Text | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
@@ -142,7 +142,7 @@ class Thinking(Wire):
 
 class OutputFormat(Wire):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Tree, Field(alias="schema")]
 
 
 class OutputConfig(Wire):
@@ -176,7 +176,7 @@ class CountTokensRequest(ModelRequest):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     context_management: ContextManagement | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    chat_template_kwargs: Tree | None = None  # vLLM's
     # Known and refused, but for their neutral values.
     speed: Literal["standard"] | None = None
     mcp_servers: Nothing | None = None

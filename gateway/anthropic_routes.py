@@ -33,7 +33,7 @@ def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
         writer = MessageWriter(message, gateway.dialect(message.model).reader(chat) or PlainReader(), context)
 
         async def work(out: Outlet) -> None:
-            async with aclosing(pieces(gateway.link, [job], context)) as source:
+            async with aclosing(pieces(gateway.link, [job], context, out.waiting)) as source:
                 async for _, piece in source:
                     if not message.stream:
                         writer.take(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from gateway.choices import whole
 from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, completion_body
 from gateway.conversations import add_conversation_routes
 from gateway.core import Gateway, Responding
-from gateway.errors import GatewayError, unavailable
+from gateway.errors import GatewayError, failed, unavailable
 from gateway.interactive import add_interactive_routes
 from gateway.items import LISTED, items_of, listed
 from gateway.loads import add_load_routes
@@ -63,6 +64,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     )
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(GatewayError, _gateway_error)
+    api.add_exception_handler(Exception, _failed)
     add_generating_routes(api, gateway)
     add_response_routes(api, gateway)
     add_message_routes(api, gateway)
@@ -184,7 +186,9 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
     async def models(request: Request) -> Response:
         names = gateway.models(visit_of(request.scope).client)
         ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": None, "last_id": None}
-        cards = [await gateway.card(name) for name in names]
+        cards = await asyncio.gather(
+            *map(gateway.card, names)
+        )  # a model that does not answer delays all of its names once
         return as_json({"object": "list", "data": cards, "has_more": False, **ends})
 
     @api.get("/v1/models/{name:path}", responses=answer_of(ModelCard))
@@ -211,6 +215,11 @@ async def _gateway_error(request: Request, error: Exception) -> Response:
     context.error = error
     status, body = context.refusal(error)
     return as_json(body, status, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The answer to a request at which this program failed. The front logs where."""
+    return await _gateway_error(request, failed(visit_of(request.scope).request_id))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -22,8 +22,8 @@ def add_conversation_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.post("/v1/conversations", openapi_extra=body_of(NewConversation), responses=answer_of(ConversationBody))
     async def create_conversation(request: Request) -> Response:
         message, context = await gateway.read_body(NewConversation, request), visit_of(request.scope)
-        items = tuple(items_of(message.items or []))
-        conversation = Conversation(new_id("conv"), int(time.time()), message.metadata or {}, items)
+        items = items_of(message.items or [])
+        conversation = Conversation(new_id("conv"), int(time.time()), message.metadata or {}).with_items(items)
         gateway.store.put(context.namespace, conversation)
         return as_json(_shown(conversation))
 
@@ -79,10 +79,11 @@ def _add_item_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.delete(path + "/{item_id}", responses=answer_of(ConversationBody))
     async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
         found = _found(gateway, request, conversation_id)
-        left = tuple(item for item in found.items if item["id"] != item_id)
-        if len(left) == len(found.items):
+        items = found.items
+        left = [item for item in items if item["id"] != item_id]
+        if len(left) == len(items):
             raise _no_item()
-        gateway.store.put(visit_of(request.scope).namespace, replace(found, items=left))
+        gateway.store.put(visit_of(request.scope).namespace, replace(found, parent=None).with_items(left))
         return as_json(_shown(found))
 
 

@@ -25,7 +25,7 @@ from gateway.dialect import Dialect
 from gateway.errors import GatewayError
 from gateway.invalid import parse
 from gateway.items import Item
-from gateway.keys import THIS_MACHINE, Client, Keys
+from gateway.keys import THIS_MACHINE, Client, Keys, Right
 from gateway.live import LiveFeed
 from gateway.messages import Completing, ModelRequest, Wire
 from gateway.places import Places
@@ -136,10 +136,13 @@ class Gateway:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    def check_may_read_metrics(self, client: Client) -> None:
-        """Raises GatewayError(403)."""
-        if not client.metrics:
-            text = "this key may not read metrics and loads; one whose line in the file of API keys has the word metrics may"
+    def check_right(self, right: Right, context: RequestContext) -> None:
+        """Raise GatewayError(403) for a client that does not have it."""
+        if self.keys is not None and not right.is_of(context.client):
+            text = f"this key may not {right.forbidden}; one whose line in the file of API keys has the word {right.word} may"
+            raise GatewayError(403, text, code="permission_denied")
+        if self.keys is None and right.without_keys and not self.is_of_this_machine(context):
+            text = f"{right.without_keys} from this machine only; start the server with --api-keys FILE for others"
             raise GatewayError(403, text, code="permission_denied")
 
     def models(self, client: Client) -> list[str]:
@@ -287,7 +290,7 @@ class Gateway:
             text = "conversation and previous_response_id both say what is gone on from; leave one out"
             raise GatewayError(400, text, "conversation", "invalid_value")
         found = self.conversation(given if isinstance(given, str) else given.id, namespace)
-        return Before(list(found.items), Stored("", found.items, (), None, b""), found.id)
+        return Before(list(found.items), found.parent, found.id)
 
     def conversation(self, conversation_id: str, namespace: str) -> Conversation:
         """Raises GatewayError(404)."""

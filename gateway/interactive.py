@@ -1,13 +1,12 @@
 """LMDeploy's own routes: /v1/chat/interactive, whose sessions are kept here under numbers, and /v1/encode.
 
-A session is a Conversation of the store under a number that the client chooses, within the namespace of its key. It is bounded
-and forgotten as all conversations are. The KV of its turns is found by their tokens.
+A session is kept in the store under a number that the client chooses, within the namespace of its key. It is bounded and
+forgotten as conversations are. The KV of its turns is found by their tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -21,14 +20,13 @@ from gateway.choices import Reply, pieces
 from gateway.core import Gateway
 from gateway.errors import GatewayError
 from gateway.interactive_messages import EncodeBody, EncodeRequest, InteractiveBody, InteractiveRequest
-from gateway.items import Item, message_item, turns_of
-from gateway.messages import ChatRequest
+from gateway.items import Item, call_item, message_item, output_item, reasoning_item, turns_of
+from gateway.messages import ChatMessage, ChatRequest
 from gateway.openapi import answer_of, as_json, body_of
 from gateway.request_context import RequestContext, visit_of
-from gateway.store import Conversation
+from gateway.store import Session
 from gateway.triton_client import Piece
 
-TOKENS = "tokens"  # key of a session's metadata: tokens of its turns so far
 _SAME_NAME = (
     "temperature",
     "top_p",
@@ -117,8 +115,14 @@ async def _answer(
     """Generate a turn, tell the client of it, and keep it in its session. Raises GatewayError."""
     session, added = _session(gateway, context, message.session_id), _items(message)
     (job,) = gateway.jobs([translate.Asked(_request(message, [*session.items, *added]), None)], context, model)
-    reply, tokens, history, held = Reply(), 0, int(session.metadata[TOKENS]), ""
-    async with aclosing(pieces(gateway.link, [job], context)) as source:
+    reply, tokens, history, held = Reply(), 0, session.tokens, ""
+
+    async def waiting() -> None:
+        """A chunk without text, so that a proxy does not end a stream that waits for the server."""
+        if out.started:
+            await out.event(_line(_chunk("", tokens, 0, history, None)))
+
+    async with aclosing(pieces(gateway.link, [job], context, waiting)) as source:
         async for piece in _until(stop, source):
             reply.add(piece)
             tokens += len(piece.token_ids)
@@ -155,19 +159,17 @@ def _id(session_id: int) -> str:
     return f"interactive_{session_id}"
 
 
-def _session(gateway: Gateway, context: RequestContext, session_id: int) -> Conversation:
+def _session(gateway: Gateway, context: RequestContext, session_id: int) -> Session:
     """The session, or an empty one."""
     found = None if session_id == -1 else gateway.store.get(context.namespace, _id(session_id))
-    if isinstance(found, Conversation):
-        return found
-    return Conversation(_id(session_id), int(time.time()), {TOKENS: "0"}, ())
+    return found if isinstance(found, Session) else Session(_id(session_id))
 
 
 def _keep(
     gateway: Gateway,
     context: RequestContext,
     message: InteractiveRequest,
-    session: Conversation,
+    session: Session,
     added: list[Item],
     tokens: int,
 ) -> None:
@@ -177,16 +179,25 @@ def _keep(
     if not message.interactive_mode:
         gateway.store.delete(context.namespace, session.id)
         return
-    items = (*session.items, *added)
-    gateway.store.put(context.namespace, Conversation(session.id, session.created, {TOKENS: str(tokens)}, items))
+    gateway.store.put(context.namespace, session.with_turn(added, tokens))
 
 
 def _items(message: InteractiveRequest) -> list[Item]:
     """The messages of this turn. Raises GatewayError."""
     if isinstance(message.prompt, str):
         return [message_item("user", message.prompt)]
-    turns = [translate.chat_turn(turn, index) for index, turn in enumerate(message.prompt)]
-    return [message_item(turn["role"], turn["content"]) for turn in turns]
+    return [item for index, turn in enumerate(message.prompt) for item in _items_of(turn, index)]
+
+
+def _items_of(turn: ChatMessage, index: int) -> list[Item]:
+    """A turn, with its reasoning ahead of it and its calls behind it. Raises GatewayError."""
+    shown = translate.chat_turn(turn, index)
+    if turn.role == "tool":
+        return [output_item(shown["tool_call_id"], shown["content"])]
+    reasoning = shown.get("reasoning_content")
+    calls = [call_item(call.id, call.function.name, call.function.arguments) for call in turn.tool_calls or []]
+    ahead = [] if reasoning is None else [reasoning_item(reasoning)]
+    return [*ahead, message_item(shown["role"], shown["content"]), *calls]
 
 
 def _request(message: InteractiveRequest, items: list[Item]) -> dict[str, Any]:

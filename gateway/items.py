@@ -33,8 +33,7 @@ def _item(given: AnyItem) -> Item:
             return call_item(given.call_id, given.name, given.arguments, given.id)
         case FunctionOutputItem():
             output = given.output if isinstance(given.output, str) else "".join(part.text for part in given.output)
-            own = {"id": given.id or new_id("fco"), "type": "function_call_output", "status": "completed"}
-            return {**own, "call_id": given.call_id, "output": output}
+            return output_item(given.call_id, output, given.id)
         case ReasoningItem():
             return reasoning_item("".join(part.text for part in given.content or []), given.id)
 
@@ -51,6 +50,12 @@ def message_item(role: str, text: str, item_id: str | None = None) -> Item:
 def call_item(call_id: str, name: str, arguments: str, item_id: str | None = None, status: str = "completed") -> Item:
     own = {"id": item_id or new_id("fc"), "type": "function_call", "status": status}
     return {**own, "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def output_item(call_id: str, output: str, item_id: str | None = None) -> Item:
+    """The result of a call."""
+    own = {"id": item_id or new_id("fco"), "type": "function_call_output", "status": "completed"}
+    return {**own, "call_id": call_id, "output": output}
 
 
 def reasoning_item(text: str, item_id: str | None = None) -> Item:

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SHORTEST_KEY = 16
 LARGEST_FILE = 1 << 20
@@ -52,6 +53,20 @@ class Client:
         return self.models is None or model in self.models
 
 
+class Right(NamedTuple):
+    """A right of keys whose line has the word. Without keys it is a right of programs of this machine, or of everybody."""
+
+    word: str
+    forbidden: str  # the sentence "this key may not ..."
+    without_keys: str  # the sentence "... from this machine only"; empty: everybody may
+
+    def is_of(self, client: Client) -> bool:
+        return {"metrics": client.metrics, "adapters": client.adapters, "admin": client.admin}[self.word]
+
+
+READ_METRICS = Right("metrics", "read metrics and loads", "")
+CHANGE_ADAPTERS = Right("adapters", "change adapters", "adapters can be changed")
+OPERATE_MODELS = Right("admin", "operate models", "models can be operated")
 EVERYBODY = Client("", metrics=True)
 THIS_MACHINE = namespace_of(
     ""

@@ -7,6 +7,7 @@ as the model has written it. It holds no text, token or name of a client.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -19,6 +20,7 @@ from gateway.triton_client import Job, Piece, TritonLink
 SLOWEST_HZ, FASTEST_HZ, USUAL_HZ = 1.0, 10.0, 5.0  # views a second that a viewer may ask for
 LOOK_TIMEOUT_S = 5.0  # a step of a large model on a CPU may take seconds, and a view is made between two steps
 AWAY_PERIOD_S = 1.0  # from one question to the next while the engine does not answer
+_log = logging.getLogger("everbatch.gateway")
 Ask = Callable[[Job], Awaitable[Piece]]
 
 
@@ -60,6 +62,9 @@ class LiveFeed:
                     await self._ask_again_and_again(ask)
             except GatewayError as error:
                 await self._publish(away_event(error))
+            except Exception as error:  # Viewers would wait for ever if the poller ended.
+                _log.error("looking at the engine failed: %s", type(error).__name__)
+                await self._publish(away_event(unavailable("the view failed; the server's log says so")))
             await asyncio.sleep(AWAY_PERIOD_S)
 
     async def _ask_again_and_again(self, ask: Ask) -> None:

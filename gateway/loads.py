@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from gateway.core import Gateway
 from gateway.counters import triton_page
 from gateway.errors import unavailable
+from gateway.keys import READ_METRICS
 from gateway.openapi import answer_of, as_json
 from gateway.request_context import visit_of
 
@@ -82,12 +83,12 @@ def add_load_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/load", responses=answer_of(ServerLoad))
     @api.get("/v1/load", responses=answer_of(ServerLoad))
     async def load(request: Request) -> Response:
-        gateway.check_may_read_metrics(visit_of(request.scope).client)
+        gateway.check_right(READ_METRICS, visit_of(request.scope))
         return as_json({"server_load": gateway.requests.taken})
 
     @api.get("/v1/loads", responses=answer_of(Loads))
     async def loads(request: Request, model: str = "") -> Response:
-        gateway.check_may_read_metrics(visit_of(request.scope).client)
+        gateway.check_right(READ_METRICS, visit_of(request.scope))
         url = gateway.settings.metrics_url
         page = None if url is None else await triton_page(url)
         if model:

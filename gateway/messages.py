@@ -6,13 +6,30 @@ the truth, and is refused by name otherwise (gateway/invalid.py).
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MOST_KEYS = 100  # in one object; twice as many as the largest message has
 
+
+def _finite(tree: dict[str, Any]) -> dict[str, Any]:
+    """Refuse NaN and infinite numbers, of which there are none in JSON: on the way to the model they would become null."""
+    waiting: list[Any] = [tree]
+    while waiting:
+        match waiting.pop():
+            case dict() as found:
+                waiting += found.values()
+            case list() as found:
+                waiting += found
+            case float() as found if not math.isfinite(found):
+                raise PydanticCustomError("finite_numbers", "Input should be an object whose numbers are finite")
+    return tree
+
+
+Tree = Annotated[dict[str, Any], AfterValidator(_finite)]  # an object that is passed on as it is
 Text = Annotated[str, Field(max_length=1 << 24)]
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -58,7 +75,7 @@ class JsonSchema(Wire):
 
     name: Annotated[str, Field(max_length=256)]
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Tree | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -78,12 +95,12 @@ Verbosity = Literal["low", "medium", "high"]
 class StructuredOutputs(Wire):
     """vLLM's: the form of the output. One of the keys is expected."""
 
-    json_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None  # a schema, or its text
+    json_: Annotated[Tree | Text | None, Field(alias="json")] = None  # a schema, or its text
     json_object: Literal[True] | None = None
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
-    structural_tag: dict[str, Any] | Text | None = None
+    structural_tag: Tree | Text | None = None
 
 
 class StreamOptions(Wire):
@@ -147,7 +164,7 @@ class Completing(Sampling):
     store: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's
-    guided_json: dict[str, Any] | Text | None = None  # the same by their older names
+    guided_json: Tree | Text | None = None  # the same by their older names
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
@@ -174,7 +191,7 @@ class Function(Wire):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Tree | None = None
     strict: bool | None = None
 
 
@@ -233,7 +250,7 @@ class ChatRequest(Completing, Thinking):
     # Variables of the chat template besides the messages.
     add_generation_prompt: bool | None = None  # vLLM's, as the two below
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Tree | None = None
     enable_thinking: bool | None = None  # the variable of Qwen's templates, as its API has it
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None

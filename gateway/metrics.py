@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from gateway.core import Gateway
 from gateway.counters import triton_page
 from gateway.errors import GatewayError
+from gateway.keys import READ_METRICS
 from gateway.request_context import visit_of
 from gateway.triton_client import Job
 
@@ -22,7 +23,7 @@ _VLLM_LINES = re.compile(r"^(?:# (?:HELP|TYPE) )?vllm:.*\n", re.MULTILINE)
 def add_metrics_route(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/metrics", include_in_schema=False)
     async def metrics(request: Request) -> Response:
-        gateway.check_may_read_metrics(visit_of(request.scope).client)
+        gateway.check_right(READ_METRICS, visit_of(request.scope))
         found, vllm = await asyncio.gather(_of_triton(gateway), _of_engine(gateway))
         own = gateway.counters.page(gateway.requests.taken, gateway.running.choices, gateway.store.held())
         page = "# Triton's metrics page does not answer\n" if found is None else found

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from gateway.answers import Answer, Outlet
 from gateway.core import MARGIN_S, Gateway
 from gateway.errors import GatewayError
+from gateway.keys import READ_METRICS
 from gateway.live import USUAL_HZ, away_event, rate_of
 from gateway.request_context import visit_of
 
@@ -64,7 +65,7 @@ def add_page_routes(api: FastAPI, gateway: Gateway) -> None:
 
     @api.get("/everbatch/live", include_in_schema=False)
     async def live(request: Request, hz: str = str(USUAL_HZ)) -> Response:
-        gateway.check_may_read_metrics(visit_of(request.scope).client)
+        gateway.check_right(READ_METRICS, visit_of(request.scope))
         _check_site(request)
         rate, longest_s = rate_of(hz), gateway.settings.request_timeout_s
 

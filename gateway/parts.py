@@ -84,7 +84,9 @@ def whole_answer(parts: Iterable[Part]) -> WholeAnswer:
 
 
 def new_call(name: str, arguments: Any, call_id: str | None = None) -> Call:
-    """A call with the JSON text of its arguments. Raises ValueError for what JSON cannot write, such as an infinite number."""
+    """A call with the JSON text of its arguments. Raises ValueError for what JSON cannot write, such as an infinite number,
+    and RecursionError for what is nested too deeply.
+    """
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

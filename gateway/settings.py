@@ -49,5 +49,5 @@ class Settings:
     max_choices_per_request: int = 128  # prompts times n, or best_of, of one request
     shutdown_grace_s: float = 5.0  # replies may run on so long after SIGTERM
     store_count: int = 1000  # responses kept for previous_response_id, for each namespace
-    store_bytes: int = 64 * MIB  # size of their texts, for each namespace
+    store_bytes: int = 64 * MIB  # memory that they take, for each namespace
     store_ttl_s: float = 24 * 3600.0  # since a response was last used

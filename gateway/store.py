@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-OVERHEAD_BYTES = 1024  # memory of a response besides its texts
+OVERHEAD_BYTES = 1024  # memory of a response besides its items and texts
+ITEM_BYTES = 768  # memory of an item besides its texts
 Item = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A response: the items of its input and of its output, what it was a reply to, and its JSON as GET returns it."""
+    """A response: the items of its input and of its output, what it was a reply to, and its JSON as GET returns it. Without an
+    id: items that were put into a conversation, behind those of `parent`.
+    """
 
     id: str
     input: tuple[Item, ...]
@@ -38,40 +41,82 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Items under one id. A change is another Conversation of that id, put in its place."""
+    """Items under one id. A change is another Conversation of that id, put in its place, which shares the items that stay."""
 
     id: str
     created: int
     metadata: dict[str, str]
-    items: tuple[Item, ...]
+    parent: Stored | None = None  # the items that were added last, and behind them those before
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return _items_up_to(self.parent)
 
     def with_items(self, added: Iterable[Item]) -> Conversation:
-        return replace(self, items=(*self.items, *added))
+        return replace(self, parent=_added(self.parent, added))
 
     def size(self) -> int:
-        return OVERHEAD_BYTES + len(str(self.metadata)) + _size_of(self.items)
+        return OVERHEAD_BYTES + len(str(self.metadata))
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """The turns of /v1/chat/interactive under a number that a client has chosen. No route of conversations finds it."""
+
+    id: str
+    tokens: int = 0  # the number of tokens of all turns, prompts and answers together
+    parent: Stored | None = None  # as in a Conversation
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return _items_up_to(self.parent)
+
+    def with_turn(self, added: Iterable[Item], tokens: int) -> Session:
+        """`tokens`: of all turns with this one."""
+        return Session(self.id, tokens, _added(self.parent, added))
+
+    def size(self) -> int:
+        return OVERHEAD_BYTES
+
+
+def _items_up_to(last: Stored | None) -> tuple[Item, ...]:
+    return () if last is None else tuple(last.conversation())
+
+
+def _added(last: Stored | None, added: Iterable[Item]) -> Stored:
+    return Stored("", tuple(added), (), last, b"")
 
 
 def _size_of(items: Iterable[Item]) -> int:
-    return sum(len(str(value).encode()) for item in items for value in item.values())
+    return sum(ITEM_BYTES + sum(len(str(value).encode()) for value in item.values()) for item in items)
 
 
-Kept = Stored | Conversation
+Kept = Stored | Conversation | Session
 
 
 class _Shelf:
-    """The responses of one namespace. A response counts as long as another one continues it, asked for or not."""
+    """The responses of one namespace. Whatever another one continues counts for as long as it is continued, and once, asked for
+    or not.
+    """
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, tuple[float, Kept]] = OrderedDict()  # least recently used first
         self.bytes = 0
+        self._counted: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def add(self, stored: Kept, now: float) -> None:
-        size = stored.size()
-        self.bytes += size
-        weakref.finalize(stored, self._gone, size).atexit = False
+        node: Kept | None = stored
+        while node is not None and node not in self._counted:
+            self._count(node)
+            node = node.parent
         self.responses.pop(stored.id, None)
         self.responses[stored.id] = (now, stored)
+
+    def _count(self, node: Kept) -> None:
+        size = node.size()
+        self.bytes += size
+        self._counted.add(node)
+        weakref.finalize(node, self._gone, size).atexit = False
 
     def _gone(self, size: int) -> None:
         self.bytes -= size

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from gateway.messages import ChatMessage, ModelRequest, Text, TokenIds, Tool
+from gateway.messages import ChatMessage, ModelRequest, Text, TokenIds, Tool, Tree
 
 
 class TokenizeRequest(ModelRequest):
@@ -17,7 +17,7 @@ class TokenizeRequest(ModelRequest):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Tree | None = None
     # Known and refused, but for their neutral values.
     add_special_tokens: bool | None = None  # as the model takes them: true with a prompt, false with messages
     return_token_strs: Literal[False] | None = None

@@ -127,7 +127,12 @@ def called_function(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
+    """The object that a template expects. What is no JSON, or has infinite numbers or halves of
+    characters, is shown as the client wrote it.
+    """
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return text  # whatever a client sends back is shown to the model
+        return text
+    return value

@@ -161,7 +161,9 @@ class TritonLink:
                         answer.error_message or answer.infer_response.raw_output_contents
                     ):  # else the end of the one before
                         is_answered = True
-                        return next(_pieces(_contents(answer, None)))
+                        if (piece := next(_pieces(_contents(answer, None)), None)) is None:
+                            raise unavailable(ENDED_EARLY)
+                        return piece
             except asyncio.InvalidStateError:  # The stream had ended before the request was written.
                 raise ConnectionLost(NOT_REACHED) from None
             except grpc.RpcError as error:

@@ -108,6 +108,7 @@ class EngineProcess:
         try:
             self._spawn()
         except OSError as error:
+            self.stop()
             raise EngineUnavailable(
                 f"the engine process cannot be started: {error.strerror}; free processes or memory, and try again"
             ) from error

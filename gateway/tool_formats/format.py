@@ -71,7 +71,7 @@ def call_of(name: Any, arguments: Any, call_id: str | None = None) -> Call:
         raise NotACall
     try:
         return new_call(name, arguments, call_id)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise NotACall from None
 
 

@@ -7,11 +7,14 @@ import io
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from backend.engine.live import LiveViews
 from client import top
-from client.errors import Unavailable
+from client.client import EverbatchClient
+from client.errors import ClientError, Unavailable
+from tests.client.servers import http_server
 from tests.engine.driver import Driver
 
 
@@ -89,3 +92,20 @@ def test_a_server_that_is_away_is_told_and_asked_again() -> None:
         top.watch(look, console, 0.0)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "no answer: " in text and "2 of 2 slots" in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ({}, "cut short, or no JSON"),
+        ([1], "cut short, or no JSON"),
+        ({"response": '{"text": '}, "cut short, or no JSON"),
+        ({"response": '{"text": ""}'}, "does not say what its engine does"),
+        ({"response": '{"error": "[UNAVAILABLE] the engine is away"}'}, "the engine is away"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_and_no_traceback(answer: Any, sentence: str) -> None:
+    """A server that is stopped, or something else at its address; the page says so and goes on."""
+    with http_server(answer) as server, EverbatchClient(server.url) as client:
+        with pytest.raises(ClientError, match=sentence):
+            client.look()

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from backend.api import load_config
+from backend.api import EngineConfig, load_config
 from backend.api.several import FILE, Notice
+from deploy import rundir
 from deploy.control_socket import ControlSocket, answer
 from deploy.engine_sets import Engine, EngineSet
 from deploy.errors import UserError
@@ -377,3 +378,16 @@ def test_a_failed_operation_is_an_answer(server: Server) -> None:
     told = answer(server.control, b'{"operation": "replace", "model": "b"}')
     assert told.error == "load of b.engine-3: no" and not told.is_request
     assert answer(server.control, b'{"operation": "load", "model": "c"}').is_request
+
+
+def test_a_failure_that_nobody_has_foreseen_is_in_the_log_and_leaves_no_directory(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(directory: Path, config: EngineConfig) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rundir, "write_config", full)
+    told = answer(server.control, b'{"operation": "replace", "model": "a"}')
+    assert told.error == "replace failed: OSError; see the server's log" and not told.is_request
+    assert "replace of model a failed: OSError: [Errno 28] No space left on device" in server.told
+    assert server.state("a") == "loaded" and not (server.place / "e3").exists()

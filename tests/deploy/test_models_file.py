@@ -30,6 +30,9 @@ def test_the_default_model_comes_first_and_everything_else_has_a_default(tmp_pat
     [
         ("{", "it is not JSON in UTF-8"),
         ("[" * 100_000, "it is nested too deeply"),
+        ('{"models": {"a": {"path": "x", "threads": "\\ud800"}}}', "it is not JSON in UTF-8"),
+        ({"models": {"a": {"path": "x\0"}}}, "model a: a text has the character \\u0000; leave it out"),
+        ({"models": {"a": {"path": "x", "names": ["\0"]}}}, "model a: a text has the character \\u0000"),
         ('{"models": {"a": {"path": "x"}, "a": {"path": "y"}}}', "'a' is there twice"),
         ([], "a JSON object is expected"),
         ({}, "missing required field"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,9 +154,10 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_engine(
 ) -> None:
     monkeypatch.setenv("EVERBATCH_PYTHON", str(tmp_path / "no-such-program"))
     process = EngineProcess(EngineConfig(), str(tmp_path / "engine.sock"))
+    held = process._kept.descriptors
     with pytest.raises(EngineUnavailable, match="the engine process cannot be started: No such file or directory"):
         process.start(10)
-    process.stop()
+    assert held and [each for each in held if os.path.exists(f"/proc/self/fd/{each}")] == [], "the memory is given back"
 
 
 POOL = r"""fd=$(echo "$*" | sed 's/.*--kv-pool \([0-9]*\).*/\1/')"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gateway.items import items_of
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import ResponseRequest
 from gateway.settings import Settings
-from gateway.store import Conversation, ResponseStore
+from gateway.store import ITEM_BYTES, OVERHEAD_BYTES, Conversation, ResponseStore
 from gateway.triton_client import Piece
 from gateway.turns import Turns
 from tests.gateway.conftest import Served
@@ -90,7 +91,7 @@ def test_a_response_that_fails_adds_nothing(client: openai.OpenAI) -> None:
 
 def test_a_conversation_that_is_deleted_meanwhile_does_not_come_back() -> None:
     gateway, message = Gateway(Settings()), ResponseRequest(model="m", input="two", conversation="conv_1")
-    gateway.store.put("ns", Conversation("conv_1", 0, {}, ()))
+    gateway.store.put("ns", Conversation("conv_1", 0, {}))
     asked = Responding(message, items_of("two"), gateway.before(message, "ns"))
     writer = ResponseWriter(message, Turns())
     writer.take(Piece(text="answer", finish_reason="stop"))
@@ -142,10 +143,40 @@ def test_what_cannot_be_gone_on_from_is_refused(
 def test_a_conversation_that_grows_counts_as_it_is_now() -> None:
     store = ResponseStore(9, 1 << 20, 60)
     item = {"content": "x" * 1000}
-    conversation = Conversation("conv_1", 0, {}, ())
+    conversation = Conversation("conv_1", 0, {})
     sizes = []
     for _ in range(3):
         store.put("ns", conversation)
         sizes.append(store.held())
         conversation = conversation.with_items([item])
-    assert [count for count, _ in sizes] == [1, 1, 1] and [size - sizes[0][1] for _, size in sizes] == [0, 1000, 2000]
+    grown = [size - sizes[0][1] for _, size in sizes]
+    each = 1000 + ITEM_BYTES + OVERHEAD_BYTES
+    assert [count for count, _ in sizes] == [1, 1, 1] and grown == [0, each, 2 * each]
+
+
+def test_a_conversation_that_grows_to_the_limit_displaces_nothing_but_what_there_is_no_room_for() -> None:
+    """What was put in earlier counts once, also while a request still holds the conversation as it was before."""
+    store = ResponseStore(9, 20_000, 60)
+    store.put("ns", Conversation("other", 0, {}).with_items([{"content": "x"}]))
+    conversation = Conversation("conv_1", 0, {})
+    for _ in range(3):
+        before, conversation = conversation, conversation.with_items([{"content": "x" * 3000}])
+        store.put("ns", conversation)
+        assert store.get("ns", before.id) is conversation and store.get("ns", "other") is not None
+    assert [len(item["content"]) for item in conversation.items] == [3000] * 3
+
+
+def test_what_a_response_goes_on_from_counts_after_its_conversation_was_deleted(served: Served) -> None:
+    """Else deleted conversations would take memory beyond all limits, one for each response."""
+    item = {**ONE, "content": "x" * 100_000}
+    made = served.request("POST", "/v1/conversations", {"items": [item]})[1]["id"]
+    before = served.gateway.store.held()[1]
+    status, answer, _ = served.request(
+        "POST", "/v1/responses", {"model": "everbatch", "input": "x", "conversation": made}
+    )
+    assert status == 200 and served.request("DELETE", f"/v1/conversations/{made}")[0] == 200
+    gc.collect()
+    assert served.gateway.store.held()[1] > before - 10_000
+    assert served.request("DELETE", f"/v1/responses/{answer['id']}")[0] == 200
+    gc.collect()
+    assert served.gateway.store.held()[1] < before - 90_000

@@ -148,6 +148,34 @@ def test_sessions_belong_to_their_key(serve: Callable[..., Any], triton: FakeTri
         assert [text for _, text in turns(triton)] == ["secret-of-number-2", TEXT, "more"]
 
 
+def test_calls_and_reasoning_of_earlier_turns_reach_the_model(client: APIClient, triton: FakeTriton) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    given = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two", "reasoning_content": "why", "tool_calls": [call]},
+        {"role": "tool", "content": "three", "tool_call_id": "c"},
+    ]
+    next(client.chat_interactive_v1(given, session_id=9, interactive_mode=True))
+    next(client.chat_interactive_v1("four", session_id=9))
+    _, answer, result, own, last = triton.last().body["messages"]
+    assert answer["reasoning_content"] == "why" and answer["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert result == {"role": "tool", "content": "three", "tool_call_id": "c"}
+    assert (own["role"], last["content"]) == ("assistant", "four")
+
+
+def test_a_session_is_no_conversation(client: APIClient, served: Served) -> None:
+    """Whoever guesses its number can neither read nor change it there."""
+    next(client.chat_interactive_v1("one", session_id=8, interactive_mode=True))
+    path = "/v1/conversations/interactive_8"
+    asked = {"model": "everbatch", "input": "x", "conversation": "interactive_8"}
+    assert served.request("GET", f"{path}/items")[0] == 404
+    assert served.request("POST", path, {"metadata": {"tokens": "many"}})[0] == 404
+    assert served.request("POST", "/v1/responses", asked)[0] == 404
+    assert served.request("DELETE", path)[0] == 404
+    second = next(client.chat_interactive_v1("two", session_id=8))
+    assert second["history_tokens"] > 0
+
+
 def test_texts_are_encoded(client: APIClient, triton: FakeTriton, served: Served) -> None:
     assert client.encode("abc") == ([7, 8, 9], 3)
     assert client.encode(["abc", "d"], do_preprocess=True) == ([[7, 8, 9]] * 2, [3, 3])

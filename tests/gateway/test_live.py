@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gateway import core
+from gateway import core, live
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import FakeTriton
 from tests.gateway.test_keys import ALICE, BOB, write
@@ -154,6 +154,40 @@ def test_a_model_without_views_is_said(served: Served, triton: FakeTriton, live:
         assert sentence in viewer.until("away")["message"]
         triton.live = view()
         assert viewer.until("view") == view()
+
+
+def test_viewers_do_not_wait_for_ever_after_an_answer_that_is_empty(
+    served: Served, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, empty = triton._obey, [True]
+
+    def obey(seen: Any) -> Any:
+        answer = whole(seen)
+        if empty:
+            empty.pop()
+            answer.infer_response.raw_output_contents[0] = b""
+        return answer
+
+    monkeypatch.setattr(triton, "_obey", obey)
+    with watching(served) as viewer:
+        assert viewer.next()[0] == "away" and viewer.until("view") == view()
+
+
+def test_a_failure_of_the_poller_is_an_event_and_the_stream_goes_on(
+    served: Served, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, failing = live.view_event, [True]
+
+    def fails_once(data: bytes) -> bytes:
+        if failing:
+            failing.pop()
+            raise RuntimeError("secret")
+        return whole(data)
+
+    monkeypatch.setattr(live, "view_event", fails_once)
+    with watching(served) as viewer:
+        name, told = viewer.next()
+        assert name == "away" and "secret" not in str(told) and viewer.until("view") == view()
 
 
 def test_there_is_a_bound_of_viewers_and_a_place_is_free_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

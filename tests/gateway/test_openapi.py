@@ -107,6 +107,10 @@ def test_every_answer_is_one_that_the_page_describes(method: str, path: str, mod
     check()
 
 
+def test_the_page_names_no_file_of_the_program(served: Served) -> None:
+    assert ".py" not in json.dumps(served.request("GET", "/openapi.json")[1])
+
+
 def test_the_page_names_nothing_on_the_net_and_every_route(served: Served) -> None:
     status, page, _ = served.request("GET", "/openapi.json")
     assert status == 200 and "http" not in json.dumps(page).replace("httpx", "")

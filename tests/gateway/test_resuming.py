@@ -141,6 +141,32 @@ def test_a_stream_waits_for_a_server_that_is_away_and_says_so() -> None:
     assert "".join(texts) == "".join(WORDS) and b"[DONE]" in data
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "sign"),
+    [
+        ("/v1/messages", {"max_tokens": 64, "messages": [{"role": "user", "content": "lose 2"}]}, b": waiting for the"),
+        ("/v1/chat/interactive", {"prompt": "lose 2"}, b'"text":"","tokens":2'),
+    ],
+)
+def test_other_streams_that_wait_say_so_too(path: str, fields: dict[str, Any], sign: bytes) -> None:
+    """Else a proxy ends a connection on which nothing comes for a minute."""
+    with FakeTriton() as triton, serving(triton.url) as served, connect(served) as connection:
+        served.wait_healthy()
+        triton.losses, triton.ready = 1, False
+        model = {} if "prompt" in fields else {"model": "everbatch"}
+        connection.sendall(post(json.dumps({"stream": True, **model, **fields}).encode(), path))
+        connection.settimeout(30)
+        data = b""
+        while sign not in data:
+            data += connection.recv(4096)
+        triton.ready = True
+        while not data.endswith(b"0\r\n\r\n"):
+            more = connection.recv(4096)
+            assert more, "the connection was cut"
+            data += more
+    assert data.count(b"HTTP/1.1 200") == 1 and b'"error"' not in data
+
+
 def test_a_server_that_does_not_come_back_is_an_error_in_time(serve: Any, triton: FakeTriton) -> None:
     with serve(resume_timeout_s=0.6) as served:
         served.wait_healthy()

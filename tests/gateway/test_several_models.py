@@ -6,6 +6,7 @@ import asyncio
 import json
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -90,6 +91,42 @@ def test_an_adapter_is_loaded_for_the_model_that_is_named(several: Served, trito
     assert several.request("POST", "/v1/unload_lora_adapter", {"lora_name": "cow"})[0] == 200
     assert triton.requests[-1].model == "b.everbatch", "the one that has it"
     triton.adapters = ["doll"]
+
+
+def test_a_key_changes_adapters_of_its_own_models_only(triton: FakeTriton, tmp_path: Path) -> None:
+    """Also where it names none, and the adapter or the first model says which one is meant."""
+    keys = write(tmp_path / "keys", f"alice {ALICE} adapters models=a\nbob {BOB} adapters models=b\n")
+    options: dict[str, Any] = {"model_names": ("a",), "adapters": ("doll",), "others": (OTHER,), "api_keys": keys}
+    with serving(triton.url, **options) as served:
+        served.wait_healthy()
+
+        def ask(key: str, path: str, **body: str) -> int:
+            return served.request("POST", f"/v1/{path}_lora_adapter", body, {"Authorization": f"Bearer {key}"})[0]
+
+        assert ask(ALICE, "unload", lora_name="sheep") == 404, "it is the other model's"
+        assert ask(BOB, "load", lora_name="cow", lora_path="x") == 404, "it would be the first model's"
+        assert not triton.requests
+        triton.adapters = ["sheep"]
+        assert ask(BOB, "unload", lora_name="sheep") == 200
+        triton.adapters = ["doll"]
+        assert ask(ALICE, "load", lora_name="cow", lora_path="x") == 200
+    triton.adapters = ["doll"]
+
+
+def test_a_model_that_does_not_answer_delays_the_list_once_whatever_its_names(
+    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(triton.url, adapters=tuple(f"doll{n}" for n in range(50))) as served:
+        served.wait_healthy()
+        asked: list[float] = []
+
+        async def silent(model: Model) -> None:
+            asked.append(time.monotonic())
+            await asyncio.sleep(0.2)
+
+        monkeypatch.setattr(served.gateway, "_ask_model_len", silent)
+        assert len(served.request("GET", "/v1/models")[1]["data"]) == 51
+    assert len(asked) == 1
 
 
 def test_the_load_is_that_of_the_models_present_engine() -> None:

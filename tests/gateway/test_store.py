@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 
-from gateway.store import OVERHEAD_BYTES, ResponseStore, Stored
+from gateway.items import message_item
+from gateway.store import ITEM_BYTES, OVERHEAD_BYTES, Conversation, ResponseStore, Stored
 
 
 class Clock:
@@ -80,7 +82,21 @@ def test_a_conversation_of_many_turns_is_told_in_order() -> None:
 def test_the_answer_and_the_turns_of_a_response_both_count() -> None:
     store = ResponseStore(9, 1 << 20, 60, Clock())
     store.put("ns", Stored("a", ({"content": "x" * 4},), ({"content": "x" * 6},), None, b"y" * 500))
-    assert store.held() == (1, OVERHEAD_BYTES + 10 + 500)
+    assert store.held() == (1, OVERHEAD_BYTES + 2 * ITEM_BYTES + 10 + 500)
     assert store.delete("ns", "a")
     gc.collect()
     assert store.held() == (0, 0)
+
+
+def test_items_without_text_count_with_the_memory_that_they_take() -> None:
+    """Else a client could fill many times the limit with empty messages."""
+    store = ResponseStore(9, 1 << 30, 60, Clock())
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            items = [message_item("user", "") for _ in range(100)]
+            store.put("ns", Conversation(str(number), 0, {}).with_items(items))
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert store.held()[0] == 9 and taken < 1.5 * store.held()[1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,23 @@ def test_what_json_and_the_formats_do_not_know_is_text(name: str, text: str) -> 
 def test_half_a_surrogate_pair_is_still_json_for_a_client() -> None:
     (_, arguments) = told("hermes", ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])[1][0]
     assert arguments.encode() and json.loads(arguments) == {"a": "\ud800"}
+
+
+@pytest.mark.parametrize(
+    ("make", "begin", "end"),
+    [
+        (
+            lambda: CallReader(TOOL_FORMATS["qwen_tags"].format, {}),
+            "<tool_call><function=f><parameter=a>",
+            "</parameter></function></tool_call>",
+        ),
+        (HarmonyReader, "<|channel|>commentary to=functions.f<|message|>", "<|call|>"),
+    ],
+)
+def test_no_depth_of_arguments_ends_the_reply(make: Callable[[], PartReader], begin: str, end: str) -> None:
+    """Python reads a level or two more of JSON than it writes, so there are depths at which only the latter fails."""
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 200, limit + 10):
+        reader, value = make(), "[" * depth + "]" * depth
+        found = [*reader.push(begin + value + end), *reader.flush()]
+        assert value in "".join(part.arguments if isinstance(part, Call) else str(part) for part in found)

@@ -9,7 +9,11 @@ from tests.hostile import json_cases, values
 from tests.hostile.case import Case, HttpExchange
 from tests.hostile.served import GATEWAY
 
-PATHS = (*("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank"),)
+PATHS = tuple(path for path in json_cases.SERVED if path.startswith("/"))
+GENERATING = (*("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/chat/interactive"),)
+# The field of each that says how long an answer is, where it is another one than max_tokens.
+_LENGTHS = {"/v1/responses": "max_output_tokens", "/v1/chat/interactive": "request_output_len"}
+_SEVERAL = ("/v1/chat/completions", "/v1/completions")  # those that give several choices
 _JSON = "Content-Type: application/json\r\n"
 
 
@@ -80,6 +84,14 @@ ROUTES = (
         "/v1/chat/completions/",
         "/v1/chat/completions?a=" + "b" * 9000,
         "/v1/responses/x/cancel",
+        "/v1/admin/models",
+        "/v1/admin/models/everbatch/unload",
+        "/v1/admin/models/%00/load",
+        "/v1/admin/models/" + "m" * 9000 + "/replace",
+        "/everbatch/live?hz=nan",
+        "/everbatch/live?hz=1e308",
+        "/v1/loads?model=%00",
+        "/v1/conversations/interactive_1/items",
         "/v1/files",
         "/v2",
         "/%",
@@ -100,10 +112,10 @@ def routes(rng: random.Random, model: str) -> Case:
 
 def left(rng: random.Random, model: str) -> Case:
     """A client that leaves, at once or midway, from one reply or from many."""
-    path = rng.choice(PATHS)
+    path = rng.choice(GENERATING)
     fields = dict(json_cases.SERVED[path]) | {"stream": rng.choice(("true", "true", "false"))}
-    fields["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = str(rng.choice((20, 300)))
-    if path not in ("/v1/responses", "/v1/messages"):
+    fields[_LENGTHS.get(path, "max_tokens")] = str(rng.choice((20, 300)))
+    if path in _SEVERAL:
         fields["n"] = str(rng.choice((1, 1, 4, 16)))
     call = exchange(json_cases.object_text(fields), path, leave_after=rng.choice((0, 1, 200, 900, 5000)))
     return Case("gateway-left", f"{path}: the client leaves", GATEWAY, call)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 from backend.serving.fronts.everbatch import Generate
 from backend.serving.fronts.vllm_sampling import VllmSampling
-from gateway.anthropic_messages import MessagesRequest
-from gateway.messages import ChatRequest, CompletionRequest
-from gateway.response_messages import ResponseRequest
+from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
+from gateway.interactive_messages import EncodeRequest, InteractiveRequest
+from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from gateway.response_messages import NewConversation, ResponseRequest
+from gateway.token_messages import DetokenizeRequest, TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
 from tests.hostile import values
 
@@ -37,6 +39,14 @@ SERVED: dict[str, Fields] = {
     },
     "/v1/embeddings": {"model": '"everbatch"', "input": '"a = "'},
     "/v1/rerank": {"model": '"everbatch"', "query": '"a"', "documents": '["b"]'},
+    "/v1/messages/count_tokens": {"model": '"everbatch"', "messages": '[{"role": "user", "content": "a"}]'},
+    "/v1/chat/interactive": {"prompt": '"a = "', "request_output_len": "3"},
+    "/v1/encode": {"input": '"a = "'},
+    "/tokenize": {"model": '"everbatch"', "prompt": '"a = "'},
+    "/detokenize": {"model": '"everbatch"', "tokens": "[5]"},
+    "/v1/conversations": {"items": '[{"role": "user", "content": "a"}]'},
+    "/v1/load_lora_adapter": {"lora_name": '"doll"', "lora_path": '"doll"'},
+    "/v1/unload_lora_adapter": {"lora_name": '"doll"'},
 }
 NAMES: dict[str, tuple[str, ...]] = {
     "everbatch": Generate.__struct_fields__,
@@ -47,6 +57,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "/v1/messages": tuple(MessagesRequest.model_fields),
     "/v1/embeddings": tuple(EmbeddingRequest.model_fields),
     "/v1/rerank": tuple(RerankRequest.model_fields),
+    "/v1/messages/count_tokens": tuple(CountTokensRequest.model_fields),
+    "/v1/chat/interactive": tuple(InteractiveRequest.model_fields),
+    "/v1/encode": tuple(EncodeRequest.model_fields),
+    "/tokenize": tuple(TokenizeRequest.model_fields),
+    "/detokenize": tuple(DetokenizeRequest.model_fields),
+    "/v1/conversations": tuple(NewConversation.model_fields),
+    "/v1/load_lora_adapter": tuple(LoadAdapter.model_fields),
+    "/v1/unload_lora_adapter": tuple(UnloadAdapter.model_fields),
 }
 # Values that are nearly right, under the names that they are for. What is under "" fits every name.
 NEARLY: dict[str, tuple[str, ...]] = {
@@ -87,6 +105,10 @@ NEARLY: dict[str, tuple[str, ...]] = {
         *(json.dumps([{"role": "user", "content": "a"}] * 3000), '[{"role": "user", "content": {"a": 1}}]'),
         *('[{"role": "user", "content": "a", "name": "' + "n" * 9000 + '"}]', '[{"role": "\\ud800", "content": "a"}]'),
     ),
+    "session_id": ("-1", "-2", "0", "9223372036854775807", "9223372036854775808", "1e3", "true"),
+    "request_output_len": ("0", "-1", "2147483647", "2147483648"),
+    "system": ('""', '[{"type": "text", "text": "\\u0000"}]', '[{"type": "image"}]', '"\\ud800"'),
+    "tokens": ("[]", "[-1]", "[99999999]", "[18446744073709551615]", json.dumps([5] * 100_000)),
     "logit_bias": (
         '{"1": NaN}',
         '{"-1": 1}',

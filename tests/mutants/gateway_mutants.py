@@ -20,11 +20,12 @@ from gateway import (
     logprobs,
     middleware,
     response_events,
+    store,
     tools,
     translate,
 )
 from gateway.answers import Answer
-from gateway.keys import Keys
+from gateway.keys import Keys, Right
 from gateway.store import ResponseStore
 from gateway.triton_client import TritonLink
 from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
@@ -128,8 +129,16 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         KEYS,
     ),
     "each_key_may_change_adapters": (
-        change(adapters, "_allowed", ("not context.client.adapters", "False")),
+        change(Right, "is_of", ('"adapters": client.adapters', '"adapters": True')),
         ["tests/gateway/test_adapters.py"],
+    ),
+    "a_key_changes_adapters_of_every_model": (
+        change(adapters, "_model_of", ("if not any(map(context.client.may_use, served.all_names)):", "if False:")),
+        ["tests/gateway/test_several_models.py"],
+    ),
+    "what_a_response_goes_on_from_does_not_count": (
+        change(store._Shelf, "add", ("node = node.parent", "node = None")),
+        ["tests/gateway/test_conversations.py"],
     ),
     "loaded_adapters_cannot_be_named": (
         change(adapters, "_change", ("served.adapters = tuple", "tuple")),

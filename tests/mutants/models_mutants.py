@@ -6,7 +6,7 @@ from backend.serving.absence import Absence
 from deploy import control_socket, models_file, several, shares
 from deploy.engine_sets import EngineSet
 from deploy.model_control import ModelControl
-from gateway import administration, loads, triton_client
+from gateway import loads, triton_client
 from gateway.core import Gateway
 from tests.mutants.changes import Plant, change
 
@@ -90,7 +90,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         GATEWAY,
     ),
     "every_key_operates_models": (
-        change(administration, "_check_allowed", ("and not context.client.admin", "and False")),
+        change(Gateway, "check_right", ("and not right.is_of(context.client)", "and False")),
         GATEWAY,
     ),
     "the_load_is_that_of_any_engine": (

@@ -109,12 +109,12 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             core.Gateway,
             "add_to_conversation",
             ("if isinstance(found, Conversation):", "if True:"),
-            ("found.with_items", "(found or Conversation(conversation_id, 0, {}, ())).with_items"),
+            ("found.with_items", "(found or Conversation(conversation_id, 0, {})).with_items"),
         ),
         CONVERSATIONS,
     ),
     "a_response_forgets_the_conversation_that_it_went_on_from": (
-        change(core.Gateway, "before", ('Stored("", found.items, (), None, b"")', "None")),
+        change(core.Gateway, "before", ("found.parent, found.id", "None, found.id")),
         CONVERSATIONS,
     ),
     # Parties, keys, models.

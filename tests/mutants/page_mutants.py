@@ -56,7 +56,7 @@ MUTANTS = {
     ),
     "every_key_sees_the_load_of_all": (
         change_everywhere(
-            page_routes.add_page_routes, ("gateway.check_may_read_metrics(visit_of(request.scope).client)", "pass")
+            page_routes.add_page_routes, ("gateway.check_right(READ_METRICS, visit_of(request.scope))", "pass")
         ),
         LIVE,
     ),

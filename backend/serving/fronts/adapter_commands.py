@@ -4,7 +4,7 @@
     {"unload_adapter": "doll"}
     {"list_adapters": true}
 
-Each is answered with one object that looks like the end of a reply: empty text, or the JSON list of the names.
+Each is answered with the end of a reply (end_of_reply.py), whose text is empty, or the JSON list of the names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Struct
 
 from backend.api import InvalidRequest
+from backend.serving.fronts.end_of_reply import EndOfReply
 from backend.serving.fronts.named_sampling import from_json
-from backend.serving.outputs import Confirmation, text_array
+from backend.serving.outputs import Confirmation
 from backend.serving.requests import NameAdapter, ServingContext, Work
 
 
@@ -54,12 +55,4 @@ def read_command(value: Any, context: ServingContext) -> Work:
 
 
 def _answer(text: str) -> Confirmation:
-    usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
-    reply: dict[str, Any] = {
-        "text": text,
-        "token_ids": [],
-        "finish_reason": "stop",
-        "stop_reason": None,
-        "usage": usage,
-    }
-    return Confirmation([("response", text_array([msgspec.json.encode(reply)]))])
+    return Confirmation(EndOfReply(text=text).arrays())

@@ -1,6 +1,6 @@
 """A command of model `everbatch` for people who watch the server: {"look": true}.
 
-It is answered with one object that looks like the end of a reply without text, with `live` besides: what the engine does at this
+It is answered with the end of a reply (end_of_reply.py), with `live` besides: what the engine does at this
 moment (api/live_view.py). No text, token or name of a client is part of it.
 """
 
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from backend.api import InvalidRequest, Result
 from backend.api.live_view import LiveView
+from backend.serving.fronts.end_of_reply import EndOfReply
 from backend.serving.fronts.named_sampling import from_json
-from backend.serving.outputs import Answer, Arrays, text_array
+from backend.serving.outputs import Answer, Arrays
 from backend.serving.requests import Look, Work
-
-USAGE = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
 class LookCommand(Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,15 +25,8 @@ class LookCommand(Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float | None = None
 
 
-class LookReply(Struct, frozen=True):
-    """The answer: like the end of a reply without text, with one more key."""
-
+class LookReply(EndOfReply, frozen=True, kw_only=True):
     live: LiveView
-    text: str = ""
-    token_ids: list[int] = []
-    finish_reason: str = "stop"
-    stop_reason: None = None
-    usage: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(USAGE, 0))
 
 
 def is_look(value: Any) -> bool:
@@ -64,5 +55,4 @@ class LookOutput(Answer):
     def render(self) -> list[Arrays]:
         if self._view is None:
             return []
-        reply = LookReply(self._view)
-        return [[("response", text_array([msgspec.json.encode(reply)]))]]
+        return [LookReply(live=self._view).arrays()]

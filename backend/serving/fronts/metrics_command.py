@@ -1,19 +1,18 @@
 """The command {"metrics": "NAME"} of model `everbatch`, for programs that collect metrics.
 
-It is answered with one object that looks like the end of a reply, whose `text` is a page of metrics with vLLM's names and NAME as
+It is answered with the end of a reply (end_of_reply.py), whose `text` is a page of metrics with vLLM's names and NAME as
 their `model_name` (serving/vllm_page.py). The text is empty while the engine does not answer. The main thread answers at once, so
 that a server that is full of requests still tells how full it is.
 """
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Struct
 
 from backend.api import InvalidRequest
-from backend.serving.fronts.look_command import USAGE
+from backend.serving.fronts.end_of_reply import EndOfReply
 from backend.serving.fronts.named_sampling import from_json, json_value
-from backend.serving.outputs import Answer, text_array
+from backend.serving.outputs import Answer
 from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Work
@@ -31,16 +30,6 @@ class MetricsCommand(Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float | None = None
 
 
-class MetricsReply(Struct, frozen=True):
-    """The answer: like the end of a reply."""
-
-    text: str
-    token_ids: list[int] = []
-    finish_reason: str = "stop"
-    stop_reason: None = None
-    usage: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(USAGE, 0))
-
-
 def read_metrics(batch: Batch, engine: EngineClient) -> list[Work] | None:
     """The answer; None if the request is another one. Raises InvalidRequest."""
     array = batch.array("request")
@@ -56,4 +45,4 @@ def read_metrics(batch: Batch, engine: EngineClient) -> list[Work] | None:
     page = ""
     if hello is not None and stats is not None and engine.is_ready():
         page = vllm_page(stats, hello.config, hello.model.max_seq_len, command.metrics)
-    return [Work(None, Answer([("response", text_array([msgspec.json.encode(MetricsReply(page))]))]))]
+    return [Work(None, Answer(EndOfReply(text=page).arrays()))]

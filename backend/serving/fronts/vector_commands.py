@@ -3,7 +3,7 @@
     {"embed": "a text", "dimensions": 256, "normalize": true}       or token ids; the last two may be left out
     {"rank": {"query": "a question", "document": "a text", "task": "what to look for"}}      the task may be left out
 
-Each is answered with one object that looks like the end of a reply, with `embedding` (base64 of little-endian float32) or
+Each is answered with the end of a reply (end_of_reply.py), with `embedding` (base64 of little-endian float32) or
 `score` (0 to 1) besides.
 """
 
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import FinishReason, Request, Result
+from backend.serving.fronts.end_of_reply import EndOfReply
 from backend.serving.fronts.front import TextTools
 from backend.serving.fronts.named_sampling import from_json
 from backend.serving.fronts.vectors import (
@@ -30,7 +31,7 @@ from backend.serving.fronts.vectors import (
     text_ids,
 )
 from backend.serving.named_adapters import named_adapter
-from backend.serving.outputs import Arrays, text_array
+from backend.serving.outputs import Arrays
 from backend.serving.requests import Parameters, ServingContext, Work
 
 
@@ -55,16 +56,11 @@ class Rank(_Command, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rank: Pair
 
 
-class VectorReply(Struct, frozen=True):
-    """The answer: like the end of a reply without text, with one more key."""
+class VectorReply(EndOfReply, frozen=True, kw_only=True):
+    """It has one of the two, or none where the prompt was not computed."""
 
-    finish_reason: str
-    usage: dict[str, int]
     embedding: bytes | UnsetType = UNSET
     score: float | UnsetType = UNSET
-    text: str = ""
-    token_ids: list[int] = []
-    stop_reason: None = None
 
 
 def is_vector_command(value: Any) -> bool:
@@ -114,7 +110,6 @@ def _work(asked: _Command, request: Request, context: ServingContext, told: Any)
             "cached_tokens": 0 if perf is None else perf.num_cached_tokens,
         }
         more = told(result) if reason is FinishReason.LENGTH else {}
-        reply = VectorReply(reason.openai_name or "cancelled", usage, **more)
-        return [[("response", text_array([msgspec.json.encode(reply)]))]]
+        return [VectorReply(finish_reason=reason.openai_name or "cancelled", usage=usage, **more).arrays()]
 
     return Work(msgspec.structs.replace(request, **changes), VectorOutput(render))

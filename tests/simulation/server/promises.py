@@ -17,6 +17,7 @@ LOST_AFTER_S = 0.4  # the same when the connection is lost
 ORPHAN_NS = 1_500_000_000  # for which a request may outlive its client
 CANCEL_S = 1.8  # a sweep of the poller every 0.5 s at most, the step that runs, and the one after it
 LOST = "the engine process ended while the request ran"
+SLOW_TEXT = "took longer than 2 s"  # to tokenise it: its thread may have been held back
 BLAMED = "times while this request ran"
 SLOW = {"sender slow", "thread held", "slow text"}
 QUEUE_WORDS = ("queue size", "waited")
@@ -74,7 +75,10 @@ class Promises(Havoc):
             "whole": not order.is_garbage,
             "part": order.has_left or order.was_stopped or order.timeout_s is not None,
             "CANCELLED": order.was_stopped or order.has_left,
-            "INVALID_ARGUMENT": order.is_garbage or order.hangs_tokenizer or self.forgets(order),
+            "INVALID_ARGUMENT": order.is_garbage
+            or order.hangs_tokenizer
+            or self.forgets(order)
+            or ("thread held" in kinds and SLOW_TEXT in error),
             "INTERNAL": order.had_failures
             or any(time <= ended for time in self.failed_steps)
             or (BLAMED in error and self._may_be_blamed(order)),
