@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,8 @@ LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in 
 ENDED_EARLY = "the server ended this reply early; try again"
 NOT_REACHED = "the inference server cannot be reached; try again when /health answers 200"
 _READY_TIMEOUT_S = 2.0
-END_S = 5.0  # for the end of a stream whose replies are complete
+END_S = 5.0  # for the end of a stream whose replies are complete, or that nobody reads any more; then it is cancelled
+STOP_AGAIN_S = 1.0  # Triton may give a request to the model later than the command that stops it
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,19 @@ class TritonLink:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """Yield what comes of the replies, until each has ended. Leaving early cancels them at once. Raises GatewayError.
+        """Yield what comes of the replies, until each has ended. Leaving early stops them at once. Raises GatewayError.
 
         Nothing is read ahead: a slow reader holds the stream back.
         """
         call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
         open_choices = job.choices - job.resumed
+        reading: asyncio.Future[Any] | None = None
         try:
             while open_choices:
-                if (answer := await call.read()) is grpc.aio.EOF:
+                reading = asyncio.ensure_future(
+                    call.read()
+                )  # read() itself cancels the stream if whoever waits is cancelled
+                if (answer := await asyncio.shield(reading)) is grpc.aio.EOF:
                     raise ConnectionLost(ENDED_EARLY)
                 data = _contents(answer, job.origin)
                 for piece in _pieces(data):
@@ -133,15 +138,29 @@ class TritonLink:
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
-            if open_choices:
-                call.cancel()  # nothing happens when it is over
+            if open_choices and not call.done():
+                self._end_later(self._stop(call, job, reading))
             else:
-                self._read_to_its_end(call)
+                self._end_later(_to_its_end(call, reading))
 
-    def _read_to_its_end(self, call: Any, *, takes_more: bool = False) -> None:
-        """`takes_more`: requests may still be written to the stream."""
-        self._ending.add(ending := asyncio.ensure_future(_to_its_end(call, takes_more)))
-        ending.add_done_callback(self._ending.discard)
+    def _end_later(self, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(ending)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _stop(self, call: Any, job: Job, reading: asyncio.Future[Any] | None) -> None:
+        """Have the model end a request, and read its stream to the end. `reading`: as in `_to_its_end`.
+
+        Triton writes to freed memory now and then when a client cancels a stream on which answers are being sent
+        (docs/reliability.md).
+        """
+        ending = asyncio.ensure_future(_to_its_end(call, reading))
+        try:
+            while not ending.done():
+                await _to_its_end(self._stub.ModelStreamInfer(_once(self._stop_message(job))))
+                await asyncio.wait([ending], timeout=STOP_AGAIN_S)
+        finally:
+            ending.cancel()
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[Callable[[Job], Awaitable[Piece]]]:
@@ -174,22 +193,28 @@ class TritonLink:
             yield ask
         finally:
             if is_answered:
-                self._read_to_its_end(call, takes_more=True)
+                self._end_later(_to_its_end(call, takes_more=True))
             else:
                 call.cancel()
 
     def _message(self, job: Job) -> Any:
+        data = msgspec.json.encode({**job.request, "timeout_s": self._timeout_s})
+        message = self._asking_for(job, data)
+        for name, value in job.caller:
+            message.parameters[name].string_param = value
+        return message
+
+    def _stop_message(self, job: Job) -> Any:
+        message = self._asking_for(job, b"{}")
+        _add_tensor(message, "stop", "BOOL", b"\1")
+        return message
+
+    def _asking_for(self, job: Job, data: bytes) -> Any:
         message = service_pb2.ModelInferRequest(model_name=job.triton_model or self._model, id=job.request_id)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if job.namespace:
             message.parameters["cache_salt"].string_param = job.namespace
-        for name, value in job.caller:
-            message.parameters[name].string_param = value
-        tensor = message.inputs.add()
-        tensor.name, tensor.datatype = "request", "BYTES"
-        tensor.shape.append(1)
-        data = msgspec.json.encode({**job.request, "timeout_s": self._timeout_s})
-        message.raw_input_contents.append(struct.pack("<I", len(data)) + data)
+        _add_tensor(message, "request", "BYTES", struct.pack("<I", len(data)) + data)
         return message
 
     async def is_ready(self) -> bool:
@@ -219,14 +244,19 @@ class TritonLink:
         await self._channel.close()
 
 
-async def _to_its_end(call: Any, takes_more: bool) -> None:
-    """Read until the server ends the stream. Triton keeps a request whose stream is cancelled after its last response, and with
-    it the instance of the model, which can then never be unloaded.
+async def _to_its_end(call: Any, reading: asyncio.Future[Any] | None = None, *, takes_more: bool = False) -> None:
+    """Read until the server ends the stream. `reading`: the latest read, which may still wait. `takes_more`: requests may still
+    be written to the stream.
+
+    Triton keeps a request whose stream is cancelled after its last response, and with it the instance of the model, which can
+    then never be unloaded.
     """
     try:
         async with asyncio.timeout(END_S):
             if takes_more:
                 await call.done_writing()
+            if reading is not None:
+                await reading
             while await call.read() is not grpc.aio.EOF:
                 pass
     except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # The reply was complete.
@@ -237,6 +267,14 @@ async def _to_its_end(call: Any, takes_more: bool) -> None:
 
 async def _once(message: Any) -> AsyncIterator[Any]:
     yield message
+
+
+def _add_tensor(message: Any, name: str, datatype: str, data: bytes) -> None:
+    """Add an input of shape [1]."""
+    tensor = message.inputs.add()
+    tensor.name, tensor.datatype = name, datatype
+    tensor.shape.append(1)
+    message.raw_input_contents.append(data)
 
 
 def _contents(answer: Any, origin: GuideOrigin | None) -> memoryview:

@@ -66,6 +66,7 @@ class Seen:
     parameters: dict[str, str] = field(default_factory=dict)  # those of text
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
+    was_stopped: bool = False
     was_cancelled: bool | None = None  # of "linger": while the server had not ended the stream
     words: Counter[int] = field(default_factory=Counter)  # so far, by reply
 
@@ -92,6 +93,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.adapters = ["doll"]
         self.vllm_page: str | None = None  # what the engine's metrics are; None: they cannot be had
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
+        self.early_stops = 0  # stops that find no request, as when they overtake it
         self.complete_streams = 0  # streams whose client has ended them, not cancelled
         self.losses = 0  # connections that break under "lose"
         self.live: dict[str, Any] | None = view()  # the answer to a look
@@ -149,6 +151,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
         given = {name: value.string_param for name, value in message.parameters.items()}
+        if "stop" in [tensor.name for tensor in message.inputs]:
+            yield self._stopped(message.id, given.get("cache_salt", ""))
+            return
         seen = Seen(json.loads(raw[4:]), message.id, given.get("cache_salt", ""), message.model_name, given)
         if "metrics" in seen.body:
             yield self._metrics(seen)
@@ -161,6 +166,17 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             return
         is_scripted = bool(self.script) and "messages" in seen.body and not seen.body.get("tokenize")
         yield from said(seen, self.script.pop(0)) if is_scripted else self._answers(seen, context)
+
+    def _stopped(self, request_id: str, namespace: str) -> Any:
+        """The newest request of this id and namespace is to end."""
+        if self.early_stops:
+            self.early_stops -= 1
+            return service_pb2.ModelStreamInferResponse()
+        named = [seen for seen in self.requests if (seen.id, seen.namespace) == (request_id, namespace)]
+        for seen in named[-1:]:
+            seen.was_stopped = True
+            seen.end()
+        return service_pb2.ModelStreamInferResponse()
 
     def _metrics(self, seen: Seen) -> Any:
         if self.vllm_page is None:

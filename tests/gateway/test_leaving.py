@@ -49,7 +49,7 @@ def test_a_client_that_leaves_ends_its_replies_within_100_ms(
             if stream:
                 assert b" 200 " in connection.recv(1000)
             left = time.monotonic()
-        assert all(one.ended.wait(10) for one in seen)
+        assert all(one.ended.wait(10) and one.was_stopped for one in seen)
         times.append(max(one.ended_at for one in seen) - left)
     assert min(times) < 0.1, times
     assert served.gateway.running.choices == 0 or eventually_idle(served)
@@ -67,6 +67,22 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_reply(
         (seen,) = triton.wait_for(1)
     assert seen.ended.wait(10) and seen.said == 0
     assert eventually_idle(served)
+
+
+def test_a_stop_that_comes_too_early_is_sent_again_and_the_stream_is_not_cancelled(
+    served: Served, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.triton_client.STOP_AGAIN_S", 0.1)
+    triton.early_stops, complete = 2, triton.complete_streams
+    with connect(served) as connection:
+        connection.sendall(hold("/v1/completions", True, 1))
+        assert b" 200 " in connection.recv(1000)
+        (seen,) = triton.wait_for(1)
+    assert seen.ended.wait(10) and seen.was_stopped and triton.early_stops == 0
+    deadline = time.monotonic() + 10
+    while triton.complete_streams < complete + 4 and time.monotonic() < deadline:  # those of the stops, too
+        time.sleep(0.005)
+    assert triton.complete_streams == complete + 4
 
 
 def eventually_idle(served: Served) -> bool:
