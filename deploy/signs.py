@@ -36,10 +36,13 @@ class Signs:
         self._rest = b""
         self._latest: dict[int, Report] = {}
         self._silences: dict[int, Silence] = {}
+        self._num_looks = 0
+        self._ended: dict[int, int] = {}  # stubs that have ended -> the number of looks when that was first seen
 
     def look(self) -> list[Report]:
         """Take in the signs that have come, and count a look of silence for every other stub. Call it every TICK_S seconds."""
         fresh = self._take()
+        self._num_looks += 1
         self._silences |= {pid: Silence() for pid in fresh}
         silent = {pid: self._longer_silent(report) for pid, report in self._latest.items() if pid not in fresh}
         self._latest = silent | fresh  # never changed in place: another thread may read it
@@ -53,6 +56,16 @@ class Signs:
     def unloaded(self) -> set[int]:
         """Process ids of stubs that end because their models are unloaded, as of the last look."""
         return {pid for pid, report in self._latest.items() if report.state == health.UNLOADED}
+
+    def has_said_all(self, pid: int) -> bool:
+        """True if what a stub that has ended wrote before its end has been taken in. The first question notes the end; a look may
+        be going on then, and one more while the caller reads `unloaded`, so it is known after the third.
+        """
+        return self._num_looks >= self._ended.setdefault(pid, self._num_looks) + 3
+
+    def model_of(self, pid: int) -> str:
+        """The model of a stub, as of its last sign; empty if it has given none."""
+        return self._latest[pid].model if pid in self._latest else ""
 
     def close(self) -> None:
         os.close(self._pipe)

@@ -269,22 +269,23 @@ class TritonServer:
         if not self.running():
             return Failure(f"tritonserver {describe_end(self.exit_status or 0)}; {log_files.where(self.log_path)}")
         if dead := self.dead_stubs():
-            return Failure(f"stub process {dead[0].pid} died; {log_files.where(self.log_path)}")
+            model = f" of model {self._signs.model_of(dead[0].pid)}" if self._signs else ""
+            return Failure(f"stub process {dead[0].pid}{model} died; {log_files.where(self.log_path)}")
         if self._monitor is not None and (found := self._monitor.failure()):
             return found
         return Failure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
 
     def dead_stubs(self) -> list[Process]:
-        """Stubs that were there when the server became ready, or have given a sign since, and have died, which Triton itself
-        never tells. One that ends while its model is loaded is the failure of that load.
+        """Stubs that were there when the server became ready, or have given a sign since, and have died; Triton never tells. One
+        that ends while its model is loaded is the failure of that load, and one whose model is unloaded has said so at its end.
         """
         unloaded = self._signs.unloaded() if self._signs else set()
         signs = self._signs.latest if self._signs else []
         if fresh := {report.pid for report in signs} - {stub.pid for stub in self._stubs} - unloaded:
             self._stubs = self._stubs + [stub for stub in stubs_of(self.pid) if stub.pid in fresh]
-        dead = [stub for stub in self._stubs if not stub.alive()]
         self._stubs = [stub for stub in self._stubs if stub.pid not in unloaded]
-        return [stub for stub in dead if stub.pid not in unloaded]
+        dead = [stub for stub in self._stubs if not stub.alive()]
+        return [stub for stub in dead if not (self._signs and self._monitor) or self._signs.has_said_all(stub.pid)]
 
     def processes(self) -> list[int]:
         """Process ids of everything that belongs to this server: itself, stubs, engine, ranks."""

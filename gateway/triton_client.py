@@ -35,7 +35,7 @@ LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in 
 ENDED_EARLY = "the server ended this reply early; try again"
 NOT_REACHED = "the inference server cannot be reached; try again when /health answers 200"
 _READY_TIMEOUT_S = 2.0
-END_S = 5.0  # for the end of a stream whose replies are complete, or that nobody reads any more; then it is cancelled
+END_S = 5.0  # for the end of a stream whose replies are complete, or whose reader has left; then it is cancelled
 STOP_AGAIN_S = 1.0  # Triton may give a request to the model later than the command that stops it
 
 
@@ -122,9 +122,7 @@ class TritonLink:
         reading: asyncio.Future[Any] | None = None
         try:
             while open_choices:
-                reading = asyncio.ensure_future(
-                    call.read()
-                )  # read() itself cancels the stream if whoever waits is cancelled
+                reading = asyncio.ensure_future(call.read())  # cancelling a task within read() would cancel the stream
                 if (answer := await asyncio.shield(reading)) is grpc.aio.EOF:
                     raise ConnectionLost(ENDED_EARLY)
                 data = _contents(answer, job.origin)

@@ -36,12 +36,14 @@ class Resume(Struct, frozen=True, omit_defaults=True):
     first; the first life has it too, and undoes nothing. `trial_tokens`: the request
     was running when engines ended, and runs alone until each of its sequences has so many new tokens (engine/trial.py); 0: to
     its end; None: it is not suspected. `first_token_ns`: when the client had its first token, 0 if it had none.
+    `arrival_ns`: when the server accepted the request, on the machine's monotonic clock; 0 if that was another server.
     """
 
     delivered: list[Delivered] = []
     turn: str = ""
     trial_tokens: int | None = None
     first_token_ns: int = 0
+    arrival_ns: int = 0
     is_again: bool = False
 
     def is_life_of(self, turn: str) -> bool:

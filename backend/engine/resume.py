@@ -63,7 +63,11 @@ def goes_on(request: Request) -> bool:
 
 def take_up(sequences: list[Sequence], resume: Resume | None) -> list[Sequence]:
     """Give the new sequences of a request what clients have had of them. Returns those that have not ended."""
-    if resume is None or not resume.delivered:
+    if resume is None:
+        return sequences
+    for seq in sequences:  # times are those that the client has seen, whatever engine ran it
+        seq.arrival_ns = resume.arrival_ns or seq.arrival_ns
+    if not resume.delivered:
         return sequences
     for seq, delivered in zip(sequences, resume.delivered, strict=True):
         _take_up(seq, delivered, resume.first_token_ns)
@@ -85,4 +89,4 @@ def _take_up(seq: Sequence, delivered: Delivered, first_token_ns: int) -> None:
         seq.log_probs = [0.0] * len(delivered.token_ids)
     if output.top_log_probs:
         seq.top_log_probs = [[] for _ in delivered.token_ids]
-    seq.first_token_ns = seq.first_scheduled_ns = first_token_ns or seq.arrival_ns
+    seq.first_token_ns, seq.first_scheduled_ns = first_token_ns or seq.arrival_ns, seq.arrival_ns

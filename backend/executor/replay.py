@@ -256,7 +256,8 @@ class Replay:
             count = request.sampling_config.num_return_sequences or 1
             outputs = [live.outputs.get(index, Output()) for index in range(count)]
             delivered = [Delivered(list(each.token_ids), each.cum_log_prob, each.has_ended) for each in outputs]
-        return Resume(delivered, first.turn, trial, live.first_token_ns, is_again=live.num_lives > 1)
+        arrival_ns = round(live.accepted_s * 1e9)
+        return Resume(delivered, first.turn, trial, live.first_token_ns, arrival_ns, is_again=live.num_lives > 1)
 
     # Adapters, which later requests name by a task id alone
 

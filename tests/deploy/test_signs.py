@@ -86,6 +86,18 @@ def test_an_old_stub_that_is_unloaded_says_nothing_of_the_new_one_of_the_same_mo
         assert health.judge(pipe.look()) == health.Verdict()
 
 
+def test_what_an_ended_stub_has_said_is_known_some_looks_behind_its_end(pipe: Signs, tmp_path: Path) -> None:
+    give(tmp_path, "a", pid=1)
+    pipe.look()
+    give(tmp_path, "a", "unloaded", pid=1)
+    assert not pipe.has_said_all(1) and pipe.unloaded() == set(), "its last words wait in the pipe"
+    for _ in range(2):
+        pipe.look()
+        assert not pipe.has_said_all(1) and pipe.unloaded() == {1}
+    pipe.look()
+    assert pipe.has_said_all(1) and pipe.model_of(1) == "a" and pipe.model_of(2) == ""
+
+
 def test_silence_is_counted_in_looks_and_ends_with_a_sign(
     pipe: Signs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

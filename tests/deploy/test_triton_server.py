@@ -152,3 +152,9 @@ def test_a_stub_that_came_when_a_model_was_loaded_anew_is_missed_when_it_dies_an
     monkeypatch.setattr(server._signs, "_take", lambda: {report.pid: report for report in seen.values()})
     server._signs.look()
     assert server.dead_stubs() == [new]
+    server._monitor = object()  # from then on an end is certain when its last words would have been read
+    assert server.dead_stubs() == []
+    for _ in range(3):
+        server._signs.look()
+    assert server.dead_stubs() == [new]
+    server._monitor = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from backend.api import Request
+from backend.core.messages import Delivered, Resume
 from backend.core.step import MemoryUse
 from tests.engine.driver import VOCAB, Driver
 
@@ -145,3 +147,19 @@ def test_an_engine_is_known_by_the_moment_it_was_made() -> None:
     made_ns = driver.clock.monotonic_ns()
     driver.clock.advance(3)
     assert driver.core.stats().started_ns == made_ns and driver.core.stats().uptime_s == 3.0
+
+
+def test_times_of_a_request_that_another_engine_had_begun_count_from_when_the_server_accepted_it() -> None:
+    driver = Driver()
+    driver.clock.advance(20)
+    now_ns = driver.clock.monotonic_ns()
+    resume = Resume(
+        [Delivered([4, 5])], first_token_ns=now_ns - 9_000_000_000, arrival_ns=now_ns - 9_500_000_000, is_again=True
+    )
+    driver.core.enqueue(1, Request([1, 2, 3], 6, streaming=True), resume=resume)
+    driver.run()
+    account = driver.responses[1][-1].account
+    assert account is not None
+    assert account.first_token_ns - account.arrival_ns == 500_000_000
+    assert account.arrival_ns <= account.first_scheduled_ns <= account.first_token_ns <= account.last_token_ns
+    assert driver.core.statistics.first_token_s[-1] == 0.5
