@@ -2,6 +2,7 @@
 
 import { byId, count, duration, el } from "./dom.js";
 import { markdown } from "./markdown.js";
+import { isPlain } from "./settings.js";
 
 const LARGEST_FILE = 1 << 20; // bytes; the server takes bodies of 4 MiB unless it is set otherwise
 const MOST_FILES = 8;
@@ -61,7 +62,8 @@ export class Chat {
     }
     const runs = isLast && this.turns.isRunning(this.conversation.id);
     if (message.reasoning) item.append(reasoning(message, runs));
-    item.append(el("div", { class: "text" }, markdown(message.content)));
+    const content = isPlain() ? el("pre", { class: "plain" }, message.content) : markdown(message.content);
+    item.append(el("div", { class: "text" }, content));
     if (runs) item.append(el("p", { class: "busy" }, message.waiting ? "The server is started again; the answer goes on then." : ""));
     if (message.error) item.append(el("p", { class: "error", role: "alert" }, message.error));
     item.append(this.#foot(message, index, runs, isLast));

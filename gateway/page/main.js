@@ -110,7 +110,7 @@ function connectKey() {
 }
 
 function connect() {
-  connectSettings();
+  connectSettings(() => chat.show(chat.conversation));
   connectClosing();
   connectKey();
   byId("new").addEventListener("click", () => open(store.create()));

@@ -18,8 +18,13 @@ export function sampling() {
   return Object.fromEntries(set.map((name) => [name, Number(values[name])]));
 }
 
-/** Lets the dialog open and save. */
-export function connectSettings() {
+/** Whether answers are shown as they were generated: Markdown changes code that stands in no code block. */
+export function isPlain() {
+  return values.answers === "plain";
+}
+
+/** Lets the dialog open and save. `onSaved` is called after a change. */
+export function connectSettings(onSaved) {
   const dialog = byId("settings");
   const form = dialog.querySelector("form");
   byId("open-settings").addEventListener("click", () => {
@@ -31,6 +36,7 @@ export function connectSettings() {
     values = Object.fromEntries(fields(form).map((field) => [field.name, field.value.trim()]));
     localStorage.setItem(NAME, JSON.stringify(values));
     applyTheme();
+    onSaved();
     dialog.close();
   });
 }

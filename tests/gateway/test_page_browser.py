@@ -190,6 +190,17 @@ def test_code_has_a_button_that_copies_it(browser: Any, served: Served) -> None:
         assert page.evaluate("navigator.clipboard.readText()") == "if a < b:\n    pass"
 
 
+def test_answers_are_shown_as_markdown_or_as_they_were_generated(page: Any) -> None:
+    text = "return self.__dict__ * 2\n    # *all* of it"
+    answer = answered(page, f"say {text}")
+    assert "__" not in answer.locator(".text").inner_text()
+    page.click("#open-settings")
+    page.select_option("#settings [name=answers]", "plain")
+    page.click("#settings .main")
+    page.wait_for_selector("#messages .assistant pre.plain")
+    assert page.locator("#messages .assistant .text").text_content() == text
+
+
 def test_settings_and_attached_text_reach_the_request(page: Any, triton: FakeTriton, tmp_path: Path) -> None:
     note, binary = tmp_path / "note.md", tmp_path / "picture.bin"
     note.write_text("some ``` fence")
