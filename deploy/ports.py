@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from deploy.errors import UserError
 
@@ -30,14 +30,31 @@ class Ports:
         return cls(*numbers)
 
     def check_free(self, host: str) -> None:
-        """Raise UserError naming the first port that is taken (or not allowed), and the option that changes it."""
+        """Raise UserError naming the ports that are taken, or the first that is not allowed, and the options that change them."""
         named = {"--http-port": self.http, "--grpc-port": self.grpc, "--metrics-port": self.metrics}
         for option, port in named.items():
             if not 1 <= port <= 65535:
                 raise UserError(f"{option} is {port}, allowed is 1 to 65535")
             if list(named.values()).count(port) > 1:
                 raise UserError(f"port {port} is given twice; choose another one with {option} PORT")
+        in_use = {option: port for option, port in named.items() if _is_in_use(host, port)}
+        if len(in_use) > 1:
+            free = dict(zip(named, astuple(Ports.free(host)), strict=True))
+            others = " ".join(f"{option}={free[option]}" for option in in_use)
+            numbers = ", ".join(map(str, in_use.values()))
+            raise UserError(
+                f"ports {numbers} on {host} are already in use; stop what uses them or choose others, such as {others}"
+            )
+        for option, port in named.items():
             check_port(host, port, option)
+
+
+def _is_in_use(host: str, port: int) -> bool:
+    try:
+        _bind(host, port).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def check_port(host: str, port: int, option: str) -> None:

@@ -31,6 +31,21 @@ def test_a_port_in_use_is_one_sentence_that_names_the_port_and_the_option(option
     assert "\n" not in str(caught.value)
 
 
+def test_several_ports_in_use_are_named_together_with_free_ones() -> None:
+    free = Ports.free()
+    with socket.socket() as one, socket.socket() as other:
+        for taken, port in ((one, free.http), (other, free.metrics)):
+            taken.bind(("127.0.0.1", port))
+            taken.listen(1)
+        with pytest.raises(
+            UserError, match=f"ports {free.http}, {free.metrics} on 127.0.0.1 are already in use"
+        ) as caught:
+            free.check_free("127.0.0.1")
+        named = dict(part.split("=") for part in str(caught.value).split("such as ")[1].split())
+    assert list(named) == ["--http-port", "--metrics-port"]
+    assert not {free.http, free.grpc, free.metrics} & set(map(int, named.values()))
+
+
 def test_the_same_port_twice_is_refused() -> None:
     port = Ports.free().http
     with pytest.raises(UserError, match=f"port {port} is given twice"):
