@@ -140,6 +140,10 @@ class ConsoleReporter:
         self._phase, self._phase_began = text, now
         if self._console.is_terminal:
             self._print(f"[dim]  ...  {escape(text)}[/dim]", end="\r")
+        elif (
+            "compiling" in text
+        ):  # it takes minutes, and other phases seconds: a reader of the file must not take it for a hang
+            self._line(f"   ...    {escape(text)}")
 
     def ready(self) -> None:
         now = time.monotonic()

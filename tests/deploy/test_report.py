@@ -27,6 +27,16 @@ def said(tmp_path: Path) -> tuple[ConsoleReporter, io.StringIO]:
     return ConsoleReporter(Console(file=output, width=80), server), output
 
 
+def test_a_file_has_a_phase_of_minutes_at_its_beginning_too(said: tuple[ConsoleReporter, io.StringIO]) -> None:
+    reporter, output = said
+    reporter.phase("loading the models")
+    assert output.getvalue() == ""
+    reporter.phase("engine: compiling the native kernels")
+    assert output.getvalue().splitlines()[-1].endswith("  ...    engine: compiling the native kernels")
+    reporter.ready()
+    assert "0.0 s  engine: compiling the native kernels" in output.getvalue()
+
+
 def test_every_event_has_the_time_of_day(said: tuple[ConsoleReporter, io.StringIO]) -> None:
     reporter, output = said
     reporter.phase("starting tritonserver")
