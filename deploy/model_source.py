@@ -89,10 +89,15 @@ def _check_directory(path: Path, message: str) -> Path:
 
 def _what_lacks(path: Path) -> str:
     """The rest of a sentence about a directory that is no checkpoint."""
+    if (path / "params.json").is_file():
+        return ": it has Meta's files; make one of them with ./everbatch convert DIRECTORY --output ANOTHER"
     if not (path / "config.json").is_file():
         return ": it has no config.json"
     if any(path.glob("*.bin")) or any(path.glob("*.pt")):
-        return ": its weights are pickle files (.bin, .pt), which can run code and are not read; convert them to safetensors"
+        return (
+            ": its weights are pickle files (.bin, .pt), which can run code and are not read; make safetensors of them "
+            "with ./everbatch convert DIRECTORY --output ANOTHER"
+        )
     return ": it has no *.safetensors"
 
 

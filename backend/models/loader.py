@@ -291,6 +291,6 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {shown(name)}: File does not exist here and could not be fetched ({type(error).__name__}); "
-            f"give a checkpoint directory"
+            f"model {shown(name)}: there is no such directory, and the hub could not be asked for a model of this name "
+            f"({type(error).__name__}); give the path of a checkpoint, or connect to a network"
         ) from None

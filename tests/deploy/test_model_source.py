@@ -84,7 +84,8 @@ def test_a_config_that_is_no_file_makes_no_checkpoint(directory: Path, make: Cal
     [
         (["model.safetensors"], "it has no config.json"),
         (["config.json"], r"it has no \*.safetensors"),
-        (["config.json", "pytorch_model.bin"], "its weights are pickle files"),
+        (["config.json", "pytorch_model.bin"], "its weights are pickle files .* with ./everbatch convert"),
+        (["params.json", "consolidated.00.pth"], "it has Meta's files; make one of them with ./everbatch convert"),
     ],
 )
 def test_what_a_directory_lacks_is_told(tmp_path: Path, files: list[str], lacks: str) -> None:

@@ -92,7 +92,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch: pytest.MonkeyPatch
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="no/such-name: File does not exist here and could not be fetched"):
+    with pytest.raises(ConfigError, match="no/such-name: there is no such directory, and the hub could not be asked"):
         load("no/such-name")
 
 
