@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,6 +156,9 @@ def top_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="With --once: everything that a look tells, as JSON.")
     ] = False,
+    model_name: Annotated[
+        str, typer.Option(help="Model that is asked; NAME.everbatch on a server of several models.")
+    ] = "everbatch",
     url: Url = None,
     protocol: Protocol = None,
     api_key: ApiKey = None,
@@ -165,15 +169,15 @@ def top_command(
 
     if as_json and not once:
         raise _refusal("--json is for --once; add it, or leave --json out")
-    server, console = Server(url, protocol, "everbatch"), Console()
+    server, console = Server(url, protocol, model_name), Console()
 
     def show(client: EverbatchClient) -> int:
         if as_json:
-            console.print_json(data=client.look())
+            console.print_json(data=client.look(model=model_name))
         elif once:
-            top.once(client.look, console)
+            top.once(partial(client.look, model=model_name), console)
         else:
-            top.watch(client.look, console, period)
+            top.watch(partial(client.look, model=model_name), console, period)
         return 0
 
     _run(server, lambda: server.connect("", api_key, ca_file), show)

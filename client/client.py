@@ -41,7 +41,7 @@ class Transport(Protocol):
     def infer(
         self, model: str, tensors: Tensors, parameters: dict[str, str | int], timeout_s: float
     ) -> dict[str, list[Any]]: ...
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]: ...
+    def ask(self, request: dict[str, Any], timeout_s: float, model: str) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
 
@@ -164,9 +164,11 @@ class EverbatchClient:
 
         return embed(self._transport, self._settings, texts, dimensions, normalize, timeout_s)
 
-    def look(self, *, timeout_s: float = 5.0) -> dict[str, Any]:
-        """Return a view of the engine: rows of the batch, queue, KV blocks and counters (docs/top.md). Raises ClientError."""
-        live = self._transport.ask({"look": True}, timeout_s).get("live")
+    def look(self, *, model: str = "everbatch", timeout_s: float = 5.0) -> dict[str, Any]:
+        """Return a view of the engine: rows of the batch, queue, KV blocks and counters (docs/top.md). `model`: of the kind of
+        `everbatch`, such as `code.everbatch` on a server of several models. Raises ClientError.
+        """
+        live = self._transport.ask({"look": True}, timeout_s, model).get("live")
         if not isinstance(live, dict):
             raise Unavailable("the server does not say what its engine does: it is of an older version, or another one")
         return live

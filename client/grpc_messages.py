@@ -32,7 +32,6 @@ _UNPACK = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f"
 _NO_GRPC = re.compile("Failed parsing HTTP/2|http1.x server|failed to connect.*(Socket closed|Connection reset)")
 _NO_TLS = re.compile("WRONG_VERSION_NUMBER|Ssl handshake failed|HANDSHAKE_FAILURE|TSI_")
 _BROKEN = ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")
-COMMANDS = "everbatch"  # the model that takes commands
 Tensor = tuple[str, list[Any]]  # Triton's name of a type, and a value for each row
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -78,9 +77,9 @@ def encode_infer(model: str, tensors: Mapping[str, Tensor], parameters: Mapping[
     return message
 
 
-def encode_command(request: dict[str, Any]) -> Any:
-    """The ModelInferRequest of a JSON object for model `everbatch`."""
-    message = service_pb2.ModelInferRequest(model_name=COMMANDS)
+def encode_command(request: dict[str, Any], model: str) -> Any:
+    """The ModelInferRequest of a JSON object for a model of the kind of `everbatch`."""
+    message = service_pb2.ModelInferRequest(model_name=model)
     tensor = message.inputs.add()
     tensor.name, tensor.datatype = "request", "BYTES"
     tensor.shape.extend([1])

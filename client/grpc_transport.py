@@ -7,6 +7,7 @@ thread: iterating the call delivers the chunks in order, in the caller's thread,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
@@ -60,11 +61,13 @@ class GrpcTransport:
         # error names its status anyway.
         with interrupts_deferred(lambda: None):
             call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=settings.metadata)
+        is_complete = False
         try:
             for answer in _answers(call):
                 chunk = read_answer(answer)
+                is_complete = chunk.final
                 yield chunk
-                if chunk.final:
+                if is_complete:
                     return
             raise Unavailable(NO_END)
         except grpc.RpcError as error:
@@ -72,7 +75,9 @@ class GrpcTransport:
                 raise Cancelled(f"the request to {settings.address.url} was cancelled") from None
             raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
         finally:
-            with interrupts_deferred(lambda: None):
+            with interrupts_deferred(call.cancel if is_complete else lambda: None):
+                if is_complete:
+                    _read_to_its_end(call)
                 call.cancel()  # Nothing happens when the stream is over already.
 
     def infer(
@@ -89,26 +94,34 @@ class GrpcTransport:
             raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
         return decode_outputs(answer)
 
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The one answer of model `everbatch` to a command, both JSON objects. Raises ClientError."""
+    def ask(self, request: dict[str, Any], timeout_s: float, model: str) -> dict[str, Any]:
+        """The one answer of a model of the kind of `everbatch` to a command, both JSON objects. Raises ClientError."""
         settings = self._settings
         if self._closed:
             raise Cancelled("the client is closed; make another")
         call = self._stub.ModelStreamInfer(
-            iter([encode_command(request)]), timeout=timeout_s, metadata=settings.metadata
+            iter([encode_command(request, model)]), timeout=timeout_s, metadata=settings.metadata
         )
         try:
-            for answer in _answers(call):
-                return read_command_answer(answer)
-            raise Unavailable(NO_END)
+            found = [read_command_answer(answer) for answer in _answers(call)]
         except grpc.RpcError as error:
             raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
         finally:
             call.cancel()
+        if not found:
+            raise Unavailable(NO_END)
+        return found[0]
 
     def close(self) -> None:
         self._closed = True
         self._channel.close()
+
+
+def _read_to_its_end(call: Any) -> None:
+    """Triton keeps a request whose stream is cancelled after its last response, and its model can then not be unloaded."""
+    with contextlib.suppress(grpc.RpcError):
+        for _ in call:
+            pass
 
 
 def _answers(call: Any) -> Iterator[Any]:

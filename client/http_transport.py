@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 from client.errors import Cancelled, ClientError, no_http, no_server, no_tls, no_trust, too_late
 from client.http_messages import (
@@ -79,13 +80,13 @@ class HttpTransport:
             body = infer_body(tensors, parameters)
             return read_outputs(self._send(connection, f"/v2/models/{model}/infer", body).read())
 
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The one answer of model `everbatch` to a command, both JSON objects. Raises ClientError."""
+    def ask(self, request: dict[str, Any], timeout_s: float, model: str) -> dict[str, Any]:
+        """The one answer of a model of the kind of `everbatch` to a command, both JSON objects. Raises ClientError."""
         if self._closed:
             raise Cancelled("the client is closed; make another")
         with self._exchange(timeout_s) as (connection, _):
             body = json.dumps({"request": json.dumps(request)}).encode()
-            return read_command_answer(self._send(connection, "/v2/models/everbatch/generate", body).read())
+            return read_command_answer(self._send(connection, f"/v2/models/{quote(model)}/generate", body).read())
 
     @contextmanager
     def _exchange(self, timeout_s: float) -> Iterator[tuple[Connection, socket.socket]]:
