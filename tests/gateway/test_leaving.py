@@ -82,7 +82,7 @@ def test_a_stop_that_comes_too_early_is_sent_again_and_the_stream_is_not_cancell
     deadline = time.monotonic() + 10
     while triton.complete_streams < complete + 4 and time.monotonic() < deadline:  # those of the stops, too
         time.sleep(0.005)
-    assert triton.complete_streams == complete + 4
+    assert triton.complete_streams >= complete + 4
 
 
 def eventually_idle(served: Served) -> bool:
