@@ -86,7 +86,9 @@ class HttpTransport:
             raise Cancelled("the client is closed; make another")
         with self._exchange(timeout_s) as (connection, _):
             body = json.dumps({"request": json.dumps(request)}).encode()
-            return read_command_answer(self._send(connection, f"/v2/models/{quote(model)}/generate", body).read())
+            return read_command_answer(
+                self._send(connection, f"/v2/models/{quote(model, safe='')}/generate", body).read()
+            )
 
     @contextmanager
     def _exchange(self, timeout_s: float) -> Iterator[tuple[Connection, socket.socket]]:

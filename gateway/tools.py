@@ -127,8 +127,8 @@ def called_function(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The object that a template expects. What is no JSON, or has infinite numbers or halves of
-    characters, is shown as the client wrote it.
+    """The arguments of a call as the object that chat templates expect. Text that is not JSON, and JSON with an infinite number
+    or a lone surrogate, stays text.
     """
     try:
         value = json.loads(text)

@@ -108,7 +108,7 @@ class TritonLink:
         self._model, self._timeout_s, self._turns = model, timeout_s, turns
         self.patience_s = patience_s
         self._asking: asyncio.Task[bool] | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # streams whose replies are complete
+        self._ending: set[asyncio.Task[None]] = set()  # streams that are read to their ends
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -118,6 +118,7 @@ class TritonLink:
         Nothing is read ahead: a slow reader holds the stream back.
         """
         call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
+        # A reader may leave with the last piece of a choice, so a choice is closed before its piece is yielded.
         open_choices = job.choices - job.resumed
         reading: asyncio.Future[Any] | None = None
         try:
@@ -129,10 +130,11 @@ class TritonLink:
                 for piece in _pieces(data):
                     if len(data) > LARGE_RESPONSE:
                         await self._turns.next()
-                    open_choices -= (
-                        piece.finish_reason is not None
-                    )  # first, because the reader may leave with the piece
+                    open_choices -= piece.finish_reason is not None
                     yield piece
+        except GatewayError:
+            open_choices = 0  # an error is the last response of a stream: there is nothing to stop
+            raise
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:

@@ -1,7 +1,7 @@
 """The figures of a file of results, whichever benchmark wrote it.
 
 Read are the results of `served`, `peers`, `serving`, `endpoint`, `sessions` and `speculation`, which hold figures by the name of
-a cell. Those of `gpu`, `quality`, `scheduling` and `way` have other shapes and are refused.
+a cell. Results of the benchmarks `gpu`, `quality`, `scheduling` and `way` have other keys and are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READABLE = "served, peers, serving, endpoint, sessions or speculation"
 
 
 class Key(NamedTuple):
-    """What is compared with its like: `512:512, 4 users`, `vllm`, `output, tokens/s`."""
+    """Names a figure of a result, such as `512:512, 4 users`, `vllm`, `output, tokens/s`: two results are compared by it."""
 
     cell: str
     name: str

@@ -178,8 +178,8 @@ def pinned(name: str, package: str) -> str:
 
 
 def free_ports(number: int) -> list[int]:
-    """Different ports that nobody listens on, below those that the system gives to clients: a client could take one of these
-    before a server has started.
+    """Different free ports from 20,000 to 29,999. Linux gives outgoing connections ports from 32,768 on, so none of them takes
+    one of these before its server has started.
     """
     found: list[int] = []
     for port in random.sample(range(20_000, 30_000), 1000):

@@ -156,7 +156,7 @@ class _opened:
 
 
 def completion(ask: Ask) -> dict[str, Any]:
-    """What is the same in every request to /v1/completions, for all servers."""
+    """The fields that every request to /v1/completions has, whichever server it goes to."""
     return {"prompt": ask.prompt, "max_tokens": ask.new, "ignore_eos": True, "temperature": 0}
 
 

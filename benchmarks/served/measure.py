@@ -107,7 +107,7 @@ def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progre
                 for place, cell in enumerate(cells):
                     for lane in lanes:
                         outcome.row(cell, lane, drivers.of(lane.wire)[1])  # so that results have them in this order
-                    turn = (repeat + place) % len(lanes)  # nobody is always the first
+                    turn = (repeat + place) % len(lanes)  # each server is the first in turn
                     for lane in (*lanes[turn:], *lanes[:turn]):
                         one(plan, model, cell, lane, repeat, drivers, outcome, progress)
 

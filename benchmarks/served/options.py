@@ -32,7 +32,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done. `urls`: peers that run already, by name. `seconds`: after them a cell sends no further request."""
+    """The options of a run, checked. `urls`: peers that run already, by name. `seconds`: a cell sends no request later."""
 
     model: str
     peers: tuple[str, ...]

@@ -46,7 +46,7 @@ def by_cell(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def best(rows: list[dict[str, Any]], key: str) -> float | None:
-    """The best median of a figure, or None where nobody has it."""
+    """The best median of a figure over all servers; None where no server has one."""
     values = [row["median"][key] for row in rows if key in row["median"]]
     if not values:
         return None

@@ -1,4 +1,4 @@
-"""What is asked of every server: cells, and the prompts of each, which are the same for all of them.
+"""The load that every server gets: cells (a length pair and a number of users), and the prompts of each cell.
 
 Prompts are token ids, so that every server computes the same number of tokens, whatever its tokenizer would make of a text. They
 are drawn anew in each repeat, so that no prompt is found in a cache. In a cell with conversations the history of a turn is the

@@ -67,6 +67,7 @@ class Seen:
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
     was_stopped: bool = False
+    client_stayed: bool | None = None  # once the server has ended the stream: whether the client had not cancelled it
     was_cancelled: bool | None = None  # of "linger": while the server had not ended the stream
     words: Counter[int] = field(default_factory=Counter)  # so far, by reply
 
@@ -94,7 +95,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.vllm_page: str | None = None  # what the engine's metrics are; None: they cannot be had
         self.list_delays_s: list[float] = []  # for which the next lists of adapters are held back, once made
         self.early_stops = 0  # stops that find no request, as when they overtake it
-        self.complete_streams = 0  # streams whose client has ended them, not cancelled
+        self.stops = 0  # commands that end a request
         self.losses = 0  # connections that break under "lose"
         self.live: dict[str, Any] | None = view()  # the answer to a look
         self.ready = True  # the server
@@ -143,11 +144,14 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=self.model_ready and request.name == "everbatch")
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        begun: list[Seen] = []
         for message in requests:
-            yield from self._serve(message, context)
-        self.complete_streams += context.is_active()
+            yield from self._serve(message, context, begun)
+        for seen in begun:
+            seen.client_stayed = context.is_active()
 
-    def _serve(self, message: Any, context: Any) -> Iterator[Any]:
+    def _serve(self, message: Any, context: Any, begun: list[Seen]) -> Iterator[Any]:
+        """`begun`: the requests of the stream, to which this one is added."""
         raw = message.raw_input_contents[0]
         assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
         given = {name: value.string_param for name, value in message.parameters.items()}
@@ -159,6 +163,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield self._metrics(seen)
             return
         self.requests.append(seen)
+        begun.append(seen)
         context.add_callback(seen.end)
         unknown = set(seen.body) - KEYS
         if unknown:
@@ -169,6 +174,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _stopped(self, request_id: str, namespace: str) -> Any:
         """The newest request of this id and namespace is to end."""
+        self.stops += 1
         if self.early_stops:
             self.early_stops -= 1
             return service_pb2.ModelStreamInferResponse()

@@ -73,16 +73,27 @@ def test_a_stop_that_comes_too_early_is_sent_again_and_the_stream_is_not_cancell
     served: Served, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.triton_client.STOP_AGAIN_S", 0.1)
-    triton.early_stops, complete = 2, triton.complete_streams
+    triton.early_stops = 2
     with connect(served) as connection:
         connection.sendall(hold("/v1/completions", True, 1))
         assert b" 200 " in connection.recv(1000)
         (seen,) = triton.wait_for(1)
     assert seen.ended.wait(10) and seen.was_stopped and triton.early_stops == 0
     deadline = time.monotonic() + 10
-    while triton.complete_streams < complete + 4 and time.monotonic() < deadline:  # those of the stops, too
+    while seen.client_stayed is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert triton.complete_streams >= complete + 4
+    assert seen.client_stayed is True
+
+
+@pytest.mark.parametrize("error", ["[UNAVAILABLE] the engine is not ready yet", "[INVALID_ARGUMENT] no"])
+def test_a_request_that_the_model_has_refused_is_not_stopped(error: str, served: Served, triton: FakeTriton) -> None:
+    """The server may be full, and the same id may be sent again."""
+    before = triton.stops
+    status, _, _ = served.request("POST", "/v1/completions", {"model": "everbatch", "prompt": f"error {error}"})
+    deadline = time.monotonic() + 10
+    while triton.last().client_stayed is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert status in (400, 503) and triton.last().client_stayed is True and triton.stops == before
 
 
 def eventually_idle(served: Served) -> bool:
