@@ -206,15 +206,15 @@ def main(
 
             console.print("making the M shape (30 layers, hidden 576, vocabulary 49,152) of random weights")
             model_dir = make_random_model(Path(scratch) / "M", shape="M")
-        turns = measure(model_dir, history, repeats)
+        measured = measure(model_dir, history, repeats)
         crowds = measure_crowds(model_dir, console.print)
         returns = measure_returns(model_dir, conversations, turns, scale, console.print) if conversations else []
-    summary = summarise(turns)
+    summary = summarise(measured)
     table = Table(title=f"{model_dir.name}: a turn of {TURN_TOKENS} new tokens on {history} tokens of history")
     for column in ("turn", "context tokens", "recomputed", "first token, ms (median)"):
         table.add_column(column, justify="left" if column == "turn" else "right")
     for kind in ("warm", "evicted"):
-        some = next(t for t in turns if t.kind == kind)
+        some = next(t for t in measured if t.kind == kind)
         table.add_row(
             kind, str(some.context_tokens), str(some.recomputed_tokens), f"{summary[f'{kind}_first_token_ms']:.1f}"
         )
@@ -228,11 +228,11 @@ def main(
         show_returns(returns)
     RESULTS.mkdir(exist_ok=True)
     name = f"sessions-{model_dir.name}"
-    document = {"history": history, "summary": summary, "turns": [asdict(turn) for turn in turns]}
+    document = {"history": history, "summary": summary, "turns": [asdict(turn) for turn in measured]}
     document["crowds"] = [asdict(row) for row in crowds]
     document["returns"] = [asdict(row) for row in returns]
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    plot(turns, summary, crowds, RESULTS / f"{name}.png", f"{model_dir.name}, {history} tokens of history")
+    plot(measured, summary, crowds, RESULTS / f"{name}.png", f"{model_dir.name}, {history} tokens of history")
     console.print(f"written: benchmarks/results/{name}.json and .png")
 
 

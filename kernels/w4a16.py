@@ -70,7 +70,7 @@ class Weight4(NamedTuple):
         return self._replace(scales=self.scales.to(dtype), zeros=zeros)
 
 
-# Architecture -> largest m of a bucket (None: any) -> tiles. A step along k is one group.
+# Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. A step along k is one group.
 TILES = {
     80: {
         16: Tiles(16, 128, 4, 4),
@@ -310,9 +310,8 @@ def _unpacking(architecture: int, dtype: torch.dtype, compiled: bool) -> dict[st
 
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
-    """The number of splits of k: a power of two that divides the groups. It is the same for every m of a bucket."""
-    programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
-    return splits_of(m, programs, groups, even=True)
+    """The number of splits of k: a power of two that divides the groups."""
+    return splits_of(m, tiles, n, groups, even=True)
 
 
 # (layer, m, group, zero points)
@@ -322,6 +321,7 @@ _VARIANTS = (
     ("down", 64, 128, True),
     ("gate_up", 64, 32, True),
     ("gate_up", 256, 128, True),
+    ("down", 256, 128, True),
     ("gate_up", 8192, 128, True),
 )
 

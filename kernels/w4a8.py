@@ -76,7 +76,7 @@ class Weight4A8(NamedTuple):
     zeros: Tensor  # uint8 [k / GROUP, n], or [1, n] per channel; 0..15
 
 
-# Architecture -> largest m of a bucket (None: any) -> tiles. A step along k is one group.
+# Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. A step along k is one group.
 TILES = {
     80: {
         16: Tiles(16, 128, 4, 4),
@@ -330,8 +330,7 @@ def _tiles(architecture: int, m: int) -> Tiles:
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
     """The number of splits of k: a power of two that divides the groups."""
-    programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
-    return splits_of(m, programs, groups, even=True)
+    return splits_of(m, tiles, n, groups, even=True)
 
 
 def variants() -> dict[str, Variant]:
@@ -346,6 +345,7 @@ def variants() -> dict[str, Variant]:
         ("down", 64, True, (90, 80, 100)),
         ("gate_up", 256, True, (90,)),
         ("gate_up", 256, False, (90,)),
+        ("down", 256, True, (90,)),
         ("gate_up", 8192, True, (80, 100)),
         ("gate_up", 8192, False, (80, 100)),
     ):

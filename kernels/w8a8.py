@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Architecture -> largest m of a bucket (None: any) -> tiles. Those of 80 also fit the 99 KiB of shared memory of 86 and 89.
+# Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. Those of 80 also fit the 99 KiB of shared memory of 86 and 89.
 TILES = {
     80: {
         16: Tiles(16, 64, 128, 4, 4),
@@ -251,8 +251,7 @@ def _tiles(architecture: int, m: int) -> Tiles:
 
 def _splits(tiles: Tiles, m: int, n: int, k: int) -> int:
     """The number of splits of k: a power of two."""
-    programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
-    return splits_of(m, programs, k // tiles.block_k, even=False)
+    return splits_of(m, tiles, n, k // tiles.block_k, even=False)
 
 
 def variants() -> dict[str, Variant]:

@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 def _product_choices(name: str) -> Iterator[Choice]:
-    """Tiles, and with up to 64 rows the number of programs below which k is split."""
+    """Tiles, and with up to 256 rows the number of programs below which k is split."""
     m = int(name.rpartition("=")[2])
     table = (w4a16 if name.startswith("W4A16") else w4a8 if name.startswith("W4A8") else w8a8).TILES[ARCHITECTURE]
     bucket = next(each for each in table if each is None or m <= each)
@@ -54,12 +54,14 @@ def _product_choices(name: str) -> Iterator[Choice]:
         for block_n, num_warps, num_stages in (
             (64, 4, 3),
             (64, 4, 5),
+            (64, 4, 8),
             (128, 4, 3),
             (128, 4, 5),
             (128, 8, 3),
+            (128, 8, 5),
             (256, 8, 3),
         ):
-            for programs in (132, 264, 528) if m <= 64 else (132,):
+            for programs in (1, 132, 264, 528) if m <= 256 else (1,):
                 tiles = now._replace(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
                 yield Choice(
                     f"{tuple(tiles)} programs {programs}", ((table, bucket, tiles), (gemm_tiles, "PROGRAMS", programs))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
 PROGRAMS = 132  # programs that fill a GPU: one for each SM of an H200
-SPLIT_UP_TO = 64  # rows up to which k is split
+BUCKETS = (16, 64, 256)  # numbers of rows up to which tiles are chosen together; with more, k is not split
 MAX_SPLITS = 8
 MIN_STEPS = 4  # the smallest number of steps along k in a split
 
@@ -21,20 +21,36 @@ class GroupTiles(NamedTuple):
     num_stages: int
 
 
+class Tiles(Protocol):
+    """What the tiles of every product have."""
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def block_n(self) -> int: ...
+
+
 def tiles_of(table: dict[int | None, T], m: int) -> T:
-    """The tiles of the smallest bucket that holds m rows; the bucket None holds any number."""
-    return table[next((bucket for bucket in table if bucket is None or m <= bucket), None)]
+    """The tiles for m rows, from a table with tiles for each of BUCKETS and, under None, for more rows."""
+    return table[_bucket_of(m)]
 
 
-def splits_of(m: int, programs: int, steps: int, even: bool) -> int:
-    """The number of splits of k, a power of two. `programs` is their number in one split, `steps` the number of steps along k.
+def splits_of(m: int, tiles: Tiles, n: int, steps: int, even: bool) -> int:
+    """The number of splits of k, a power of two, for m rows and n features; `steps` is the number of steps along k.
 
-    With `even`, all splits have the same number of steps.
+    It is the same for all m of a bucket, so that float sums of a row do not change with m. With `even`, all splits have the same
+    number of steps.
     """
-    splits = 1
-    if m <= SPLIT_UP_TO:
+    bucket, splits = _bucket_of(m), 1
+    if bucket is not None:
+        programs = -(-bucket // tiles.block_m) * -(-n // tiles.block_n)
         while splits < MAX_SPLITS and programs * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
             if even and steps % (2 * splits):
                 break
             splits *= 2
     return splits
+
+
+def _bucket_of(m: int) -> int | None:
+    return next((bucket for bucket in BUCKETS if m <= bucket), None)

@@ -35,6 +35,7 @@ _TRITON = (
     (UNSUPPORTED, r"doesn't support models with decoupled|not currently supported|decoupled transaction"),
     (NOT_FOUND, r"unknown model|is not found|has no available versions|Not Found|Unimplemented"),
     (INVALID, r"failed to parse the request JSON buffer|attempt to (?:access|get) |Unable to parse"),
+    (INVALID, r"out of bounds index \d+: request has \d+ inputs"),  # a request without inputs
     (
         INVALID,
         r"unexpected (?:inference input|shape|inference output)|unexpected (?:additional|number of)|data-type is",

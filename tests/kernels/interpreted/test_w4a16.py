@@ -42,11 +42,18 @@ def test_the_layer(case: tuple[int, int, int, int, bool], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_repeat_within_a_bucket_of_rows(dtype: torch.dtype) -> None:
-    x, weight = random_tensor(16, 2048, dtype=dtype), random_weight(72, 2048, 128, True, dtype)
-    assert kernel._splits(kernel._tiles(90, 16, 128), 16, 72, 16) == 4
-    several = kernel.w4a16(x, weight)
-    for m in (1, 7):
-        assert torch.equal(kernel.w4a16(x[:m], weight), several[:m])
+    x, weight = random_tensor(140, 2048, dtype=dtype), random_weight(72, 2048, 128, True, dtype)
+    for largest, fewer in ((16, (1, 7)), (140, (100,))):
+        assert kernel._splits(kernel._tiles(90, largest, 128), largest, 72, 16) == 4
+        several = kernel.w4a16(x[:largest], weight)
+        for m in fewer:
+            assert torch.equal(kernel.w4a16(x[:m], weight), several[:m])
+
+
+def test_all_numbers_of_rows_in_a_bucket_split_k_alike() -> None:
+    """Else float sums would differ between 100 and 200 rows."""
+    for bucket in (range(1, 17), range(17, 65), range(65, 257)):
+        assert len({kernel._splits(kernel._tiles(90, m, 128), m, 4096, 112) for m in bucket}) == 1
 
 
 def test_scales_of_another_type_are_refused() -> None:

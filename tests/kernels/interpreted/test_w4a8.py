@@ -65,19 +65,26 @@ def test_each_output_type(dtype: torch.dtype) -> None:
 def test_the_number_of_rows_does_not_change_a_bit(per_group: bool) -> None:
     """A row's result stays the same: with other tiles, and with k split or not."""
     n, k = 72, 2048
-    x, weight = random_rows(100, k), random_weight(n, k, per_group)
+    x, weight = random_rows(260, k), random_weight(n, k, per_group)
     several = kernel.w4a8(x, weight)
     splits = set()
-    for m in (1, 40):
+    for m in (1, 40, 100, 260):
         splits.add(kernel._splits(kernel._tiles(90, m), m, n, k // GROUP))
         assert torch.equal(kernel.w4a8(Int8Rows(*(part[:m] for part in x)), weight), several[:m])
-    assert splits == {4}
-    assert kernel._splits(kernel._tiles(90, 100), 100, n, k // GROUP) == 1
+    assert splits == {1, 4}
 
 
 @pytest.mark.parametrize(
     "m, n, k, splits",
-    [(16, 6144, 4096, 4), (16, 28672, 4096, 1), (64, 4096, 14336, 8), (1, 64, 44 * GROUP, 4), (65, 64, 4096, 1)],
+    [
+        (16, 6144, 4096, 4),
+        (16, 28672, 4096, 1),
+        (64, 4096, 14336, 8),
+        (1, 64, 44 * GROUP, 4),
+        (65, 64, 4096, 8),
+        (256, 4096, 14336, 2),
+        (257, 64, 4096, 1),
+    ],
 )
 def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m: int, n: int, k: int, splits: int) -> None:
     assert kernel._splits(kernel._tiles(90, m), m, n, k // GROUP) == splits

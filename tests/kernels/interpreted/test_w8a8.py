@@ -56,14 +56,15 @@ def test_the_number_of_rows_does_not_change_a_bit() -> None:
     x, q_w, scale_w, bias = operands(260, n, k)
     several = kernel.w8a8(x, q_w, scale_w, bias)
     splits = set()
-    for m in (1, 16, 40, 100):
+    for m in (1, 16, 40, 100, 260):
         splits.add(kernel._splits(kernel._tiles(90, m), m, n, k))
         assert torch.equal(kernel.w8a8(Int8Rows(*(part[:m] for part in x)), q_w, scale_w, bias), several[:m])
     assert splits == {1, 2, 4}
 
 
 @pytest.mark.parametrize(
-    "m, n, k, splits", [(16, 6144, 4096, 2), (16, 28672, 4096, 1), (64, 4096, 14336, 4), (256, 64, 4096, 1)]
+    "m, n, k, splits",
+    [(16, 6144, 4096, 2), (16, 28672, 4096, 1), (64, 4096, 14336, 4), (256, 64, 4096, 8), (257, 64, 4096, 1)],
 )
 def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m: int, n: int, k: int, splits: int) -> None:
     assert kernel._splits(kernel._tiles(90, m), m, n, k) == splits
