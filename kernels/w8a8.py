@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. Those of 80 also fit the 99 KiB of shared memory of 86 and 89.
+# Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. Those of 80 fit the 99 KiB of shared memory of 86 and 89.
 TILES = {
     80: {
         16: Tiles(16, 64, 128, 4, 4),

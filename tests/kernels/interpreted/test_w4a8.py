@@ -82,7 +82,7 @@ def test_the_number_of_rows_does_not_change_a_bit(per_group: bool) -> None:
         (64, 4096, 14336, 8),
         (1, 64, 44 * GROUP, 4),
         (65, 64, 4096, 8),
-        (256, 4096, 14336, 2),
+        (256, 4096, 14336, 4),
         (257, 64, 4096, 1),
     ],
 )
