@@ -1,5 +1,8 @@
 """Conversations that return: first-token time with a second level of KV in a file, against computing evicted KV again.
 
+    ./everbatch bench returns                                                       one turn at a time
+    ./everbatch bench returns --streams 32 --conversations 160 --scale 0.25         32 turns at once
+
 Two traces of many turns, rebuilt from published distributions:
 
     chat    vLLM's benchmarks/multi_turn/generate_multi_turn.json: a shared prefix of 500 tokens, an own one of log-normal length
@@ -8,15 +11,17 @@ Two traces of many turns, rebuilt from published distributions:
             length (mean 15,000, at most 30,000), 6,000 a turn, answers of 1,000; 70 % of the gaps are an agent's (8 s), the
             others a human's (5 minutes)
 
-Turns come in the order of their times, one after the other, and the answers are the model's own. Two engines with equal pools
-get each turn one right after the other, so that the machine's noise hits both; their answers must be equal. The pool holds 5, 10
-and 25 % of the working set: the KV of all conversations at their ends.
+Turns come in the order of their times, in rounds of one turn, or of one for each of several streams, and the answers are the
+model's own. Two engines with equal pools get each round one right after the other, so that the machine's noise hits both; their
+answers must be equal. The pool holds 5, 10 and 25 % of the working set: the KV of all conversations at their ends.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -24,16 +29,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
 
 from backend.api import EngineConfig, Request, Response
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
+from backend.executor.served_engine import SPIN_COUNT
+from benchmarks import pictures
 
+RESULTS = Path(__file__).parent / "results"
+LONGEST_TOKENS = 16_384  # positions of the model that is made
 SHARES = (0.05, 0.10, 0.25)  # of the working set that the pool holds
 LEAST_RATIO = 0.98  # recompute / level, of the time to the first token: the level must make nothing slower
 DIRECTORY_BYTES = 8 << 30
+VOCAB_SIZE = 100  # token ids of prompts are below it, which any model has
 
 
 @dataclass(frozen=True)
@@ -79,8 +94,11 @@ class ReturnRow:
     trace: str
     share: float  # of the working set that the pool holds
     turns: int
+    streams: int  # turns at once
     recompute_ms: float  # median
     level_ms: float  # median
+    recompute_p99_ms: float
+    level_p99_ms: float
     ratio: float  # of the sums: above 1 the level is quicker
     ideal_hit_rate: float  # prompt tokens that were there before, of all: an infinite pool would find them
     found_share: float  # tokens that were not run by the engine with the level, of those
@@ -128,86 +146,216 @@ def working_set(trace: list[Turn]) -> tuple[int, int]:
 
 
 def measure_returns(
-    model_dir: Path, conversations: int, turns: int, scale: float, progress: Callable[[str], None]
+    model_dir: Path, conversations: int, turns: int, scale: float, streams: int, progress: Callable[[str], None]
 ) -> list[ReturnRow]:
     """A row for each trace and each share of the working set."""
     rows = []
     for name, shape in TRACES.items():
+        trace = make_trace(shape.scaled(scale), conversations, turns, VOCAB_SIZE)
         for share in SHARES:
-            progress(f"{name}: {conversations} conversations, a pool of {share:.0%} of their KV")
-            rows.append(_measure(model_dir, name, shape.scaled(scale), conversations, turns, share))
+            progress(f"{name}: {conversations} conversations, {streams} at a time, a pool of {share:.0%} of their KV")
+            rows.append(_measure(model_dir, name, trace, share, streams))
     return rows
 
 
-def _measure(model_dir: Path, name: str, shape: Shape, conversations: int, turns: int, share: float) -> ReturnRow:
+def _measure(model_dir: Path, name: str, trace: list[Turn], share: float, streams: int) -> ReturnRow:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        vocab_size = 100
-        trace = make_trace(shape, conversations, turns, vocab_size)
         size, longest = working_set(trace)
         num_tokens = max(round(share * size), longest + 128)
-        recompute, level = (stack.enter_context(_engine(model_dir, num_tokens, each)) for each in ("", directory))
-        return _play(trace, recompute, level, name, share)
+        recompute, level = (
+            stack.enter_context(_engine(model_dir, num_tokens, streams, each)) for each in ("", directory)
+        )
+        return _play(trace, recompute, level, name, share, streams)
 
 
-def _engine(model_dir: Path, num_tokens: int, directory: str) -> Executor:
+def _engine(model_dir: Path, num_tokens: int, streams: int, directory: str) -> Executor:
     from backend.worker.group import InProcessWorkerGroup
 
-    section, scheduler = ModelConfigSection(path=str(model_dir)), SchedulerConfig(max_batch_size=4, max_num_tokens=512)
+    section = ModelConfigSection(path=str(model_dir))
+    scheduler = SchedulerConfig(max_batch_size=max(4, streams), max_num_tokens=512)
     kv_cache = KvCacheConfig(max_tokens=num_tokens, watermark=0.0, directory=directory, directory_bytes=DIRECTORY_BYTES)
     workers = InProcessWorkerGroup(section, scheduler, kv_cache)
     return Executor.in_process(EngineConfig(section, kv_cache, scheduler), workers, str(model_dir))
 
 
-def _play(trace: list[Turn], recompute: Executor, level: Executor, name: str, share: float) -> ReturnRow:
+def rounds_of(trace: list[Turn], streams: int) -> Iterator[list[Turn]]:
+    """The turns in rounds of at most `streams`; a conversation has one turn in a round, and its turns stay in order."""
+    waiting = list(trace)
+    while waiting:
+        taken: dict[int, Turn] = {}
+        left = []
+        for turn in waiting:
+            if len(taken) < streams and turn.conversation not in taken:
+                taken[turn.conversation] = turn
+            else:
+                left.append(turn)
+        yield list(taken.values())
+        waiting = left
+
+
+def _play(trace: list[Turn], recompute: Executor, level: Executor, name: str, share: float, streams: int) -> ReturnRow:
     histories: dict[int, list[int]] = {}
-    times: list[tuple[float, float]] = []
+    slow: list[float] = []
+    quick: list[float] = []
     num_prompt = num_known = 0
-    for number, turn in enumerate(trace):
-        history = histories.get(turn.conversation, [])
-        prompt = [*history, *turn.new]
-        num_prompt, num_known = num_prompt + len(prompt), num_known + len(history) + turn.num_shared
+    for number, turns in enumerate(rounds_of(trace, streams)):
+        prompts = [[*histories.get(turn.conversation, []), *turn.new] for turn in turns]
+        asked = [(prompt, turn.num_answer) for prompt, turn in zip(prompts, turns, strict=True)]
         engines = (recompute, level) if number % 2 else (level, recompute)
-        asked = {engine: _ask(engine, prompt, turn.num_answer) for engine in engines}
-        (slow_ms, slow), (quick_ms, quick) = asked[recompute], asked[level]
-        if slow != quick:
-            raise SystemExit(f"turn {number} of {name}: the answers differ: {slow} and {quick}")
-        histories[turn.conversation] = [*prompt, *slow]
-        if turn.is_return:
-            times.append((slow_ms, quick_ms))
+        answers = {engine: _ask(engine, asked) for engine in engines}
+        for turn, prompt, slower, quicker in zip(turns, prompts, answers[recompute], answers[level], strict=True):
+            if slower.tokens != quicker.tokens:
+                raise SystemExit(f"round {number} of {name}: answers differ: {slower.tokens} and {quicker.tokens}")
+            num_prompt += len(prompt)
+            num_known += len(prompt) - len(turn.new) + turn.num_shared
+            histories[turn.conversation] = [*prompt, *slower.tokens]
+            if turn.is_return:
+                slow.append(slower.first_ms)
+                quick.append(quicker.first_ms)
     stats = level.latest_stats()
     assert stats is not None  # the engine runs in this process
     num_found = num_prompt - stats.counters.context_tokens_total
     return ReturnRow(
-        *(name, share, len(times)),
-        *(statistics.median(slow for slow, _ in times), statistics.median(quick for _, quick in times)),
-        sum(slow for slow, _ in times) / sum(quick for _, quick in times),
+        *(name, share, len(slow), streams, statistics.median(slow), statistics.median(quick), _p99(slow), _p99(quick)),
+        sum(slow) / sum(quick),
         num_known / num_prompt,
         num_found / max(1, num_known),
         sum(stats.latest.second_level.misses_total.values()),
     )
 
 
-def _ask(executor: Executor, prompt: list[int], max_tokens: int) -> tuple[float, list[int]]:
-    """(milliseconds to the first token, the tokens)."""
-    times, tokens, done = [], [], threading.Event()
+def _p99(times: list[float]) -> float:
+    return sorted(times)[math.ceil(0.99 * len(times)) - 1]
 
-    def on_response(response: Response) -> None:
+
+@dataclass
+class Answer:
+    first_ms: float
+    tokens: list[int]
+
+
+def _ask(executor: Executor, asked: list[tuple[list[int], int]]) -> list[Answer]:
+    """Asks for prompts, each with its number of tokens to generate, all at once."""
+    answers = [_Collected() for _ in asked]
+    for answer, (prompt, max_tokens) in zip(answers, asked, strict=True):
+        executor.submit(Request(prompt, max_tokens, streaming=True), answer.hear)
+    return [answer.result() for answer in answers]
+
+
+class _Collected:
+    def __init__(self) -> None:
+        self._answer = Answer(math.nan, [])
+        self._error = ""
+        self._done = threading.Event()
+        self._began = time.perf_counter()
+
+    def hear(self, response: Response) -> None:
         if response.has_error():
-            tokens.append(response.error_msg)
+            self._error = response.error_msg
         else:
-            times.append(time.perf_counter())
-            tokens.extend(response.result.output_token_ids[0])
+            if math.isnan(self._answer.first_ms):
+                self._answer.first_ms = (time.perf_counter() - self._began) * 1e3
+            self._answer.tokens.extend(response.result.output_token_ids[0])
         if response.is_final:
-            done.set()
+            self._done.set()
 
-    started = time.perf_counter()
-    executor.submit(Request(prompt, max_tokens, streaming=True), on_response)
-    done.wait()
-    if not times:
-        raise SystemExit(str(tokens[0]))
-    return (times[0] - started) * 1e3, tokens
+    def result(self) -> Answer:
+        self._done.wait()
+        if self._error:
+            raise SystemExit(self._error)
+        return self._answer
 
 
 def slower_rows(rows: list[ReturnRow]) -> Iterator[ReturnRow]:
-    """Those in which the level has made first tokens later than it may."""
-    return (row for row in rows if row.ratio < LEAST_RATIO)
+    """Those in which the level has made first tokens later than it may: on average, or the slowest of many at once."""
+    for row in rows:
+        if row.ratio < LEAST_RATIO or (row.streams > 1 and p99_ratio(row) < LEAST_RATIO):
+            yield row
+
+
+def p99_ratio(row: ReturnRow) -> float:
+    return row.recompute_p99_ms / row.level_p99_ms
+
+
+def show(rows: list[ReturnRow], console: Console) -> None:
+    """Print the table, and what is slower with the level."""
+    table = Table(title="first token of turns that return: KV from the second level, or computed again")
+    for column in (
+        "trace",
+        "pool",
+        "turns",
+        "median, ms",
+        "of the sums",
+        "p99, ms",
+        "of p99",
+        "found of ideal",
+        "ideal",
+    ):
+        table.add_column(column, justify="left" if column == "trace" else "right")
+    for row in rows:
+        table.add_row(
+            *(row.trace, f"{row.share:.0%}", str(row.turns), f"{row.recompute_ms:.0f} / {row.level_ms:.0f}"),
+            *(f"{row.ratio:.2f}x", f"{row.recompute_p99_ms:.0f} / {row.level_p99_ms:.0f}", f"{p99_ratio(row):.2f}x"),
+            *(f"{row.found_share:.0%}", f"{row.ideal_hit_rate:.0%}"),
+        )
+    console.print(table)
+    for row in slower_rows(rows):
+        console.print(
+            f"[red]{row.trace} at {row.share:.0%} is below {LEAST_RATIO}: {row.ratio:.3f} of the sums, "
+            f"{p99_ratio(row):.3f} of p99[/red]"
+        )
+
+
+def plot(rows: list[ReturnRow], path: Path, title: str) -> None:
+    """How many times sooner the first token comes with the level, for each trace and pool."""
+    figure, axes = pictures.pyplot().subplots(figsize=(8, 3.4), layout="constrained")
+    for place, (name, of) in enumerate((("sum of all", lambda row: row.ratio), ("p99", p99_ratio))):
+        bars = axes.bar([each + 0.4 * place for each in range(len(rows))], [of(row) for row in rows], 0.36, label=name)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.set_xticks([each + 0.2 for each in range(len(rows))], [f"{row.trace}\n{row.share:.0%}" for row in rows])
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("computed again / from the level")
+    axes.set_xlabel("trace, and the pool's part of the working set")
+    axes.set_title(title, fontsize=10)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def main(
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory; the M shape of random weights without it.")
+    ] = None,
+    conversations: Annotated[int, typer.Option(help="Conversations of each trace.", min=2)] = 24,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation.", min=2)] = 4,
+    scale: Annotated[float, typer.Option(help="Factor of all lengths.", min=0.001, max=10.0)] = 1.0,
+    streams: Annotated[int, typer.Option(help="Turns at once.", min=1, max=256)] = 1,
+) -> None:
+    """Measure first tokens of conversations that return, with and without a second level; write a table and a plot."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
+    console = Console()
+    with tempfile.TemporaryDirectory() as scratch:
+        if model_dir is None:
+            from tools.make_random_model import make_random_model
+
+            console.print("making the M shape (30 layers, hidden 576, vocabulary 49,152) of random weights")
+            model_dir = make_random_model(Path(scratch) / "M", shape="M", max_position_embeddings=LONGEST_TOKENS)
+        rows = measure_returns(model_dir, conversations, turns, scale, streams, console.print)
+    show(rows, console)
+    RESULTS.mkdir(exist_ok=True)
+    name = f"returns-{model_dir.name}-{streams}"
+    document = {
+        "conversations": conversations,
+        "turns": turns,
+        "scale": scale,
+        "returns": [asdict(row) for row in rows],
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    title = (
+        f"{model_dir.name}, {conversations} conversations of {turns} turns, {streams} at a time, lengths x {scale:g}"
+    )
+    plot(rows, RESULTS / f"{name}.png", title)
+    console.print(f"written: benchmarks/results/{name}.json and .png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -6,7 +6,6 @@
 One pool that holds the KV of two sessions. A turn is *warm* when the session was the last to be used; it is *evicted* when
 two other sessions have pushed its KV out, so that its history is computed again from token ids. Warm and evicted turns
 alternate in one run; the figures are medians. Then crowd.py: tokens/s of 1, 4 and 16 times as many users as the pool holds.
-Then returns.py: conversations that return to a second level of KV.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from backend.executor import Executor
 from backend.executor.served_engine import SPIN_COUNT
 from benchmarks import pictures
 from benchmarks.crowd import CrowdRow, measure_crowds
-from benchmarks.returns import LEAST_RATIO, ReturnRow, measure_returns, slower_rows
 
 RESULTS = Path(__file__).parent / "results"
 TURN_TOKENS = 16  # new tokens of a turn
@@ -172,31 +170,12 @@ def show_crowds(crowds: list[CrowdRow]) -> None:
     console.print(table)
 
 
-def show_returns(rows: list[ReturnRow]) -> None:
-    """Print the table, and what is slower with the level."""
-    table = Table(title="conversations that return, with a second level of KV in a file and without")
-    columns = ("trace", "pool", "turns", "recompute, ms", "level, ms", "recompute / level", "found of ideal", "ideal")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "trace" else "right")
-    for row in rows:
-        table.add_row(
-            *(row.trace, f"{row.share:.0%}", str(row.turns), f"{row.recompute_ms:.1f}", f"{row.level_ms:.1f}"),
-            *(f"{row.ratio:.2f}x", f"{row.found_share:.0%}", f"{row.ideal_hit_rate:.0%}"),
-        )
-    console.print(table)
-    for row in slower_rows(rows):
-        console.print(f"[red]{row.trace} at {row.share:.0%} is below {LEAST_RATIO}: {row.ratio:.3f}[/red]")
-
-
 def main(
     model_dir: Annotated[
         Path | None, typer.Option(help="Checkpoint directory; the M shape of random weights without it.")
     ] = None,
     history: Annotated[int, typer.Option(help="Tokens of history.", min=32)] = 1000,
     repeats: Annotated[int, typer.Option(help="Rounds over three sessions.", min=1)] = 5,
-    conversations: Annotated[int, typer.Option(help="Conversations that return; 0: none.", min=0)] = 24,
-    turns: Annotated[int, typer.Option(help="Turns of each of them.", min=2)] = 4,
-    scale: Annotated[float, typer.Option(help="Factor of all lengths of their traces.", min=0.001)] = 1.0,
 ) -> None:
     """Measure first-token times of warm and evicted turns, and crowds; write tables, a plot and the raw figures."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
@@ -206,15 +185,14 @@ def main(
 
             console.print("making the M shape (30 layers, hidden 576, vocabulary 49,152) of random weights")
             model_dir = make_random_model(Path(scratch) / "M", shape="M")
-        measured = measure(model_dir, history, repeats)
+        turns = measure(model_dir, history, repeats)
         crowds = measure_crowds(model_dir, console.print)
-        returns = measure_returns(model_dir, conversations, turns, scale, console.print) if conversations else []
-    summary = summarise(measured)
+    summary = summarise(turns)
     table = Table(title=f"{model_dir.name}: a turn of {TURN_TOKENS} new tokens on {history} tokens of history")
     for column in ("turn", "context tokens", "recomputed", "first token, ms (median)"):
         table.add_column(column, justify="left" if column == "turn" else "right")
     for kind in ("warm", "evicted"):
-        some = next(t for t in measured if t.kind == kind)
+        some = next(t for t in turns if t.kind == kind)
         table.add_row(
             kind, str(some.context_tokens), str(some.recomputed_tokens), f"{summary[f'{kind}_first_token_ms']:.1f}"
         )
@@ -224,15 +202,12 @@ def main(
         f"{summary['recompute_ms_per_token']:.3f} ms a token"
     )
     show_crowds(crowds)
-    if returns:
-        show_returns(returns)
     RESULTS.mkdir(exist_ok=True)
     name = f"sessions-{model_dir.name}"
-    document = {"history": history, "summary": summary, "turns": [asdict(turn) for turn in measured]}
+    document = {"history": history, "summary": summary, "turns": [asdict(turn) for turn in turns]}
     document["crowds"] = [asdict(row) for row in crowds]
-    document["returns"] = [asdict(row) for row in returns]
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    plot(measured, summary, crowds, RESULTS / f"{name}.png", f"{model_dir.name}, {history} tokens of history")
+    plot(turns, summary, crowds, RESULTS / f"{name}.png", f"{model_dir.name}, {history} tokens of history")
     console.print(f"written: benchmarks/results/{name}.json and .png")
 
 
