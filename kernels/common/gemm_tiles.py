@@ -22,7 +22,7 @@ class GroupTiles(NamedTuple):
 
 
 class Tiles(Protocol):
-    """What the tiles of every product have."""
+    """The sizes by which a product is cut into programs."""
 
     @property
     def block_m(self) -> int: ...
