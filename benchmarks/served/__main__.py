@@ -65,6 +65,9 @@ def main(
     driver: Annotated[
         str, typer.Option(help=f"Of OpenAI's wire: {', '.join(DRIVERS)}; auto: AIPerf where it is installed.")
     ] = "auto",
+    second_level: Annotated[
+        int, typer.Option(help="MiB for KV outside of the cache: a file here, --cache-ram of llama.cpp; 0: none.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Directory for the JSON, the pictures and the report.")] = Path(
         "bench-served"
     ),
@@ -76,7 +79,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers are ended with us
     raw = Raw(
         model, peers, wires, scale, users, pairs, seconds, requests, repeats, conversations, turns,
-        first_token_limit_ms, inter_token_limit_ms, driver, from_caller(out),
+        first_token_limit_ms, inter_token_limit_ms, driver, second_level, from_caller(out),
     )  # fmt: skip
     progress = Progress()
     try:

@@ -27,7 +27,10 @@ _OPENVINO_BLOCK = 32
 
 @dataclass(frozen=True)
 class Setup:
-    """What every server gets. `longest`: tokens of the longest sequence. `scratch`: for its files."""
+    """What every server gets. `longest`: tokens of the longest sequence. `scratch`: for its files.
+
+    `second_level`: MiB that KV may take outside of the cache, where a server has such a place; 0: none. `kv_directory`: for it.
+    """
 
     model: models.Model
     kv_tokens: int
@@ -35,6 +38,8 @@ class Setup:
     longest: int
     scratch: Path
     progress: Progress
+    second_level: int = 0
+    kv_directory: Path = Path()
 
     @property
     def threads(self) -> int:
@@ -45,11 +50,14 @@ class Setup:
 def ours(setup: Setup) -> Start:
     """This server as `./everbatch serve` starts it."""
     http, grpc, metrics, openai = free_ports(4)
-    settings = {
+    settings: dict[str, object] = {
         "model.dtype": "bfloat16",
         "scheduler.max_batch_size": setup.users,
         "kv_cache.max_tokens": setup.kv_tokens,
     }
+    if setup.second_level:
+        settings["kv_cache.directory"] = setup.kv_directory
+        settings["kv_cache.directory_bytes"] = setup.second_level << 20
     flags = {
         "--model": setup.model.directory,
         "--http-port": http,
@@ -105,7 +113,7 @@ def vllm(setup: Setup) -> Start:
 
 
 def llama_server(setup: Setup) -> Start:
-    """llama.cpp's own server. Its cells of KV are shared by all slots, and its second cache in RAM is off. Raises Skipped."""
+    """llama.cpp's own server. Its cells of KV are shared by all slots; its second cache in RAM is off by default. Raises Skipped."""
     program = llamacpp.program()
     if program is None:
         raise Skipped(how_to_install("llamacpp"))
@@ -120,7 +128,7 @@ def llama_server(setup: Setup) -> Start:
         "--parallel": setup.users,
         "--threads": setup.threads,
         "--threads-batch": setup.threads,
-        "--cache-ram": 0,
+        "--cache-ram": setup.second_level,
     }
     command = (str(program), "--kv-unified", "--no-webui", *words_of(flags))
     return Start(

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from benchmarks.peers.environments import BENCH
@@ -93,6 +94,7 @@ def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progre
         if not cells:
             continue
         with ExitStack() as stack:
+            kv_directory = stack.enter_context(TemporaryDirectory(prefix="second-level-", dir=BENCH))
             setup = Setup(
                 model,
                 kv_tokens=kv_tokens_for(cells),
@@ -100,6 +102,8 @@ def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progre
                 longest=max(cell.longest for cell in cells),
                 scratch=BENCH,
                 progress=progress,
+                second_level=plan.second_level,
+                kv_directory=Path(kv_directory),
             )
             servers = started(plan, setup, outcome, stack)
             lanes = lanes_of(servers, plan.wires)

@@ -19,6 +19,7 @@ DRIVERS = ("auto", "aiperf", "python")
 OURS = "everbatch"
 PAIRS = "512:512,8192:512,1024:1024,2048:256,256:2048"
 MOST_USERS, MOST_LEVELS, MOST_PAIRS, MOST_TOKENS = 256, 8, 16, 131_072
+MOST_SECOND_LEVEL = 65_536  # MiB
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}\Z")
 
 
@@ -32,7 +33,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a run, checked. `urls`: peers that run already, by name. `seconds`: a cell sends no request later."""
+    """The options of a run, checked. `urls`: peers that run already, by name. `seconds`: a cell sends no request later.
+
+    `second_level`: MiB for KV outside of the cache, 0: none.
+    """
 
     model: str
     peers: tuple[str, ...]
@@ -46,6 +50,7 @@ class Plan:
     repeats: int
     limits: Limits
     driver: str
+    second_level: int
     out: Path
 
 
@@ -67,6 +72,7 @@ class Raw:
     first_token_limit_ms: float
     inter_token_limit_ms: float
     driver: str
+    second_level: int
     out: Path
 
 
@@ -79,6 +85,7 @@ def checked(raw: Raw, most_tokens: int) -> Plan:
     in_range("--turns", raw.turns, 2, 32)
     in_range("--first-token-limit-ms", raw.first_token_limit_ms, 1, 3_600_000)
     in_range("--inter-token-limit-ms", raw.inter_token_limit_ms, 0.1, 3_600_000)
+    in_range("--second-level", raw.second_level, 0, MOST_SECOND_LEVEL)
     if raw.conversations:
         in_range("--conversations", raw.conversations, 2, 1024)
     one_of("--driver", raw.driver, DRIVERS)
@@ -112,6 +119,7 @@ def checked(raw: Raw, most_tokens: int) -> Plan:
         repeats=raw.repeats,
         limits=Limits(raw.first_token_limit_ms, raw.inter_token_limit_ms),
         driver=raw.driver,
+        second_level=raw.second_level,
         out=writable(raw.out),
     )
 

@@ -33,6 +33,7 @@ def document_of(plan: Plan, model: dict[str, Any], driver: str, outcome: Outcome
             "requests_per_user": plan.per_user,
             "repeats": plan.repeats,
             "limits": asdict(plan.limits),
+            "second_level_mib": plan.second_level,
         },
         "servers": outcome.servers,
         "skipped": outcome.skipped,

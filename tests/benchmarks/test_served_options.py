@@ -17,7 +17,7 @@ MOST_TOKENS = 2048
 
 def plan(out: Path, **changes: Any) -> Plan:
     """The plan of usual options with some changes."""
-    raw = Raw("", "vllm", "openai", 0.25, "1,4", PAIRS, 30.0, 4, 3, 16, 4, 2000.0, 100.0, "auto", out)
+    raw = Raw("", "vllm", "openai", 0.25, "1,4", PAIRS, 30.0, 4, 3, 16, 4, 2000.0, 100.0, "auto", 0, out)
     return checked(replace(raw, **changes), MOST_TOKENS)
 
 
@@ -30,6 +30,7 @@ def plan(out: Path, **changes: Any) -> Plan:
         ("repeats", [-1, 0, 10**12]),
         ("conversations", [-1, 1, 10**12]),
         ("turns", [-1, 0, 1, 10**12]),
+        ("second_level", [-1, 65_537, 10**12]),
         ("first_token_limit_ms", [-1.0, 0.0, float("nan"), float("inf")]),
         ("inter_token_limit_ms", [-1.0, 0.0, float("nan"), float("inf")]),
         ("users", ["", "0", "-1", "1,x", "nan", "1e9", "257", "99999999999999999999", "1,2,3,4,5,6,7,8,9", "٣"]),

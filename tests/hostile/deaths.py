@@ -36,8 +36,9 @@ REFUSAL = Bug(
 )
 FRONT = Bug(
     "the gRPC front's own thread",
-    "A thread of the gRPC front, with no model on its stack, uses a state of a stream that is gone. Rare without "
-    "triton_grpc_error: one death in 20,000 malformed requests.",
+    "A thread of the gRPC front, with no model on its stack, uses a state of a stream that is gone (SIGSEGV), or starts an "
+    "operation on it twice (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS, SIGABRT). Rare without triton_grpc_error: one death in "
+    "20,000 malformed requests.",
 )
 CLASSIFICATION = Bug(
     "an output asked for as classes",
@@ -56,9 +57,9 @@ STACK = Bug(
 )
 # Last digits of return addresses in this very binary (they do not change with where it is loaded): a response of a model
 # is handed to the gRPC front, as opposed to the front's own threads.
-_FRONT_ALONE = re.compile(r"# 0x[0-9A-F]+88B in \S*/tritonserver\n +\d+# 0x[0-9A-F]+ in \S*libstdc")
+_FRONT_ALONE = re.compile(r"# 0x[0-9A-F]+88B in \S*/tritonserver\n *\d+# 0x[0-9A-F]+ in \S*libstdc")
 _FRAMES = re.compile(r"^ *\d+# 0x", re.MULTILINE)
-_MODEL_ANSWERS = re.compile(r"in \S*/tritonserver\n +\d+# 0x[0-9A-F]+390 in \S*libtritonserver")
+_MODEL_ANSWERS = re.compile(r"in \S*/tritonserver\n *\d+# 0x[0-9A-F]+390 in \S*libtritonserver")
 
 
 def explanation(death: Death, suspects: Sequence[Case]) -> Bug | None:

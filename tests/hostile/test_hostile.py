@@ -168,6 +168,7 @@ ANSWERING = (
     " 2# 0x000056327197B7BD in /x/tritonserver\n"
     " 3# 0x00007F0000048390 in /x/libtritonserver-1.so\n"
 )
+LONG = " 9# 0x000055E0AA3E088B in /x/tritonserver\n10# 0x00007F9B46ED44A3 in /x/libstdc++.so.6\n"
 ALONE = " 3# 0x000055E0AA3E088B in /x/tritonserver\n 4# 0x00007F9B46ED44A3 in /x/libstdc++.so.6\n"
 
 
@@ -188,6 +189,7 @@ def test_a_death_of_the_front_alone_is_told_by_its_signal_and_frames(status: int
         ("tritonserver", -11, ANSWERING, [_grpc_case(b"a")], None),
         ("tritonserver", -11, "", [_grpc_case(b"a").with_grpc_error(False)], None),
         ("tritonserver", -11, ALONE, [_grpc_case(b"a").with_grpc_error(False)], deaths.FRONT),
+        ("tritonserver", -6, LONG, [], deaths.FRONT),
         ("tritonserver", -8, "", [_grpc_case(b"a")], None),
         (
             "tritonserver",
