@@ -113,7 +113,7 @@ def vllm(setup: Setup) -> Start:
 
 
 def llama_server(setup: Setup) -> Start:
-    """llama.cpp's own server. Its cells of KV are shared by all slots; its second cache in RAM is off by default. Raises Skipped."""
+    """llama.cpp's own server. All slots share its cells of KV; its second cache in RAM is off by default. Raises Skipped."""
     program = llamacpp.program()
     if program is None:
         raise Skipped(how_to_install("llamacpp"))
