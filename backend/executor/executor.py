@@ -117,6 +117,11 @@ class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
         """The engine's description of itself; None until the engine has been reached once."""
         return self._hello
 
+    @property
+    def engine_pid(self) -> int | None:
+        """The id of the engine process, or of the last one while there is none; None for an engine in this process."""
+        return self._transport.engine_pid
+
     def is_ready(self) -> bool:
         """True if a request that is sent now would reach a working engine."""
         return not self._shut_down and self.is_connected and (self._watch is None or self._watch.is_fresh)
