@@ -1,8 +1,8 @@
 """How long streams pause when the engine process dies: `./everbatch bench pauses --model-dir DIR` (docs/replay.md).
 
-Each time an engine process is launched, streams begin together, and the process is killed (SIGKILL) when one of them has had its 20th
-token. Measured are the time until the engine is ready again, and until the next token of any stream. The tokens must be those of
-an engine that nobody has killed. Three ways take turns:
+Each time an engine process is launched, streams begin together, and the process is killed (SIGKILL) when one of them has had 20
+tokens. Measured are the time until the engine is ready again, and until the next token of any stream. The tokens must be those
+of an engine that nobody has killed. Three ways take turns:
 
     computed again      nothing outlives the engine: all tokens of the streams are computed once more
     pool                kv_cache.survives_engine, the default: whole blocks are found in the pool of the engine before
