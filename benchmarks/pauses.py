@@ -32,6 +32,7 @@ from rich.table import Table
 from backend.api import EngineConfig, OutputConfig, Request, Response, load_config
 from backend.executor import Executor
 from backend.wire.client import wait_until
+from benchmarks.called_from import from_caller
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = {
@@ -143,7 +144,7 @@ def main(
     ] = None,
 ) -> None:
     """Kill engines under streams; write how long the streams pause."""
-    common = [f"model.path={model_dir}", f"scheduler.max_batch_size={max(2, streams)}", *(setting or [])]
+    common = [f"model.path={from_caller(model_dir)}", f"scheduler.max_batch_size={max(2, streams)}", *(setting or [])]
     with launched(common) as executor:
         right = [stream.result() for stream in begun(executor, streams, prompt, new)]
     pauses = []

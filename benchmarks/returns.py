@@ -42,6 +42,7 @@ from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfi
 from backend.executor import Executor
 from backend.executor.served_engine import SPIN_COUNT
 from benchmarks import pictures
+from benchmarks.called_from import from_caller
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST_TOKENS = 16_384  # positions of the model that is made
@@ -339,7 +340,7 @@ def main(
 
             console.print("making the M shape (30 layers, hidden 576, vocabulary 49,152) of random weights")
             model_dir = make_random_model(Path(scratch) / "M", shape="M", max_position_embeddings=LONGEST_TOKENS)
-        rows = measure_returns(model_dir, conversations, turns, scale, streams, console.print)
+        rows = measure_returns(from_caller(model_dir), conversations, turns, scale, streams, console.print)
     show(rows, console)
     RESULTS.mkdir(exist_ok=True)
     name = f"returns-{model_dir.name}-{streams}"

@@ -175,9 +175,9 @@ def top_command(
         if as_json:
             console.print_json(data=client.look(model=model_name))
         elif once:
-            top.once(partial(client.look, model=model_name), console)
+            top.once(partial(client.look, model=model_name), console, server.introduction() or client.url)
         else:
-            top.watch(partial(client.look, model=model_name), console, period)
+            top.watch(partial(client.look, model=model_name), console, period, server.introduction() or client.url)
         return 0
 
     _run(server, lambda: server.connect("", api_key, ca_file), show)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,8 @@ FREE_COLOUR, CACHED_COLOUR, IDLE_COLOUR = "grey23", "grey50", "grey70"
 UPPER_HALF = "\u2580"  # one character shows two cells: its colour and its background
 MAP_LINES = 8  # the most lines of the map of the KV pool
 BAR = 24  # characters
+# Columns of rows that a narrow terminal goes without, these first.
+LEAST_WORTH = ("client", "recomputed", "blocks", "reused", "age", "prompt", "progress")
 RATES = {
     "generated_tokens_total": "output tokens/s",
     "context_tokens_total": "prompt tokens/s",
@@ -71,27 +74,41 @@ class BlockMap:
         return {FREE: FREE_COLOUR, CACHED: CACHED_COLOUR}.get(state) or COLOURS[state % len(COLOURS)]
 
 
-def page(view: View, rates: dict[str, float]) -> RenderableType:
-    """Draw one view."""
-    return Group(_head(view, rates), "", _pool(view), BlockMap(view), "", _rows(view), _queue(view))
+def page(view: View, rates: dict[str, float], server: str = "") -> RenderableType:
+    """Draw one view; `server` says whose it is."""
+    return Group(_head(view, rates, server), "", _pool(view), BlockMap(view), "", Rows(view), _queue(view))
 
 
-def _head(view: View, rates: dict[str, float]) -> RenderableType:
+def _head(view: View, rates: dict[str, float], server: str) -> RenderableType:
     latest, first, between = view["latest"], view["first_token_s"], view["per_token_s"]
-    figures = Text()
-    for name, label in RATES.items():
-        figures.append(f"{rates[name]:,.0f}", "bold").append(f" {label}   ", "dim")
-    state = Text()
-    for figure, label in (
-        (f"{len(view['rows'])} of {latest['max_num_active_requests']}", "slots"),
-        (f"{view['num_queued']}", "waiting"),
-        (f"{view['num_sessions']}", "sessions"),
-        (f"{1000 * first['p50']:,.0f} / {1000 * first['p99']:,.0f} ms", "first token p50 / p99"),
-        (f"{1000 * between['p50']:,.1f} / {1000 * between['p99']:,.1f} ms", "a token p50 / p99"),
-    ):
-        state.append(figure, "bold").append(f" {label}   ", "dim")
+    figures = Figures((f"{rates[name]:,.0f}", label) for name, label in RATES.items())
+    state = Figures(
+        (
+            (f"{len(view['rows'])} of {latest['max_num_active_requests']}", "slots"),
+            (f"{view['num_queued']}", "waiting"),
+            (f"{view['num_sessions']}", "sessions"),
+            (f"{1000 * first['p50']:,.0f} / {1000 * first['p99']:,.0f} ms", "first token p50 / p99"),
+            (f"{1000 * between['p50']:,.1f} / {1000 * between['p99']:,.1f} ms", "a token p50 / p99"),
+        )
+    )
     engine = Text(f"engine {view['engine']}, up {_duration(view['uptime_s'])}", "dim")
-    return Group(engine, figures, state)
+    return Group(*([Text(server, "dim")] if server else []), engine, figures, state)
+
+
+class Figures:
+    """Figures with their labels; where a line is full, the next one goes on with a whole figure."""
+
+    def __init__(self, figures: Iterable[tuple[str, str]]) -> None:
+        self._figures = [Text(figure, "bold").append(f" {label}   ", "dim") for figure, label in figures]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text()
+        for figure in self._figures:
+            if line and line.cell_len + len(figure.plain.rstrip()) > options.max_width:
+                yield line
+                line = Text()
+            line.append_text(figure)
+        yield line
 
 
 def _pool(view: View) -> Text:
@@ -106,29 +123,45 @@ def _pool(view: View) -> Text:
     return text.append(f"of {view['num_blocks']:,} KV blocks" + (f", {cell} to a cell" if cell > 1 else ""), "dim")
 
 
-def _rows(view: View) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("", "request", "client", "stage"):
-        table.add_column(name)
-    table.add_column("progress", min_width=BAR)
-    for name in ("prompt", "output", "reused", "recomputed", "blocks", "age"):
-        table.add_column(name, justify="right")
-    for index, row in enumerate(view["rows"]):
-        output, most = row["num_output_tokens"], row["max_output_tokens"]
-        table.add_row(
-            Text("\u25a0", COLOURS[index % len(COLOURS)]),
-            row["id"],
-            row.get("session") or row.get("namespace") or "-",
-            row["stage"],
-            _bar(row),
-            f"{row['num_prompt_tokens']:,}",
-            f"{output:,} / {most:,}",
-            f"{row.get('num_cached_tokens', 0):,}",
-            f"{row.get('num_recomputed_tokens', 0):,}",
-            f"{row.get('num_blocks', 0):,}",
-            _duration(row.get("age_s", 0.0)),
-        )
-    return table
+class Rows:
+    """The running requests as a table, with as many columns as there is room for."""
+
+    def __init__(self, view: View) -> None:
+        self._rows = view["rows"]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number in range(len(LEAST_WORTH) + 1):
+            table = self._table(without=LEAST_WORTH[:number])
+            if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
+                break
+        yield table
+
+    def _table(self, without: Sequence[str]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        cells = [{name: cell for name, cell in each.items() if name not in without} for each in self._cells()]
+        for name in next(iter(cells), {}):
+            is_number = name in ("prompt", "output", "reused", "recomputed", "blocks", "age")
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+        for row in cells:
+            table.add_row(*row.values())
+        return table
+
+    def _cells(self) -> Iterator[dict[str, str | Text]]:
+        """For each row its cells, by the names of their columns."""
+        for index, row in enumerate(self._rows):
+            yield {
+                "": Text("\u25a0", COLOURS[index % len(COLOURS)]),
+                "request": row["id"],
+                "client": row.get("session") or row.get("namespace") or "-",
+                "stage": row["stage"],
+                "progress": _bar(row),
+                "prompt": f"{row['num_prompt_tokens']:,}",
+                "output": f"{row['num_output_tokens']:,} / {row['max_output_tokens']:,}",
+                "reused": f"{row.get('num_cached_tokens', 0):,}",
+                "recomputed": f"{row.get('num_recomputed_tokens', 0):,}",
+                "blocks": f"{row.get('num_blocks', 0):,}",
+                "age": _duration(row.get("age_s", 0.0)),
+            }
 
 
 def _queue(view: View) -> Text:
@@ -160,23 +193,23 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{hours} h {minutes % 60} min"
 
 
-def watch(look: Callable[[], View], console: Console, period_s: float) -> None:
+def watch(look: Callable[[], View], console: Console, period_s: float, server: str = "") -> None:
     """Draw until Ctrl-C. While no answer comes the page says why, and the server is asked again."""
     rates = Rates()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
                 view = look()
-                live.update(page(view, rates.take(view)), refresh=True)
+                live.update(page(view, rates.take(view), server), refresh=True)
             except ClientError as error:
                 live.update(Text(f"no answer: {error}", "red"), refresh=True)
             time.sleep(period_s)
 
 
-def once(look: Callable[[], View], console: Console) -> None:
+def once(look: Callable[[], View], console: Console, server: str = "") -> None:
     """Draw one page. Rates are of the half second between two looks."""
     rates = Rates()
     rates.take(look())
     time.sleep(0.5)
     view = look()
-    console.print(page(view, rates.take(view)))
+    console.print(page(view, rates.take(view), server))

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,8 @@ from deploy.kv_directory import look_at
 from deploy.model_source import resolve_model
 from deploy.packages import SERVING
 from deploy.ports import Ports, check_port
+from deploy.processes import descends_from, listener_on
+from deploy.running import Running, running
 
 State = Literal["ok", "warn", "fail"]
 SHM_WANTED = 64 << 20  # A region of a stub has 1 MB, and prompts of many MB make it grow.
@@ -61,7 +63,18 @@ def examine(
 
 
 def show(findings: list[Finding], console: Console) -> int:
-    """Print the table. Returns 1 if something fails, else 0."""
+    """Print the table, to a terminal with its lines broken to fit. Returns 1 if something fails, else 0."""
+    if console.is_terminal:
+        console.print(_table(findings))
+    else:
+        for line in _lines(findings):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    failed = [finding.name for finding in findings if finding.state == "fail"]
+    console.print(f"\n{len(failed)} problem(s): {', '.join(failed)}" if failed else "\nready to serve", highlight=False)
+    return 1 if failed else 0
+
+
+def _table(findings: list[Finding]) -> Table:
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
@@ -69,10 +82,16 @@ def show(findings: list[Finding], console: Console) -> int:
     for finding in findings:
         text = escape(finding.seen) + (f"\n[dim]{escape(finding.remedy)}[/dim]" if finding.remedy else "")
         table.add_row(f"[{colours[finding.state]}]{finding.state}[/]", finding.name, text)
-    console.print(table)
-    failed = [finding.name for finding in findings if finding.state == "fail"]
-    console.print(f"\n{len(failed)} problem(s): {', '.join(failed)}" if failed else "\nready to serve", highlight=False)
-    return 1 if failed else 0
+    return table
+
+
+def _lines(findings: list[Finding]) -> Iterator[str]:
+    """A line for what was seen and one for its remedy, as long as they are: for programs and files."""
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        yield f"{finding.state:4}  {finding.name:{width}}  {finding.seen}"
+        if finding.remedy:
+            yield f"{'':{width + 8}}{finding.remedy}"
 
 
 # ---- findings --------------------------------------------------------------------------------------------------------
@@ -275,8 +294,18 @@ def port(host: str, number: int, option: str) -> Finding:
     try:
         check_port(host, number, option)
     except UserError as error:
+        if (server := _server_on(number)) is not None:
+            seen = f"used by the server that was started from here: {server.model} at {server.http_url}"
+            return Finding(f"port {number}", "warn", seen, f"a second server needs another one: {option} PORT")
         return Finding(f"port {number}", "fail", "taken", str(error))
     return Finding(f"port {number}", "ok", "free")
+
+
+def _server_on(port: int) -> Running | None:
+    """The server of this checkout that listens on the port."""
+    holder = listener_on(port)
+    servers = running() if holder is not None else []
+    return next((each for each in servers if holder is not None and descends_from(holder, each.pid)), None)
 
 
 def _size(count: int) -> str:

@@ -11,13 +11,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID_VARIABLE = "EVERBATCH_RUN_ID"
 STUB_NAME = "triton_python_backend_stub"
 SHM_DIRECTORY = Path("/dev/shm")
+_LISTENS = "0A"  # TCP_LISTEN
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def read_stat(pid: int) -> Stat | None:
     return Stat(state=fields[0], parent=int(fields[1]), start=int(fields[19]))
 
 
-def _read_proc(pid: int, name: str) -> bytes:
+def _read_proc(pid: int | str, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # The process has gone meanwhile, or belongs to another user: in both cases it is none of ours.
@@ -71,6 +72,37 @@ def processes_of_run(run_id: str) -> list[Process]:
             if stat is not None and stat.state not in "ZX":
                 found.append(Process(pid, stat.start))
     return found
+
+
+def listener_on(port: int) -> int | None:
+    """The process that listens on a TCP port, of those whose files this user may see."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    for pid in all_pids() if sockets else ():
+        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
+            for file in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # It has just been closed.
+                    if os.readlink(f"/proc/{pid}/fd/{file}") in sockets:
+                        return pid
+    return None
+
+
+def _listening(port: int) -> Iterator[str]:
+    """The inodes of sockets that listen on the port (proc(5), /proc/net/tcp)."""
+    for table in ("tcp", "tcp6"):
+        for line in _read_proc("self", f"net/{table}").decode().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def descends_from(pid: int, ancestor: int) -> bool:
+    """Whether one process is the other, or was started by it or by one that it has started."""
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        stat = read_stat(pid)
+        pid = stat.parent if stat is not None else 0
+    return False
 
 
 def stubs_of(server_pid: int) -> list[Process]:

@@ -45,6 +45,27 @@ def test_rows_pool_queue_and_rates_are_drawn() -> None:
     assert "of 16 KV blocks" in text and "(5 tokens, queued)" in text
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_line_is_broken_in_a_narrow_terminal(width: int) -> None:
+    """Columns of less worth are left out, and figures stay whole."""
+    view = view_of(busy())
+    for row in view["rows"]:
+        row.update(num_prompt_tokens=123_456, num_output_tokens=1_024, max_output_tokens=16_384, namespace="a" * 12)
+    lines = drawn(view, width).splitlines()
+    assert max(map(len, lines)) <= width
+    (names,) = [line.split() for line in lines if "stage" in line]
+    assert {"request", "stage", "output"} <= set(names)
+    assert ("progress" in names) == (width >= 80) and ("recomputed" in names) == (width == 140)
+    assert sum("1,024 / 16,384" in line for line in lines) == 2
+    assert sum("ms first token p50 / p99" in line for line in lines) == 1
+
+
+def test_the_page_says_whose_it_is() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    top.once(lambda: view_of(busy()), console, "the default model answers, at 127.0.0.1:8001")
+    assert console.file.getvalue().startswith("the default model answers, at 127.0.0.1:8001\n")  # type: ignore[attr-defined]
+
+
 def test_an_idle_server_and_one_that_never_ran_are_drawn() -> None:
     text = drawn(view_of(Driver()))
     assert "0 of 4 slots" in text and "16 free" in text and "waiting:" not in text

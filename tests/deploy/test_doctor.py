@@ -5,14 +5,24 @@ from __future__ import annotations
 import io
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from deploy import doctor, invocation, libpython, model_source
-from deploy.doctor import Finding
+from backend.api.config import EngineConfig
+from deploy import doctor, invocation, libpython, model_source, running
+from deploy.doctor import Finding, show
 from deploy.errors import UserError
+
+# Listens on a port, prints it, and ends with its standard input.
+LISTEN = [
+    sys.executable,
+    "-c",
+    "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()",
+]
 
 
 def test_every_row_that_is_not_ok_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +73,31 @@ def test_a_taken_port_fails_and_names_the_option() -> None:
         finding = doctor.port("127.0.0.1", number, "--grpc-port")
     assert finding.state == "fail" and "--grpc-port PORT" in finding.remedy
     assert doctor.port("127.0.0.1", number, "--grpc-port").state == "ok"
+
+
+def test_a_port_of_this_checkouts_own_server_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told from another program's by the process that listens."""
+    monkeypatch.setattr(running, "default_run_directory", lambda name: tmp_path / name)
+    (tmp_path / "serve-1").mkdir()
+    with socket.socket() as ours, subprocess.Popen(LISTEN, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        ours.bind(("127.0.0.1", 0))
+        ours.listen(1)
+        assert child.stdout is not None
+        numbers = [ours.getsockname()[1], int(child.stdout.readline())]  # this process's, and that of a child
+        assert [doctor.port("127.0.0.1", number, "--grpc-port").state for number in numbers] == ["fail", "fail"]
+        running.write(tmp_path / "serve-1", "serving", "http://127.0.0.1:1", "127.0.0.1:2", EngineConfig())
+        for number in numbers:
+            finding = doctor.port("127.0.0.1", number, "--grpc-port")
+            assert finding.state == "warn" and "the default model at http://127.0.0.1:1" in finding.seen
+        child.communicate(b"\n")
+
+
+def test_lines_in_a_pipe_are_whole() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    path = "/a/long/path/" + "x" * 100
+    assert show([Finding("name", "warn", path, "a remedy"), Finding("b", "ok", "fine")], console) == 0
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == [f"warn  name  {path}", "            a remedy", "ok    b     fine", "", "ready to serve"]
 
 
 def test_a_machine_without_a_gpu_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:

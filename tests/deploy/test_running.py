@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from backend.api.config import EngineConfig
 from backend.api.config_file import load_config
 from client import cli as client_cli
+from client.located import introduced
 from deploy import cli, running
 from deploy.ports import Ports
 from deploy.processes import read_stat
@@ -36,7 +37,10 @@ def test_the_latest_server_that_serves_is_asked(tmp_path: Path, monkeypatch: pyt
     told(tmp_path, "server-4", "serving", 4)  # of a test
     found = running.locate()
     assert found is not None and found.grpc_url == "127.0.0.1:3" and found.http_url == "http://127.0.0.1:2"
-    assert found.model == "the default model"
+    assert found.model == "the default model" and found.others == ("127.0.0.1:2", "127.0.0.1:4")
+    assert introduced(found, None, "ensemble") == (
+        "the default model answers, at 127.0.0.1:3; --url for the one at 127.0.0.1:2 or 127.0.0.1:4"
+    )
     assert [each.http_url[-1] for each in running.running()] == ["3", "2", "1"]
 
 
