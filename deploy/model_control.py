@@ -52,7 +52,7 @@ class Described(msgspec.Struct, frozen=True):
     state: State
     engine: int
     owner: str  # the Triton model that starts the engine
-    memory_bytes: int  # the size of weights and KV
+    memory_bytes: int  # the size of weights and KV; 0 while it is not loaded
     requests: int  # that run or wait
     why: str = ""
     operation: str = ""  # the operation that runs; empty: none does
@@ -67,6 +67,11 @@ class _Served:
         self.why = self.operation = ""
         self.busy_at = now  # when a request was seen last
         self.lock = threading.Lock()  # held during an operation
+
+    @property
+    def memory_bytes(self) -> int:
+        """The size of its weights and KV; 0 while it is not loaded."""
+        return self.set.engine.share.num_bytes if self.state == "loaded" else 0
 
 
 class ModelControl:
@@ -107,7 +112,7 @@ class ModelControl:
     def described(self) -> list[Described]:
         return [
             Described(
-                *(name, each.state, each.set.engine.number, each.set.engine.owner, each.set.engine.share.num_bytes),
+                *(name, each.state, each.set.engine.number, each.set.engine.owner, each.memory_bytes),
                 *(self._requests(each), each.why, each.operation),
             )
             for name, each in self._served.items()

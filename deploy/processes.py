@@ -96,7 +96,7 @@ def _listening(port: int) -> Iterator[str]:
 
 
 def descends_from(pid: int, ancestor: int) -> bool:
-    """Whether one process is the other, or was started by it or by one that it has started."""
+    """Whether the process is `ancestor`, or was started by it, or by a process that it has started."""
     while pid > 1:
         if pid == ancestor:
             return True

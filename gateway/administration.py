@@ -28,7 +28,7 @@ class ModelState(BaseModel):
     state: str  # loaded, asleep, unloaded, failed
     engine: int  # its number; a replacement has another one
     owner: str  # the Triton model that starts the engine
-    memory_bytes: int  # the size of weights and KV
+    memory_bytes: int  # the size of weights and KV; 0 while it is not loaded
     requests: int  # that run or wait
     why: str  # it is not loaded; empty while it is
     operation: str  # the operation that runs; empty: none does

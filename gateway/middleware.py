@@ -28,6 +28,8 @@ MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTH
 ANTHROPIC_VERSION = "anthropic-version"
 PAGE = "/page/"  # the files of the page at /, open as well (gateway/page_routes.py)
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
+NO_KEY = "there is no API key; send the header Authorization: Bearer KEY, or x-api-key: KEY"
+WRONG_KEY = "the API key is none of this server's; send one of its file of API keys"
 _log = logging.getLogger("everbatch.gateway")
 
 
@@ -137,7 +139,7 @@ def _client(headers: Headers, keys: Keys) -> Client:
     given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
     client = next((found for key in given if key and (found := keys.client_of(key)) is not None), None)
     if client is None:
-        text = "no valid API key; send the header Authorization: Bearer KEY, or x-api-key: KEY"
+        text = WRONG_KEY if any(given) else NO_KEY
         raise GatewayError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return client
 

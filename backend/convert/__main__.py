@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,17 +18,18 @@ from backend.convert.run import Wanted, convert_checkpoint
 from backend.models.loader import resolve_model_path
 from backend.quant.checkpoint import check_output
 
-STEPS = 20  # lines of progress where there is no terminal
+PERIOD_S = 5.0  # between two lines of progress where there is no terminal
 console = Console()
 
 
 def progress(names: Sequence[str]) -> Iterator[str]:
-    """Yield each name and print how far it is: on a terminal in one line that is rewritten, elsewhere in at most STEPS lines."""
+    """Yield each name and print how far it is: on a terminal in one line that is rewritten, elsewhere a line now and then."""
     total = len(names)
-    every = max(1, total // STEPS)
     if not console.is_terminal:
+        due = 0.0
         for index, name in enumerate(names):
-            if index % every == 0:
+            if time.monotonic() >= due:
+                due = time.monotonic() + PERIOD_S
                 console.print(f"tensor {index + 1} of {total}", highlight=False)
             yield name
         return

@@ -167,6 +167,8 @@ def test_an_unloaded_model_refuses_from_the_first_step_on_and_only_its_engine_en
     server.triton.work("b.everbatch", 1)
     server.settle()
     assert server.state("b") == "unloaded", "a request does not load what an operator has unloaded"
+    memory = {each.name: each.memory_bytes for each in server.control.described()}
+    assert memory["a"] > 0 and memory["b"] == 0
 
 
 def test_a_load_takes_the_model_as_the_file_says_then(server: Server) -> None:

@@ -149,19 +149,23 @@ def test_every_known_key_is_compared_wherever_the_right_one_stands(file: Path, m
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "why"),
     [
-        {},
-        {"Authorization": "Bearer wrong-key-0123456789"},
-        {"Authorization": f"Basic {ALICE}"},
-        {"Authorization": ALICE},
+        ({}, "there is no API key"),
+        ({"Authorization": "Bearer wrong-key-0123456789"}, "the API key is none of this server's"),
+        ({"x-api-key": "wrong-key-0123456789"}, "the API key is none of this server's"),
+        ({"Authorization": f"Basic {ALICE}"}, "there is no API key"),
+        ({"Authorization": ALICE}, "there is no API key"),
     ],
 )
-def test_without_a_valid_key_everything_but_health_is_401(headers: dict[str, str], file: Path, serve: Serve) -> None:
+def test_without_a_valid_key_everything_but_health_is_401(
+    headers: dict[str, str], why: str, file: Path, serve: Serve
+) -> None:
     with serve(api_keys=file) as served:
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/x")):
             status, body, found = served.request(method, path, b"{" if method == "POST" else None, headers)
             assert (status, body["error"]["code"], found["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+            assert body["error"]["message"].startswith(why)
         served.wait_healthy()
         for path in ("/health", "/openapi.json"):
             assert served.request("GET", path, None, headers)[0] == 200
