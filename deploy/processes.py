@@ -96,7 +96,7 @@ def _listening(port: int) -> Iterator[str]:
 
 
 def descends_from(pid: int, ancestor: int) -> bool:
-    """Whether the process is `ancestor`, or was started by it, or by a process that it has started."""
+    """True if `ancestor` is the process, or has started it, directly or through others."""
     while pid > 1:
         if pid == ancestor:
             return True
