@@ -21,7 +21,7 @@ INCOMPLETE_S = 0.3  # how long the client of an incomplete request waits before 
 # Fields of answers that hold generated text, or what the client has sent. The text of the default model is Python code.
 GENERATED = (
     *("text_output", "response", "OUTPUT", "logprobs"),
-    *("choices", "output", "delta", "text", "part", "item", "instructions", "metadata"),
+    *("choices", "output", "delta", "text", "part", "item", "instructions", "metadata", "content", "content_block"),
 )
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -221,9 +221,12 @@ def _openai_error(error: dict[str, Any]) -> str:
 
 
 def readable(data: bytes) -> tuple[str, str]:
-    """The error texts in a body, and all else but the generated text."""
+    """The error texts in a body, and all else but the generated text. An event that was cut off in its midst is left out."""
     errors, other = [], []
-    for line in data.decode("utf-8", "replace").splitlines() or [""]:
+    lines = data.decode("utf-8", "replace").splitlines() or [""]
+    if lines[-1].startswith("data: {") and not data.endswith(b"\n"):
+        lines.pop()
+    for line in lines:
         try:
             answer = json.loads(line.removeprefix("data: "))
         except ValueError:

@@ -12,7 +12,7 @@ from tests.hostile.case import Case, GrpcCall, HttpExchange
 from tests.hostile.grpc_cases import FATAL
 from tests.hostile.http_cases import post
 from tests.hostile.mix import KINDS, Mix
-from tests.hostile.send import Reply
+from tests.hostile.send import Reply, readable
 from tests.hostile.served import FRONTS, GATEWAY, GENERATING
 from tests.hostile.tally import Tally
 from tests.hostile.target import Death, Target
@@ -120,6 +120,14 @@ def test_tritons_page_on_a_configuration_may_name_the_models_file() -> None:
     page = '{"name":"ensemble","backend":"python","default_model_filename":"model.py","parameters":{}}'
     assert answers.leaks(CASE, Reply("answered", "http", 200, page)) == []
     assert answers.leaks(CASE, Reply("answered", "http", 200, page + " model.py failed")) != []
+
+
+def test_generated_text_is_no_leak_also_where_a_client_leaves_in_the_midst_of_an_event() -> None:
+    """The default model writes Python, and so names of files."""
+    whole = b'data: {"type":"content_block_delta","delta":{"text":"see app.py"}}\n\n'
+    assert "app.py" not in "".join(readable(whole + whole[:60]))
+    assert readable(b'data: {"error":"app.py failed"}\n')[0] == "app.py failed"
+    assert "app.py" in readable(b"app.py failed")[1]
 
 
 @pytest.mark.parametrize(

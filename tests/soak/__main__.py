@@ -74,7 +74,7 @@ def plot(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (memory, files) = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
+    figure, (memory, files) = pyplot.subplots(1, 2, figsize=(13, 3.6), layout="constrained")
     names = sorted(set.intersection(*map(set, result.samples)) - {"log", "shared memory", "other"})
     for name in names:
         axes = files if name.startswith("descriptors") else memory
@@ -84,7 +84,7 @@ def plot(result: Result, path: Path) -> None:
         axes.set_xlabel("rest")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside the lines
     figure.savefig(path, dpi=110)
 
 

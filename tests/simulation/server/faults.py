@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+
+import msgspec
 
 from backend.api import EngineConfig
 from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, TritonConfig
+from backend.core.block_file import HEADER_BYTES
+from backend.core.kept_block import RecordFormat
+from tests.simulation.server import disk
 from tests.simulation.setups import Setup
 
 KINDS = (
@@ -39,6 +44,7 @@ KINDS = (
 GENTLE = (
     *("step fails", "sender slow", "sender fails", "cancel", "stop", "garbage", "stranger", "slow text", "time out"),
 )  # The machine is well all the time, so every request must be served.
+LEVEL_SHARE = 0.35  # of all seeds that have a second level of KV
 RARE = ("kill owner", "no process", "drain", "many kills")
 
 
@@ -62,6 +68,11 @@ class Swarm:
     round_trip_s: float  # between a stub and Triton
     is_fine: bool  # threads may switch between any two statements
     load_s: float  # which an engine process takes to load its model
+    disk_kinds: frozenset[str] = frozenset()  # what happens to the second level's file
+
+    @property
+    def has_level(self) -> bool:
+        return bool(self.config.kv_cache.directory)
 
     @property
     def setup(self) -> Setup:
@@ -101,7 +112,7 @@ def swarm_of(seed: int) -> Swarm:
             hold_new_s=Random(f"hold {seed}").choice((0.0, 1.0, 10.0)),
         ),
     )
-    return Swarm(
+    swarm = Swarm(
         kinds=kinds,
         config=config,
         num_blocks=num_blocks,
@@ -118,4 +129,29 @@ def swarm_of(seed: int) -> Swarm:
         round_trip_s=rng.choice((0.0, 0.0001, 0.003)),
         is_fine=is_fine,
         load_s=rng.choice((0.0, 2.5, 6.0)),
+    )
+    level = Random(f"level {seed}")  # apart, so that the other seeds are what they are without it
+    return _with_level(swarm, level) if level.random() < LEVEL_SHARE else swarm
+
+
+def _with_level(swarm: Swarm, rng: Random) -> Swarm:
+    """A second level in a file, under a pool that holds little more than one request."""
+    block_size = swarm.config.kv_cache.block_size
+    num_blocks = 48 // block_size
+    place_bytes = RecordFormat(block_size, 8 * block_size).place_bytes
+    kv_cache = msgspec.structs.replace(
+        swarm.config.kv_cache,
+        max_tokens=block_size * num_blocks,
+        directory="/kv",
+        directory_bytes=HEADER_BYTES + place_bytes * rng.choice((1, 6, 20, 100)),
+    )
+    kinds = frozenset(kind for kind in disk.KINDS if rng.random() < 0.35)
+    config = msgspec.structs.replace(swarm.config, kv_cache=kv_cache)
+    return replace(
+        swarm,
+        config=config,
+        num_blocks=num_blocks,
+        disk_kinds=kinds,
+        num_requests=rng.randint(9, 17),
+        step_s=rng.choice((0.002, 0.02, 0.6)),
     )

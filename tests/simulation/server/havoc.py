@@ -177,7 +177,7 @@ class Havoc(SimulatedServer):
     def calm(self) -> None:
         """No more faults."""
         world = self.world
-        self.is_calm = True
+        self.is_calm = world.disk.is_calm = True
         world.at_switch.clear()
         world.failing_connects = world.failing_starts = 0
         self.device.fail_next = False

@@ -27,6 +27,7 @@ from typing import Any
 from backend.api.silence import CpuDemand
 from backend.executor.served_engine import ServedEngine
 from tests.simulation.server import machine, threads
+from tests.simulation.server.disk import DiskFile
 from tests.simulation.server.threads import here
 from tests.simulation.server.tokens import TinyTools
 from tests.simulation.server.world import World
@@ -128,6 +129,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
                 found.append((module, name, machine.FilePath))
         found += _with_defaults(module)
     from backend.api import silence
+    from backend.engine import make_level
     from backend.executor import engine_process, served_engine
     from backend.serving import assembly, model_server, text_pool
 
@@ -137,6 +139,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (engine_process, "sys", standard),
         (model_server, "sys", _SYS),
         (text_pool, "ctypes", _CTYPES),
+        (make_level, "BlockFile", DiskFile),
         (served_engine, "calm_garbage_collector", lambda: None),
         (served_engine, "workers_of", lambda *arguments, **others: here().new_workers()),
         (engine_process, "ServedEngine", _recorded),

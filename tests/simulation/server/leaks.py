@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from backend.engine.level_traffic import LevelTraffic
 from tests.simulation.server.processes import MemoryFile
 from tests.simulation.server.stubs import Stub
+from tests.simulation.server.threads import here
 from tests.simulation.server.world import Process, Violation
 
 STUB_FILES = 3  # the connection to the engine, and the housekeeper's pipe
@@ -62,6 +64,10 @@ def check_engine(process: Process, num_clients: int) -> None:
             "commands": engine._loop._inbox.qsize(),
         },
     )
+    traffic = core.level
+    if isinstance(traffic, LevelTraffic) and not here().disk.kinds:
+        held = {"loads": len(traffic._loading) + len(traffic._being_read), "bytes to load": traffic._queued_bytes}
+        _refuse("the second level", {**held, "loads of the past": len(traffic._asked)})
     num_frames = max((len(each._outgoing._backlog) for each in server._connections.values()), default=0)
     if num_frames > MAX_FRAMES:
         raise Violation(f"{num_frames} frames wait for a client that reads")

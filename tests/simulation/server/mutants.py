@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.server import bugs_executor, bugs_serving, bugs_supervisor, bugs_wire
+from tests.simulation.server import bugs_executor, bugs_level, bugs_serving, bugs_supervisor, bugs_wire
 from tests.simulation.server.shrink import first_failure
 
 SetAttribute = Callable[[object, str, object], None]
 MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
     name: value
-    for module in (bugs_executor, bugs_wire, bugs_supervisor, bugs_serving)
+    for module in (bugs_executor, bugs_wire, bugs_supervisor, bugs_serving, bugs_level)
     for name, value in inspect.getmembers_static(module, inspect.isfunction)
     if value.__module__ == module.__name__ and list(inspect.signature(value).parameters) == ["set_attribute"]
 }

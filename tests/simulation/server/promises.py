@@ -14,6 +14,7 @@ UNREADY_AFTER_S = (
     3.0  # a stub must not say for longer that it is ready while the engine is stopped: 1.25 s, ticks, a late Hello
 )
 LOST_AFTER_S = 0.4  # the same when the connection is lost
+LOAD_NS = 2_000_000_000  # for which nothing may come of a load: 0.1 s, the step that runs, and the one after it
 ORPHAN_NS = 1_500_000_000  # for which a request may outlive its client
 CANCEL_S = 1.8  # a sweep of the poller every 0.5 s at most, the step that runs, and the one after it
 LOST = "the engine process ended while the request ran"
@@ -38,7 +39,21 @@ class Promises(Havoc):
             self._no_engine_since = None if self.has_engine else self._no_engine_since or now_ns
             self._has_been_frozen = not self.has_engine and (self._has_been_frozen or bool(engine and engine.is_frozen))
             self._look_for_orphans(engine)
+            self._look_at_loads(engine)
             threads.sleep(POLL_S)
+
+    def _look_at_loads(self, engine: Process | None) -> None:
+        """A sequence does not wait for a level from which nothing comes."""
+        is_slow = "thread held" in self.swarm.kinds or self.device.hanging is engine
+        if engine is None or engine.engine is None or engine.is_frozen or is_slow or not self.swarm.has_level:
+            return
+        traffic = engine.engine._core.level
+        for load in traffic._loading.values():
+            waited_ns = self.world.now_ns - max(load.begun_ns, traffic._progress_ns)
+            if waited_ns > LOAD_NS:
+                raise Violation(
+                    f"{load.seq} waits for the second level, from which nothing has come for {waited_ns / 1e9} s"
+                )
 
     def _look_for_orphans(self, engine: Process | None) -> None:
         """Requests of a client that is gone must not go on."""
@@ -60,7 +75,8 @@ class Promises(Havoc):
         since = self._no_engine_since
         if state == "ready" and since is not None and not self.has_engine and "thread held" not in self.swarm.kinds:
             silent_s = (self.world.now_ns - since) / 1e9
-            if silent_s > (UNREADY_AFTER_S if self._has_been_frozen else LOST_AFTER_S):
+            is_frozen = self._has_been_frozen or bool(self.engine and self.engine.is_frozen)  # also since the last look
+            if silent_s > (UNREADY_AFTER_S if is_frozen else LOST_AFTER_S):
                 self.world.fail(f"{stub.model} says that it is ready, {silent_s:.1f} s after its engine has gone")
 
     def judge(self, order: Order) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from tests.simulation.server import threads
+from tests.simulation.server.disk import Disk
 from tests.simulation.server.faults import swarm_of
 from tests.simulation.server.orders import Order
 from tests.simulation.server.stubs import SOCKET, Program, Stub
@@ -30,7 +31,8 @@ class SimulatedServer:
             self.swarm.num_requests = num_requests
         self.rng = Random(f"server {seed}")
         self.world = World(seed)
-        self.device = Device(self.swarm.step_s, self.swarm.looks_ahead)
+        self.world.disk = Disk(seed, self.swarm.disk_kinds - without)
+        self.device = Device(self.swarm.step_s, self.swarm.looks_ahead, self.swarm.config.kv_cache.block_size)
         self.device.on_poison = lambda: self.note("poisoned")
         self.orders: list[Order] = []
         self.troubles: list[int] = []  # times at which something was wrong

@@ -297,6 +297,20 @@ class SimpleQueue:
         return len(self._items)
 
 
+class Queue(SimpleQueue):
+    """A queue that may be full; nothing waits for room in it."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        super().__init__()
+        self.maxsize = maxsize
+
+    def put_nowait(self, item: Any) -> None:
+        here().pause()
+        if 0 < self.maxsize <= len(self._items):
+            raise real_queue.Full
+        super().put(item)
+
+
 class Future:
     """The part of concurrent.futures.Future that the engine's loop uses."""
 
@@ -341,7 +355,7 @@ threading = SimpleNamespace(
     get_ident=lambda: here().current.number,
     TIMEOUT_MAX=real_threading.TIMEOUT_MAX,
 )
-queue = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=real_queue.Empty)
+queue = SimpleNamespace(SimpleQueue=SimpleQueue, Queue=Queue, Empty=real_queue.Empty, Full=real_queue.Full)
 time = SimpleNamespace(
     monotonic=lambda: _shown_ns() / 1e9,
     monotonic_ns=_shown_ns,

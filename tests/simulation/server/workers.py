@@ -19,8 +19,8 @@ POISON = 5  # a token that no other prompt begins with
 class Device:
     """What goes wrong on the device of all engine processes of a world, one after the other."""
 
-    def __init__(self, step_s: float, looks_ahead: bool) -> None:
-        self.step_s = step_s
+    def __init__(self, step_s: float, looks_ahead: bool, block_size: int) -> None:
+        self.step_s, self.block_size = step_s, block_size
         self.looks_ahead = looks_ahead
         self.fail_next = False
         self.is_failing = False  # a step that fails has been submitted, and not been collected yet
@@ -37,7 +37,12 @@ class ServerWorkers(HashWorkerGroup):
 
     def __init__(self, device: Device) -> None:
         super().__init__(
-            VOCAB, MAX_SEQ_LEN, keep_trace=False, looks_ahead=device.looks_ahead, eos_ids=(END_ID,), takes_drafts=False
+            *(VOCAB, MAX_SEQ_LEN),
+            keep_trace=False,
+            looks_ahead=device.looks_ahead,
+            eos_ids=(END_ID,),
+            takes_drafts=False,
+            kv_block_size=device.block_size,
         )
         self.info = replace(self.info, kv_layers=0)  # the simulated machine has no mapped memory for a pool to lie in
         self._device = device

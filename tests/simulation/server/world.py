@@ -154,6 +154,7 @@ class World:
         self.listeners: dict[str, Any] = {}
         self.written: dict[str, bytes] = {}
         self.environ: dict[str, str] = {}
+        self.disk: Any = None  # a Disk (disk.py)
         self.programs: Callable[[list[str]], Callable[[], int]]  # what a command line runs
         self.new_workers: Callable[[], Any]  # of an engine process
         self.socket_bytes = 1 << 17
