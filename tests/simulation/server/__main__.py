@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 
+from tests.simulation.server import disk
 from tests.simulation.server.faults import KINDS
 from tests.simulation.server.shrink import Failure, failed_seeds, failure_of, report
 
@@ -23,7 +24,7 @@ def main() -> int:
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument("--seed", type=int, help="run this one only")
     parser.add_argument(
-        "--without", action="append", default=[], choices=[*KINDS, "many kills"], help="leave out a fault"
+        "--without", action="append", default=[], choices=[*KINDS, "many kills", *disk.KINDS], help="leave out a fault"
     )
     parser.add_argument("--requests", type=int, help="with --seed: only so many requests")
     args = parser.parse_args()

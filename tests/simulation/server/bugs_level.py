@@ -5,17 +5,16 @@ from __future__ import annotations
 from backend.core.kept_block import RecordFormat
 from backend.engine import level_threads
 from backend.engine.level_threads import LevelThreads
-from backend.engine.level_traffic import LevelTraffic
 from backend.kvcache.cached_prefix import enter_cached
 from backend.kvcache.second_level import SecondLevel
-from backend.scheduler.scheduler import Scheduler
 from tests.mutants.changes import SetAttribute, change, change_everywhere
-from tests.simulation.server import faults
+from tests.simulation.server import disk, faults
 
 
-def _always(set_attribute: SetAttribute) -> None:
-    """Every seed has a second level, so that fewer schedules are needed."""
+def _always(set_attribute: SetAttribute, is_harmed: bool = True) -> None:
+    """Every seed has a second level, and all that can go wrong with a disk or nothing, so that fewer schedules are needed."""
     set_attribute(faults, "LEVEL_SHARE", 1.0)
+    set_attribute(disk, "KIND_SHARE", float(is_harmed))
 
 
 def the_checksum_of_a_block_is_not_compared(set_attribute: SetAttribute) -> None:
@@ -29,28 +28,8 @@ def another_block_of_the_level_is_taken(set_attribute: SetAttribute) -> None:
     change(RecordFormat, "check", ("kept.block != wanted", "False"))(set_attribute)
 
 
-def a_part_of_a_block_is_taken(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
-    change(
-        RecordFormat,
-        "check",
-        ("or len(place) != self.place_bytes", ""),
-        ("checksum_of(data) == kept.checksum", "True"),
-    )(set_attribute)
-
-
-def copies_from_before_a_failed_step_are_written(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
-    change(LevelTraffic, "_hand_over", ("copy.epoch == self._level.num_lost_epochs", "True"))(set_attribute)
-
-
-def a_level_that_does_not_answer_is_waited_for(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
-    change(LevelTraffic, "_gives_up", ("> STALL_S * 1e9", "< 0"))(set_attribute)
-
-
 def the_end_of_a_load_is_not_reported(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
+    _always(set_attribute, is_harmed=False)
     change(LevelThreads, "_read", ("self._post(partial(self._reports.ended, load))", "pass"))(set_attribute)
 
 
@@ -75,30 +54,15 @@ def an_end_waits_for_the_disk(set_attribute: SetAttribute) -> None:
 
 
 def the_store_stays_open(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
+    _always(set_attribute, is_harmed=False)
     change(LevelThreads, "close", ("self._store.close()", "pass"))(set_attribute)
 
 
-def what_the_threads_report_wakes_nobody(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
-    change(LevelTraffic, "on_ready", ("self._callbacks.wake = wake", "pass"))(set_attribute)
-
-
-def a_load_outlives_its_request(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
-    change(Scheduler, "remove", ("self._loads.forget(seq)", "pass"))(set_attribute)
-
-
 def onboarded_blocks_stay_locked(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
+    _always(set_attribute, is_harmed=False)
     change_everywhere(enter_cached, ("blocks.release(handle.block_id, keep=True)", "pass"))(set_attribute)
 
 
 def namespaces_find_each_other(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
+    _always(set_attribute, is_harmed=False)
     change(SecondLevel, "_chain", ("seq.namespace", "''"))(set_attribute)
-
-
-def a_sequence_asks_the_level_for_ever(set_attribute: SetAttribute) -> None:
-    _always(set_attribute)
-    change(LevelTraffic, "holds_back", ("self._asked.add(seq.seq_id)", "pass"))(set_attribute)

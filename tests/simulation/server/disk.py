@@ -17,6 +17,7 @@ from tests.simulation.server.world import Process
 
 DAMAGES, FAILS, STALLS = "disk damages", "disk fails", "disk stalls"
 KINDS = (DAMAGES, FAILS, STALLS)
+KIND_SHARE = 0.35  # of the seeds with a level that have each of them
 STALLS_S = (0.02, 0.15, 1.0, 20.0, 1e6)
 
 

@@ -145,7 +145,7 @@ def _with_level(swarm: Swarm, rng: Random) -> Swarm:
         directory="/kv",
         directory_bytes=HEADER_BYTES + place_bytes * rng.choice((1, 6, 20, 100)),
     )
-    kinds = frozenset(kind for kind in disk.KINDS if rng.random() < 0.35)
+    kinds = frozenset(kind for kind in disk.KINDS if rng.random() < disk.KIND_SHARE)
     config = msgspec.structs.replace(swarm.config, kv_cache=kv_cache)
     return replace(
         swarm,

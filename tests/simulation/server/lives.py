@@ -74,6 +74,8 @@ def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
         "interrupted thread": 2,
         "second turn": 20,
         "poison": 3,
+        **{"a block written": 50, "a block read": 20, "a block found again": 10, "a block of a former engine read": 3},
+        **{"a damaged block read": 1, "a disk that stalls": 3, "a disk that fails": 3},
     }
     reached: Counter[str] = sum((chunk(first).reached for first in range(0, NUM_SCHEDULES, CHUNK)), Counter())
     assert {name: reached[name] for name, count in least.items() if reached[name] < count} == {}

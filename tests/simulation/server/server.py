@@ -27,11 +27,12 @@ class SimulatedServer:
         self.seed = seed
         self.swarm = swarm_of(seed)
         self.swarm.kinds -= without
+        self.swarm.disk_kinds -= without
         if num_requests is not None:
             self.swarm.num_requests = num_requests
         self.rng = Random(f"server {seed}")
         self.world = World(seed)
-        self.world.disk = Disk(seed, self.swarm.disk_kinds - without)
+        self.world.disk = Disk(seed, self.swarm.disk_kinds)
         self.device = Device(self.swarm.step_s, self.swarm.looks_ahead, self.swarm.config.kv_cache.block_size)
         self.device.on_poison = lambda: self.note("poisoned")
         self.orders: list[Order] = []

@@ -38,7 +38,8 @@ def failure_of(
 
 def shrink(failure: Failure) -> Failure:
     """The simplest schedule found that fails with the same class of exception."""
-    kinds = sorted(ServerSimulation(failure.seed).swarm.kinds)
+    swarm = ServerSimulation(failure.seed).swarm
+    kinds = sorted(swarm.kinds | swarm.disk_kinds)
     for kind in kinds:
         found = failure_of(failure.seed, failure.without | {kind}, failure.num_requests)
         if found is not None and type(found.error) is type(failure.error):
@@ -58,7 +59,7 @@ def report(failure: Failure) -> str:
     swarm = simulation.swarm
     lines = [
         f"seed {failure.seed}: {type(failure.error).__name__}: {failure.error}",
-        f"simplest: faults {sorted(swarm.kinds)}, {swarm.num_requests} requests, steps of {swarm.step_s} s",
+        f"simplest: faults {sorted(swarm.kinds | swarm.disk_kinds)}, {swarm.num_requests} requests, steps of {swarm.step_s} s",
     ]
     if str(simplest.error) != str(failure.error):
         lines.append(f"  {type(simplest.error).__name__}: {simplest.error}")
