@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import pickle
@@ -14,17 +13,14 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from backend.api.errors import ConfigError
-from backend.convert import __main__ as command
 from backend.convert.meta_tokenizer import SPECIAL, read_tokenizer
 from backend.convert.run import Wanted, convert_checkpoint
 from backend.models.loader import DEFAULT_MODEL
@@ -396,13 +392,3 @@ def test_a_model_without_a_form_in_metas_files_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="has neither params.json with consolidated files nor config.json"):
         convert_checkpoint(tmp_path, tmp_path / "out", META)
     assert not (tmp_path / "out").exists() and DEFAULT_MODEL.exists()
-
-
-def test_where_there_is_no_terminal_a_line_comes_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    console, now = Console(file=io.StringIO(), width=80), iter(range(1000, 2000))
-    monkeypatch.setattr(command, "console", console)
-    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    names = [str(number) for number in range(30)]
-    assert list(command.progress(names)) == names
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0] == "tensor 1 of 30" and 4 <= len(lines) <= 7

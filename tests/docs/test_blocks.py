@@ -47,7 +47,7 @@ NUMBER_NOT_RUN = {
     "kubernetes": 2,
     "lm-eval": 1,
     "machines": 3,
-    "minutes": 6,
+    "minutes": 7,
     "network": 4,
     "nginx": 2,
     "perf-analyzer": 2,
