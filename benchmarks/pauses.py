@@ -2,7 +2,7 @@
 
 Each time an engine process is launched, streams begin together, and the process is killed (SIGKILL) when one of them has had 20
 tokens. Measured are the time until the engine is ready again, and until the next token of any stream. The tokens must be those
-of an engine that nobody has killed. Three ways take turns:
+of a run without a kill. The benchmark alternates between three configurations:
 
     computed again      nothing outlives the engine: all tokens of the streams are computed once more
     pool                kv_cache.survives_engine, the default: whole blocks are found in the pool of the engine before
@@ -17,7 +17,6 @@ import random
 import signal
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,19 +28,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from backend.api import EngineConfig, OutputConfig, Request, Response, load_config
+from backend.api import load_config
 from backend.executor import Executor
 from backend.wire.client import wait_until
 from benchmarks.called_from import from_caller
+from benchmarks.streams import Stream
 
 RESULTS = Path(__file__).parent / "results"
-WAYS = {
-    "computed again": ("kv_cache.survives_engine=false",),
-    "pool": (),
-    "pool and spare": ("triton.spare_engine=true",),
-}
+SPARE = "triton.spare_engine=true"
+WAYS = {"computed again": ("kv_cache.survives_engine=false",), "pool": (), "pool and spare": (SPARE,)}
 KILLED_AT = 20  # tokens of the first stream
 SPARE_S = 15.0  # for the spare process to load its libraries
+TOO_EARLY = "the streams ended before the engine was killed; give more --new tokens"
+SENT_S = 0.05  # after the kill, in which tokens may still arrive that the engine had sent
 console = Console()
 
 
@@ -54,46 +53,11 @@ class Pause:
     next_token_s: float
 
 
-class Stream:
-    """A request's tokens and their times."""
-
-    def __init__(self, executor: Executor, prompt: list[int], new: int) -> None:
-        self.tokens: list[int] = []
-        self.times: list[float] = []
-        self.error = ""
-        self.has_ended = threading.Event()
-        self.is_cut = threading.Event()  # it has had KILLED_AT tokens
-        output = OutputConfig(exclude_input_from_output=True)
-        executor.submit(Request(prompt, new, streaming=True, output_config=output), self._hear)
-
-    def _hear(self, response: Response) -> None:
-        if response.has_error():
-            self.error = response.error_msg
-        else:
-            self.tokens += response.result.output_token_ids[0]
-            self.times.append(time.perf_counter())
-        if len(self.tokens) >= KILLED_AT:
-            self.is_cut.set()
-        if response.is_final:
-            self.is_cut.set()
-            self.has_ended.set()
-
-    def result(self) -> list[int]:
-        self.has_ended.wait()
-        if self.error:
-            raise SystemExit(f"a stream ended with an error: {self.error}")
-        return self.tokens
-
-
 @contextmanager
 def launched(settings: list[str]) -> Iterator[Executor]:
     with tempfile.TemporaryDirectory(prefix="everbatch-pauses-") as directory:
-        with Executor.launch(config_of(settings), f"{directory}/run/engine.sock") as executor:
+        with Executor.launch(load_config(overrides=settings), f"{directory}/run/engine.sock") as executor:
             yield executor
-
-
-def config_of(settings: list[str]) -> EngineConfig:
-    return load_config(overrides=settings)
 
 
 def begun(executor: Executor, streams: int, prompt: int, new: int) -> list[Stream]:
@@ -104,11 +68,11 @@ def begun(executor: Executor, streams: int, prompt: int, new: int) -> list[Strea
 
 
 def killed(executor: Executor, way: str, streams: list[Stream]) -> Pause:
-    """Kills the engine in the midst of the streams."""
-    streams[0].is_cut.wait()
+    """Kills the engine in the midst of the streams. Raises SystemExit where they end too early or the engine stays away."""
+    streams[0].wait_for(KILLED_AT)
     dead = executor.engine_pid
-    if dead is None or streams[0].has_ended.is_set():
-        raise SystemExit("the streams ended before the engine could be killed; give more --new tokens")
+    if dead is None or streams[0].has_ended:
+        raise SystemExit(TOO_EARLY)
     os.kill(dead, signal.SIGKILL)
     at = time.perf_counter()
     if not wait_until(lambda: executor.is_ready() and executor.engine_pid not in (None, dead), 300):
@@ -116,7 +80,10 @@ def killed(executor: Executor, way: str, streams: list[Stream]) -> Pause:
     ready_s = time.perf_counter() - at
     for stream in streams:
         stream.result()
-    return Pause(way, ready_s, min(time for stream in streams for time in stream.times if time > at + 0.05) - at)
+    later = [came - at for stream in streams for came in stream.times if came > at + SENT_S]
+    if not later:
+        raise SystemExit(TOO_EARLY)
+    return Pause(way, ready_s, min(later))
 
 
 def show(pauses: list[Pause], title: str) -> None:
@@ -151,7 +118,7 @@ def main(
     for repeat in range(repeats):
         for way, settings in WAYS.items():
             with launched([*common, *settings]) as executor:
-                if way == "pool and spare":
+                if SPARE in settings:
                     time.sleep(SPARE_S)
                 going = begun(executor, streams, prompt, new)
                 pauses.append(killed(executor, way, going))

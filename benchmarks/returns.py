@@ -25,8 +25,6 @@ import os
 import random
 import statistics
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -37,12 +35,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from backend.api import EngineConfig, Request, Response
+from backend.api import EngineConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 from backend.executor.served_engine import SPIN_COUNT
 from benchmarks import pictures
 from benchmarks.called_from import from_caller
+from benchmarks.streams import Stream
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST_TOKENS = 16_384  # positions of the model that is made
@@ -201,9 +200,8 @@ def _play(trace: list[Turn], recompute: Executor, level: Executor, name: str, sh
     num_prompt = num_known = 0
     for number, turns in enumerate(rounds_of(trace, streams)):
         prompts = [[*histories.get(turn.conversation, []), *turn.new] for turn in turns]
-        asked = [(prompt, turn.num_answer) for prompt, turn in zip(prompts, turns, strict=True)]
         engines = (recompute, level) if number % 2 else (level, recompute)
-        answers = {engine: _ask(engine, asked) for engine in engines}
+        answers = {engine: _ask(engine, prompts, turns) for engine in engines}
         for turn, prompt, slower, quicker in zip(turns, prompts, answers[recompute], answers[level], strict=True):
             if slower.tokens != quicker.tokens:
                 raise SystemExit(f"round {number} of {name}: answers differ: {slower.tokens} and {quicker.tokens}")
@@ -211,8 +209,8 @@ def _play(trace: list[Turn], recompute: Executor, level: Executor, name: str, sh
             num_known += len(prompt) - len(turn.new) + turn.num_shared
             histories[turn.conversation] = [*prompt, *slower.tokens]
             if turn.is_return:
-                slow.append(slower.first_ms)
-                quick.append(quicker.first_ms)
+                slow.append(slower.first_token_ms)
+                quick.append(quicker.first_token_ms)
     stats = level.latest_stats()
     assert stats is not None  # the engine runs in this process
     num_found = num_prompt - stats.counters.context_tokens_total
@@ -225,46 +223,16 @@ def _play(trace: list[Turn], recompute: Executor, level: Executor, name: str, sh
     )
 
 
+def _ask(executor: Executor, prompts: list[list[int]], turns: list[Turn]) -> list[Stream]:
+    """Asks for all answers at once, and waits for them."""
+    streams = [Stream(executor, prompt, turn.num_answer) for prompt, turn in zip(prompts, turns, strict=True)]
+    for stream in streams:
+        stream.result()
+    return streams
+
+
 def _p99(times: list[float]) -> float:
     return sorted(times)[math.ceil(0.99 * len(times)) - 1]
-
-
-@dataclass
-class Answer:
-    first_ms: float
-    tokens: list[int]
-
-
-def _ask(executor: Executor, asked: list[tuple[list[int], int]]) -> list[Answer]:
-    """Asks for prompts, each with its number of tokens to generate, all at once."""
-    answers = [_Collected() for _ in asked]
-    for answer, (prompt, max_tokens) in zip(answers, asked, strict=True):
-        executor.submit(Request(prompt, max_tokens, streaming=True), answer.hear)
-    return [answer.result() for answer in answers]
-
-
-class _Collected:
-    def __init__(self) -> None:
-        self._answer = Answer(math.nan, [])
-        self._error = ""
-        self._done = threading.Event()
-        self._began = time.perf_counter()
-
-    def hear(self, response: Response) -> None:
-        if response.has_error():
-            self._error = response.error_msg
-        else:
-            if math.isnan(self._answer.first_ms):
-                self._answer.first_ms = (time.perf_counter() - self._began) * 1e3
-            self._answer.tokens.extend(response.result.output_token_ids[0])
-        if response.is_final:
-            self._done.set()
-
-    def result(self) -> Answer:
-        self._done.wait()
-        if self._error:
-            raise SystemExit(self._error)
-        return self._answer
 
 
 def slower_rows(rows: list[ReturnRow]) -> Iterator[ReturnRow]:
@@ -326,8 +294,8 @@ def main(
     model_dir: Annotated[
         Path | None, typer.Option(help="Checkpoint directory; the M shape of random weights without it.")
     ] = None,
-    conversations: Annotated[int, typer.Option(help="Conversations of each trace.", min=2)] = 24,
-    turns: Annotated[int, typer.Option(help="Turns of each conversation.", min=2)] = 4,
+    conversations: Annotated[int, typer.Option(help="Conversations of each trace.", min=2, max=4096)] = 24,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation.", min=2, max=64)] = 4,
     scale: Annotated[float, typer.Option(help="Factor of all lengths.", min=0.001, max=10.0)] = 1.0,
     streams: Annotated[int, typer.Option(help="Turns at once.", min=1, max=256)] = 1,
 ) -> None:

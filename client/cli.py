@@ -172,12 +172,13 @@ def top_command(
     server, console = Server(url, protocol, model_name), Console()
 
     def show(client: EverbatchClient) -> int:
+        look, whose = partial(client.look, model=model_name), server.introduction() or client.url
         if as_json:
-            console.print_json(data=client.look(model=model_name))
+            console.print_json(data=look())
         elif once:
-            top.once(partial(client.look, model=model_name), console, server.introduction() or client.url)
+            top.once(look, console, whose)
         else:
-            top.watch(partial(client.look, model=model_name), console, period, server.introduction() or client.url)
+            top.watch(look, console, period, whose)
         return 0
 
     _run(server, lambda: server.connect("", api_key, ca_file), show)

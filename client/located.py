@@ -8,13 +8,13 @@ from client.address import DEFAULT_URLS
 
 
 class Located(NamedTuple):
-    """`model`: the name of its checkpoint. `others`: gRPC addresses of other servers that were started from here."""
+    """`model`: the name of its checkpoint. `others`: further servers that were started from here."""
 
     grpc_url: str
     http_url: str
     model: str
     state: Literal["starting", "serving", "stopping"] = "serving"
-    others: tuple[str, ...] = ()
+    others: tuple[Located, ...] = ()
 
     def url(self, protocol: str | None) -> str:
         return self.http_url if protocol == "http" else self.grpc_url
@@ -37,5 +37,6 @@ def introduced(located: Located | None, protocol: str | None, model_name: str) -
         return (
             f"no server was started from here; asking the one at {DEFAULT_URLS[protocol or 'grpc']}, model {model_name}"
         )
-    others = f"; --url for the one at {' or '.join(located.others)}" if located.others else ""
-    return f"{located.model} answers, at {located.url(protocol)}{others}"
+    text = f"{located.model} answers, at {located.url(protocol)}"
+    others = " or ".join(f"{each.model} at {each.url(protocol)}" for each in located.others)
+    return f"{text}; --url for {others}" if others else text

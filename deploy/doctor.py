@@ -304,8 +304,7 @@ def port(host: str, number: int, option: str) -> Finding:
 def _server_on(port: int) -> Running | None:
     """The server of this checkout that listens on the port."""
     holder = listener_on(port)
-    servers = running() if holder is not None else []
-    return next((each for each in servers if holder is not None and descends_from(holder, each.pid)), None)
+    return None if holder is None else next((each for each in running() if descends_from(holder, each.pid)), None)
 
 
 def _size(count: int) -> str:

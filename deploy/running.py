@@ -33,7 +33,7 @@ class Running(Struct, frozen=True):
     grpc_url: str
     model: str
 
-    def located(self, others: tuple[str, ...] = ()) -> Located:
+    def located(self, others: tuple[Located, ...] = ()) -> Located:
         return Located(self.grpc_url, self.http_url, self.model, self.state, others)
 
 
@@ -67,7 +67,7 @@ def locate() -> Located | None:
     or stops.
     """
     found = sorted(running(), key=lambda each: each.state != "serving")
-    return found[0].located(tuple(each.grpc_url for each in found[1:])) if found else None
+    return found[0].located(tuple(each.located() for each in found[1:])) if found else None
 
 
 def _changed_at(path: Path) -> float:

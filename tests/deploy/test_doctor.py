@@ -76,7 +76,7 @@ def test_a_taken_port_fails_and_names_the_option() -> None:
 
 
 def test_a_port_of_this_checkouts_own_server_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told from another program's by the process that listens."""
+    """Doctor finds the process that listens on the port, and sees whether a server of this checkout has started it."""
     monkeypatch.setattr(running, "default_run_directory", lambda name: tmp_path / name)
     (tmp_path / "serve-1").mkdir()
     with socket.socket() as ours, subprocess.Popen(LISTEN, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

@@ -37,9 +37,16 @@ def test_the_latest_server_that_serves_is_asked(tmp_path: Path, monkeypatch: pyt
     told(tmp_path, "server-4", "serving", 4)  # of a test
     found = running.locate()
     assert found is not None and found.grpc_url == "127.0.0.1:3" and found.http_url == "http://127.0.0.1:2"
-    assert found.model == "the default model" and found.others == ("127.0.0.1:2", "127.0.0.1:4")
+    assert found.model == "the default model" and [each.grpc_url for each in found.others] == [
+        "127.0.0.1:2",
+        "127.0.0.1:4",
+    ]
+    name = "the default model"
     assert introduced(found, None, "ensemble") == (
-        "the default model answers, at 127.0.0.1:3; --url for the one at 127.0.0.1:2 or 127.0.0.1:4"
+        f"{name} answers, at 127.0.0.1:3; --url for {name} at 127.0.0.1:2 or {name} at 127.0.0.1:4"
+    )
+    assert introduced(found, "http", "ensemble").endswith(
+        f"{name} at http://127.0.0.1:1 or {name} at http://127.0.0.1:3"
     )
     assert [each.http_url[-1] for each in running.running()] == ["3", "2", "1"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from backend.core.kept_block import RecordFormat
 from backend.engine import level_threads
 from backend.engine.level_threads import LevelThreads
+from backend.engine.level_traffic import LevelTraffic
 from backend.kvcache.cached_prefix import enter_cached
 from backend.kvcache.second_level import SecondLevel
 from tests.mutants.changes import SetAttribute, change, change_everywhere
@@ -26,6 +27,12 @@ def another_block_of_the_level_is_taken(set_attribute: SetAttribute) -> None:
     """A write that went to another place is not noticed."""
     _always(set_attribute)
     change(RecordFormat, "check", ("kept.block != wanted", "False"))(set_attribute)
+
+
+def a_load_is_never_given_up(set_attribute: SetAttribute) -> None:
+    """Its sequence waits as long as the disk does."""
+    _always(set_attribute)
+    set_attribute(LevelTraffic, "_gives_up", lambda self, load: False)
 
 
 def the_end_of_a_load_is_not_reported(set_attribute: SetAttribute) -> None:

@@ -97,15 +97,18 @@ class DiskFile:
         assert 0 <= place < self.num_places and len(content) == self._form.place_bytes
         self._disk.disturb()
         file, rng = self._file, self._disk.rng
-        file.damaged.discard(place)
-        if self._disk.happens(DAMAGES, 0.5):
+        is_damaged = self._disk.happens(DAMAGES, 0.5)
+        if is_damaged:
             place, content = self._damaged(place, content)
         here().reached["a block written"] += 1
         file.writers[place] = here().current.process
         cut, old = rng.randrange(len(content) + 1), file.places.get(place, b"")
+        file.damaged.add(place)  # it stays so where the process dies between the two parts
         file.places[place] = content[:cut] + old[cut:]
         here().pause()
         file.places[place] = content
+        if not is_damaged:
+            file.damaged.discard(place)
 
     def _damaged(self, place: int, content: bytes) -> tuple[int, bytes]:
         """Another byte, a part, or at another place."""
@@ -118,7 +121,6 @@ class DiskFile:
         else:
             at = rng.randrange(len(content))
             content = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-        self._file.damaged.add(place)
         return place, content
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ def swarm_of(seed: int) -> Swarm:
         is_fine=is_fine,
         load_s=rng.choice((0.0, 2.5, 6.0)),
     )
-    level = Random(f"level {seed}")  # apart, so that the other seeds are what they are without it
+    level = Random(f"level {seed}")  # of its own, so that seeds without a level keep their schedules
     return _with_level(swarm, level) if level.random() < LEVEL_SHARE else swarm
 
 

@@ -22,6 +22,8 @@ SAMPLE = (
     "a_stream_closes_without_its_gate",
     "the_poller_asks_without_the_gate",
     "a_text_stays_in_its_queue",
+    "an_end_waits_for_the_disk",
+    "the_store_stays_open",
 )  # each is noticed within a few schedules
 NAMES = SAMPLE if os.environ.get("EVERBATCH_EVERY") != "1" else tuple(MUTANTS)
 MAX_SEEDS = 400
