@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "feature(*ids): the test closes these rows of the feature list")
     config.addinivalue_line("markers", "slow(reason): left out by --quick")
+    config.addinivalue_line("markers", "real: the test needs published weights (tests/real/weights.py)")
     config.pluginmanager.register(Quick(config.getoption("--quick")))
     config.pluginmanager.register(Slowest())
     share_native_kernels()

@@ -41,12 +41,14 @@ class LinearOptions(NamedTuple):
     holds_super_blocks: bool = False  # True if `make` takes SuperBlocks; they are floats where it does not
     rotate: rotation.Rotate = rotation.rotate
     round_to_levels: Round = two_levels.round_weight
+    has_two_levels: bool = False  # w4a8: kernels/common/two_levels.py where columns can be rotated, else four_bits.py
 
     def rounding(self, columns: int, is_head: bool) -> Rounding:
         """How a weight of `columns` columns is rounded. `is_head`: as in LinearBuilder.build."""
         assert self.quantization != "none"
         format = _of_head(self.quantization) if is_head else self.quantization
-        together = rotation.group_of(columns) if format != "int8" and self.group is None else None
+        is_rotated = format == "w8a8" or (format == "w4a8" and self.has_two_levels)
+        together = rotation.group_of(columns) if is_rotated and self.group is None else None
         if together is not None:
             rounded = self.round_to_levels if format == "w4a8" else quantize_weight
             return Rounding(

@@ -34,8 +34,10 @@ from backend.worker.stacked_adapters import make_stacks
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier
+from kernels.common import two_levels
 from kernels.common.kv_format import PoolLayout
 from kernels.cpu.build import NativeLibrary
+from kernels.cpu.isa import supported_isas
 from kernels.cpu.linear import RotateInBlocks, RoundToFourBits, RoundToLevels
 from kernels.cpu.lora import PackedAdapter, packed_bytes
 from kernels.cpu.ranks import RanksMemory
@@ -294,6 +296,8 @@ def load_draft_model(
 
 def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:
     """How the tier holds linear layers. `quantization`: model.quantization. Raises ConfigError for one that it has not."""
+    isa = supported_isas()[0] if choice.library is None else choice.library.isa
+    has_two_levels = isa in two_levels.FASTER_ON
     match choice.name:
         case "native":
             assert choice.library is not None  # choose_tier chooses this tier only with it
@@ -303,6 +307,7 @@ def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtyp
                 round_to_four_bits=RoundToFourBits(choice.library),
                 rotate=RotateInBlocks(choice.library),
                 round_to_levels=RoundToLevels(choice.library),
+                has_two_levels=has_two_levels,
                 holds_super_blocks=True,
             )
         case "triton":
@@ -313,4 +318,4 @@ def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtyp
                 )
             group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel supports
             return LinearOptions(quantization, group, make_triton_linear(dtype))
-    return LinearOptions(quantization)
+    return LinearOptions(quantization, has_two_levels=has_two_levels)

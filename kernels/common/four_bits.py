@@ -1,5 +1,5 @@
 """Weights rounded to four bits that stand for 16 values spaced as those of a normal distribution are: `model.quantization=w4a8`
-of columns that cannot be rotated (two_levels.py has the others).
+on a CPU, unless two_levels.py is faster there and the columns can be rotated.
 
     w[r, c] ~ q[r, c] * scale[r, g]        q[r, c] one of VALUES, g = c / group; scale a bfloat16
 

@@ -20,10 +20,11 @@ from backend.api import EngineConfig, OutputConfig, Request
 from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
-from kernels.common import rotation, two_levels
-from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
+from kernels.common import four_bits, rotation, two_levels
+from kernels.common.quantize import DEFAULT_GROUPS, dequantize, quantize_activations, quantize_weight
+from kernels.cpu.isa import supported_isas
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToLevels
+from kernels.cpu.linear import RoundToFourBits, RoundToLevels
 from tests.executor.helpers import drain
 from tests.model.adapters import make_adapter
 from tests.model.gathering import tensor_of
@@ -36,13 +37,17 @@ PROMPTS = [[(7 * i + 13 * start) % 120 for i in range(6)] for start in range(8)]
 
 class Scheme(NamedTuple):
     round: rotation.Round
-    is_rotated: bool  # and inputs are rounded as well; else weights have groups of 64
+    group: int | None  # columns that share a scale; None: inputs are rotated, and rotation.group_of says it
+    rounds_inputs: bool = True
 
 
+HAS_TWO_LEVELS = supported_isas()[0] in two_levels.FASTER_ON  # as backend/worker/loaded_model.py chooses
 SCHEMES = {
-    "int8": Scheme(quantize_weight, False),
-    "w8a8": Scheme(quantize_weight, True),
-    "w4a8": Scheme(two_levels.round_weight, True),
+    "int8": Scheme(quantize_weight, DEFAULT_GROUPS["int8"], rounds_inputs=False),
+    "w8a8": Scheme(quantize_weight, None),
+    "w4a8": Scheme(two_levels.round_weight, None)
+    if HAS_TWO_LEVELS
+    else Scheme(four_bits.round_weight, DEFAULT_GROUPS["w4a8"]),
 }
 
 
@@ -88,30 +93,33 @@ def logits_of(
 
 
 def quantise(model: nn.Module, scheme: Scheme) -> None:
-    """Every linear layer stands for what its rounded weight is. (Of four bits the head has eight.)"""
+    """Every linear layer stands for what its rounded weight is. (Of four bits the head has eight, and is rotated.)"""
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if scheme.is_rotated:
-            quantise_rotated(module, quantize_weight if name.endswith("lm_head") else scheme.round)
-            continue
-        with torch.no_grad():
-            module.weight.copy_(dequantize(*scheme.round(module.weight, 64), 64))
+        if isinstance(module, nn.Linear):
+            has_eight_bits = name.endswith("lm_head") and scheme.rounds_inputs
+            quantise_layer(module, Scheme(quantize_weight, None) if has_eight_bits else scheme)
 
 
-def quantise_rotated(module: nn.Linear, rounded: rotation.Round) -> None:
-    """Weight and inputs become what their rounded rotations stand for; a second rotation takes the first back."""
-    block, group = rotation.block_of(module.in_features), rotation.group_of(module.in_features)
-    assert group is not None
+def quantise_layer(module: nn.Linear, scheme: Scheme) -> None:
+    """Weight and inputs become what their rounded forms stand for; a second rotation takes the first back."""
+    group = scheme.group
+    if group is not None:
+        turn, back, rounded = (lambda x: x), (lambda x: x), scheme.round(module.weight.detach(), group)
+    else:
+        block, group = rotation.block_of(module.in_features), rotation.group_of(module.in_features)
+        assert group is not None
+        turn, back = rotation.rotate, lambda x: rotation.rotate(x) / block
+        rounded = rotation.round_weight(module.weight.detach(), group, rounded=scheme.round)
+        rounded = rounded[0], rounded[1] * block  # round_weight divides by it
 
     def round_inputs(module: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
-        x = rotation.rotate(given[0].flatten(0, -2))
-        return (rotation.rotate(dequantize(*quantize_activations(x, group), group)) / block).view(given[0].shape)
+        x = turn(given[0].flatten(0, -2))
+        return back(dequantize(*quantize_activations(x, group), group)).view(given[0].shape)
 
     with torch.no_grad():
-        q, scale = rotation.round_weight(module.weight, group, rounded=rounded)
-        module.weight.copy_(rotation.rotate(dequantize(q, scale, group)))
-    module.register_forward_pre_hook(round_inputs)
+        module.weight.copy_(back(dequantize(*rounded, group)))
+    if scheme.rounds_inputs:
+        module.register_forward_pre_hook(round_inputs)
 
 
 @torch.inference_mode()
@@ -131,13 +139,14 @@ def test_the_result_is_the_quantised_base_and_the_adapters_part(
 ) -> None:
     scheme = SCHEMES[name]
     if tier is NATIVE and name == "w4a8":  # its search for scales finds others that are as good
-        scheme = scheme._replace(round=RoundToLevels(load_kernels()))
+        native = RoundToLevels if HAS_TWO_LEVELS else RoundToFourBits
+        scheme = scheme._replace(round=native(load_kernels()))
     paths = [*adapters, None]
     loras = [None if path is None else LoraConfig(index, path=str(path)) for index, path in enumerate(paths)]
     measured = logits_of(base, tier, loras, quantization=name)
     expected = [expected_logits(base, scheme, path) for path in paths]
     for ours, theirs in zip(measured, expected, strict=True):
-        assert_agree(ours, theirs, share=0.6 if scheme.is_rotated else 1.0)
+        assert_agree(ours, theirs, share=0.6 if scheme.rounds_inputs else 1.0)
     assert (expected[0] - expected[2]).norm() > 0.1 * expected[2].norm(), "the adapter hardly matters"
 
 

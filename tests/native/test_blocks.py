@@ -20,7 +20,12 @@ from tests.native.families import VOCAB, Play
 from tests.native.harness import SANITIZE, Format, drive, prompt, threads
 
 EXACT = 1e-4  # absolute, of logits of magnitude 1 to 20: the same sums in another order
-FORMATS = [Format("bfloat16"), Format("float32"), Format("bfloat16", "w8a8"), Format("float32", "w4a8")]
+FORMATS = [
+    Format("bfloat16"),
+    Format("float32"),
+    Format("bfloat16", "w8a8"),
+    Format("float32", "w4a8", two_levels=True),
+]
 FORMATS += [Format("bfloat16", int8_kv=True), Format("float32", int8_kv=True), Format("bfloat16", int4_kv=True)]
 CASES = [(None, form, 101) for form in FORMATS] + [
     (AMX_EMULATED, Format("bfloat16"), 70)

@@ -18,7 +18,11 @@ from tests.parity.scenario import RecordingEngine
 BLOCK, NUM_TOKENS, WATCHED = 32, 40, 3
 COMMON = prompt(4 * BLOCK + 17, VOCAB)
 FAMILIES = {"qk_norm_no_window": 2, "window": 1, "windows_and_sink_tokens": 0}  # seeds of random_family
-FORMATS = [Format("bfloat16"), Format("bfloat16", "w8a8", int8_kv=True), Format("bfloat16", "w4a8", int4_kv=True)]
+FORMATS = [
+    Format("bfloat16"),
+    Format("bfloat16", "w8a8", int8_kv=True),
+    Format("bfloat16", "w4a8", int4_kv=True, two_levels=True),
+]
 # max_num_tokens, whether the prompt's head is cached, steps from one eviction of everybody to the next, requests, threads
 ARRANGEMENTS = [
     *itertools.product((512, 16), (False, True), (False, True), (1, 7), (1,)),

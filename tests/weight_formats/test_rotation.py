@@ -67,7 +67,9 @@ def test_who_names_a_group_gets_no_rotation(group: int, format: QuantizedFormat)
 def test_four_bits_of_other_columns_are_levels_of_two(columns: int) -> None:
     """The error of a product is that of its weights, 7.4 %; a head stays in eight bits."""
     x, w = random_tensor(9, columns), random_tensor(33, columns)
-    layer, head = (make_linear(w, None, LinearOptions("w4a8"), is_head) for is_head in (False, True))
+    layer, head = (
+        make_linear(w, None, LinearOptions("w4a8", has_two_levels=True), is_head) for is_head in (False, True)
+    )
     assert isinstance(layer, QuantizedLinear) and isinstance(head, QuantizedLinear)
     assert (layer._weight.format, layer._weight.group) == ("w4a8", rotation.group_of(columns))
     assert layer._weight.is_rotated and int(layer._weight.q.abs().max()) == 63

@@ -54,8 +54,7 @@ struct Levels {
     Bytes first, last;  // 16 rows each
 
     ALWAYS_INLINE Levels(const int8_t* multiples, const uint8_t* bits) {
-        Bytes table;
-        for (int c = 0; c < COLUMNS_OF_VEC; c++) memcpy(reinterpret_cast<char*>(&table) + 16 * c, LEVELS.at(multiples[c]), 16);
+        const Bytes table = joined([multiples](int c) { return LEVELS.at(multiples[c]); });
         const UVec q = load<UVec>(bits);
         first = look_up_each(table, (Bytes)q), last = look_up_each(table, (Bytes)(q >> 4));
     }
