@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.real.weights import NO_REGISTRY
 from tests.samples import EVERY, left_of_samples, sampled, wants_all
 
 SLOW = {
@@ -49,6 +50,7 @@ SLOW = {
     "tests/quant/test_run.py": "whole models, quantised",
     "tests/quant/test_quality.py": "whole models, quantised",
     "tests/ranks/test_formats.py": "whole models, quantised",
+    "tests/real/": "published weights",
     "tests/sampling/test_native_invariance.py": "native kernels in many batches",
     "tests/simulation/server/": "lives of a whole server",
     "tests/simulation/test_mutants.py": "planted bugs, thousands of schedules each",
@@ -117,6 +119,9 @@ class Quick:
         self.left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        skipped = terminalreporter.stats.get("skipped", [])
+        if without := sum(NO_REGISTRY in str(report.longrepr) for report in skipped):
+            self.left_out[f"tests/real/ ({NO_REGISTRY})"] = without
         if not self.left_out:
             return
         terminalreporter.section("left out")

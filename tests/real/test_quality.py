@@ -1,7 +1,7 @@
 """What each form of weights and KV costs on published weights: the rise of perplexity on 2,000 tokens of text and code.
 
-Measured on SmolLM2-135M-Instruct, with AVX-512: +0.20, +0.87, +18.3, +0.28 and +12.7 %. Bounds leave room for what other instruction
-sets round differently, and for the form that w4a8 has with AVX2.
+Measured on SmolLM2-135M-Instruct, with AVX-512: +0.20, +0.87, +18.3, +0.28 and +12.7 %. Bounds leave room for what other
+instruction sets round differently, and for the form that w4a8 has with AVX2.
 """
 
 from __future__ import annotations
