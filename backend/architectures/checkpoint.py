@@ -13,9 +13,11 @@ from backend.api.gguf import GgufHeader, gguf_file, read_header
 from backend.api.model_files import REMEDY, read_object, shown
 from backend.api.quantised import FILE, KvDtype
 from backend.api.weight_files import tensor_shapes, weight_files
+from backend.architectures import gguf_held
 from backend.architectures.description import ModelConfig
 from backend.architectures.hosted import ENCODERS, implementation_of, sizes_of
 from backend.architectures.registry import GGUF_ARCHITECTURES, HEADLESS, gguf_architecture, read_config
+from backend.architectures.sizes import check_hosted_sizes, check_sizes
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_BITS = {"int8": 8, "int4": 4}
@@ -27,7 +29,7 @@ class Checkpoint(Struct, frozen=True):
     """A supported checkpoint. `dtype`: float32, bfloat16 or float16; `kv_dtype`: the type of KV that it asks for."""
 
     architecture: str
-    weight_bytes: int  # size of its files
+    weight_bytes: int  # size of its files; of a GGUF file the memory that its tensors take
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -68,14 +70,15 @@ def examine(path: Path, implementation: Implementation = "auto") -> Checkpoint:
     is_native = implementation_of(content, implementation) == "native"
     config = read_config(content) if is_native else None
     files = weight_files(path)
-    for each in files:
-        tensor_shapes(each)
+    shapes = {name: shape for each in files for name, shape in tensor_shapes(each).items()}
     if config is None:
+        check_hosted_sizes(content, shapes)
         dtype = content.get("dtype") or content.get("torch_dtype")
         num_bytes = sum(each.stat().st_size for each in files)
         name = str(content["architectures"][0])
         own_dtype = _known_dtype(dtype if isinstance(dtype, str) else None)
         return Checkpoint(name, num_bytes, *sizes_of(content), own_dtype, is_hosted=True)
+    check_sizes(config, shapes)
     return Checkpoint(
         config.architecture,
         sum(each.stat().st_size for each in files),
@@ -97,14 +100,16 @@ def _of_gguf(header: GgufHeader) -> Checkpoint:
 
     heads = need("attention.head_count")
     kinds = {place.type.name for place in header.tensors.values() if len(place.shape) > 1}
+    dtype = "float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+    gguf_held.check_sizes(header, need("block_count"), need("embedding_length"))
     return Checkpoint(
         GGUF_ARCHITECTURES[name],
-        sum(place.num_bytes for place in header.tensors.values()),
+        gguf_held.memory_bytes(header, VALUE_BYTES["float32" if dtype == "float16" else dtype]),
         need("block_count"),
         header.get(f"{name}.attention.head_count_kv", _Count) or heads,
         header.get(f"{name}.attention.key_length", _Count) or _head_dim(header.name, need("embedding_length"), heads),
         need("context_length"),
-        "float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
+        dtype,
     )
 
 

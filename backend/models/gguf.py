@@ -20,18 +20,17 @@ from backend.api.errors import ConfigError
 from backend.api.gguf import AGAIN, GgufHeader, TensorPlace
 from backend.api.model_files import shown
 from backend.architectures.description import ModelConfig
+from backend.architectures.gguf_held import EMBEDDING, OUTPUT, SUPER_BLOCKS, held_forms
 from backend.models import gguf_blocks
 from backend.models.config import of_object
 from backend.models.convert import meta_to_hf
-from backend.models.gguf_config import EMBEDDING, OUTPUT, ROPE_FACTORS, config_of
+from backend.models.gguf_config import ROPE_FACTORS, config_of
 from backend.models.linears import LinearOptions
 from backend.models.quantized import Held, QuantizedLayers, Scheme, stack
 from backend.models.tensors import TensorSource
 from kernels.common.quantize import row_slices
 
 BLOCKS = ".blocks"
-_INT8 = {"Q8_0", "Q5_0", "Q4_0"}
-_SUPER_BLOCKS = {"Q4_K", "Q5_K", "Q6_K"}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HEAD = "lm_head"
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": _HEAD}
@@ -48,7 +47,6 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_FUSED = (("q", "k", "v"), ("output",), ("gate", "up"), ("down",))  # projections that are one linear layer
 
 
 def raw_config(header: GgufHeader) -> dict[str, Any]:
@@ -70,7 +68,7 @@ def read_config(header: GgufHeader) -> ModelConfig:
 class GgufLayers(QuantizedLayers):
     """Projections that keep their stored numbers. The others of the file are floats."""
 
-    kinds: Mapping[str, str]  # projection -> its type, one of _INT8 or _SUPER_BLOCKS
+    kinds: Mapping[str, str]  # projection -> its type, one of gguf_held's INT8 or SUPER_BLOCKS
     four_bits: frozenset[str] = frozenset()  # names of the Q4_0 tensors that are held with 4 bits, not as int8
 
     scheme: ClassVar[Scheme] = "int8"  # type: ignore[misc]
@@ -79,7 +77,7 @@ class GgufLayers(QuantizedLayers):
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Held:
         kind = self.kinds[name]
         blocks = source.take_raw(name + BLOCKS, (n, gguf_blocks.num_bytes(kind, k)), (torch.uint8,))
-        if kind in _SUPER_BLOCKS:
+        if kind in SUPER_BLOCKS:
             return stack([gguf_blocks.super_blocks(blocks[rows], kind) for rows in row_slices(n, k)])
         return gguf_blocks.four_bits(blocks) if name in self.four_bits else gguf_blocks.int8(blocks, kind)
 
@@ -168,32 +166,11 @@ class GgufTensors(Mapping[str, Tensor]):
 def _layers_to_hold(
     header: GgufHeader, config: ModelConfig, device: torch.device, holds_super_blocks: bool
 ) -> GgufLayers:
-    """Linear layers whose projections are all of types with a form of their own. On a GPU int8 in groups has no kernel.
-
-    An output head that is the embedding, in super-blocks, is held as they are, and the embedding as floats.
-    """
-    kinds: dict[str, str] = {}
-    embedding = header.tensors[EMBEDDING].type.name
-    if config.tied_embeddings and holds_super_blocks and embedding in _SUPER_BLOCKS:
-        kinds[_HEAD] = embedding
-    four_bits: set[str] = set()
-    fused: list[tuple[str, ...]] = [(OUTPUT,)] if OUTPUT in header.tensors else []
-    for index in range(config.num_layers):
-        for parts in _FUSED:
-            room = "ffn" if parts[0] in ("gate", "down") else "attn"
-            fused.append(tuple(f"blk.{index}.{room}_{part}.weight" for part in parts))
-    for names in fused:
-        of = {_hf_name(name).removesuffix(".weight"): header.tensors[name].type.name for name in names}
-        types = set(of.values())
-        if types == {"Q4_0"}:
-            four_bits |= set(of)
-        if (
-            types == {"Q4_0"}
-            or (types <= _INT8 and device.type != "cuda")
-            or (types <= _SUPER_BLOCKS and holds_super_blocks)
-        ):
-            kinds |= of
-    return GgufLayers(kinds, frozenset(four_bits))
+    """The layers of gguf_held.py, by the names of a Hugging Face checkpoint."""
+    forms = held_forms(header, device.type == "cuda", holds_super_blocks)
+    named = {name: _hf_name(name).removesuffix(".weight") for name in forms.kinds}
+    kinds = {named[name]: kind for name, kind in forms.kinds.items()}
+    return GgufLayers(kinds, frozenset(named[name] for name in forms.four_bits))
 
 
 def _hf_name(name: str) -> str:

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 from backend.api.errors import ConfigError
 from backend.api.gguf import AGAIN, GgufHeader, eos_ids
 from backend.api.model_files import shown
+from backend.architectures.gguf_held import EMBEDDING, OUTPUT
 from backend.architectures.registry import GGUF_ARCHITECTURES, gguf_architecture
 from backend.architectures.settings import Epsilon, Factor, NumLayers, Size
 
-EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 T = TypeVar("T")
 # Settings that change what the model computes, and that are not supported unless they have one of these values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -5,7 +5,6 @@ Of a directory safetensors only: a pickle-based file could run code while it is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from backend.api.weight_files import tensor_names, weight_files
 from backend.architectures.description import WHOLE, ModelConfig, Shard
 from backend.architectures.registry import HEADLESS
 from backend.architectures.shards import check_ranks, of_rank
+from backend.architectures.sizes import check_layers
 from backend.models import gguf
 from backend.models.config import check_eos_ids, parse_model_config, read_model_config
 from backend.models.decoder import Decoder, Follow, assemble, build_decoder
@@ -73,7 +73,7 @@ class Checkpoint:
 
         Raises ConfigError when the configuration has more layers than the tensors have.
         """
-        _check_layers(config, tensors)
+        check_layers(config, tensors)
         self.files = tuple(files)
         # A checkpoint of the layers alone, as embedding models have it: the head that is built is not the model's.
         has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
@@ -192,17 +192,6 @@ def eos_ids_of(directory: Path, config: ModelConfig) -> tuple[int, ...]:
     """Like `read_eos_ids`, of a directory whose config.json has been read."""
     ids = token_ids(read_object(directory, GENERATION) or {}, "eos_token_id", GENERATION)
     return check_eos_ids(ids, config, GENERATION) if ids else check_eos_ids(config.eos_ids, config, "config.json")
-
-
-def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError, before any memory is taken, if config.json names more layers than there are tensors for."""
-    layer = re.compile(re.escape(config.names.layers) + r"(\d+)\.")
-    found = {match[1] for name in tensors if (match := layer.match(name))}
-    if config.num_layers > len(found):
-        raise ConfigError(
-            f"config.json: num_hidden_layers is {config.num_layers}, the checkpoint has tensors of {len(found)} layers; "
-            f"correct it, or fetch the checkpoint again"
-        )
 
 
 def _open(path: Path) -> safe_open:

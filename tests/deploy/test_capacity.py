@@ -130,6 +130,38 @@ def test_the_examination_needs_no_tensors_and_agrees_with_the_engine_on_gguf_fil
     assert [getattr(read, name) for name in kept] == [getattr(whole, name) for name in kept]
 
 
+HOSTED = "GraniteMoeForCausalLM"  # run by transformers
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000, the checkpoint's embedding has 256"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648, the checkpoint's embedding has 4096"),
+        ({"num_hidden_layers": 4096}, "num_hidden_layers is 4096, the checkpoint has tensors of "),
+        ({"intermediate_size": 10**9}, "intermediate_size is 1000000000, no tensor of the checkpoint has so many"),
+        ({"architectures": [HOSTED], "num_hidden_layers": 4096}, "num_hidden_layers is 4096, the checkpoint has"),
+        ({"architectures": [HOSTED], "vocab_size": 2**31}, "vocab_size 2147483648, hidden_size 256 are more than"),
+    ],
+)  # fmt: skip
+def test_sizes_that_the_tensors_do_not_have_are_no_model_that_is_ready(
+    model: Path, changes: dict[str, object], told: str
+) -> None:
+    found = doctor.model(str(with_settings(model, **changes)))
+    assert found.state == "fail" and told in found.seen
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+def test_the_weights_of_a_gguf_file_are_told_as_memory_holds_them(tmp_path: Path, kind: str) -> None:
+    """Types without a form of their own become floats. The head is packed apart from the embedding, and has an int8 copy."""
+    file = write_gguf(DEFAULT_MODEL, tmp_path / "model.gguf", kind)
+    config = load_config(overrides=["model.device=cpu", "model.kernels=native", f"model.path={file}"])
+    loaded = LoadedModel(loader.open_directory(file), config.model, config.kv_cache, torch.device("cpu"))
+    held = loaded.decoder.num_linear_bytes + loaded.decoder.embedding.nbytes
+    screen = loaded.decoder.embedding.numel()
+    assert examine(file).weight_bytes == pytest.approx(held + screen, rel=0.03)
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
 def test_the_kv_of_a_token_is_what_the_engine_takes_for_it(dtype: str, kv: str) -> None:

@@ -16,6 +16,7 @@ from gateway.__main__ import settings_of
 from tools import write_dashboards
 
 COMPOSE = ROOT / "docker-compose.yml"
+GPU = ROOT / "deploy" / "gpu.yml"  # given besides
 DURATION = re.compile(r"^(\d+h)?(\d+m)?(\d+s)?$")
 BYTES = re.compile(r"^\d+(b|k|kb|m|mb|g|gb)$")
 PORT = re.compile(r"^(127\.0\.0\.1:)?\d+:\d+$")
@@ -35,9 +36,22 @@ def document() -> dict[str, Any]:
     return yaml.safe_load(COMPOSE.read_text())
 
 
-@pytest.fixture(params=["everbatch", "everbatch-gpu"])
-def service(request: pytest.FixtureRequest, document: dict[str, Any]) -> dict[str, Any]:
-    return document["services"][request.param]
+@pytest.fixture
+def service(document: dict[str, Any]) -> dict[str, Any]:
+    return document["services"]["everbatch"]
+
+
+def test_a_gpu_is_given_to_the_same_service_so_that_no_second_one_wants_its_ports(document: dict[str, Any]) -> None:
+    given = yaml.safe_load(GPU.read_text())["services"]
+    assert set(given) == {"everbatch"} and set(given["everbatch"]) == {"deploy"}
+    (device,) = given["everbatch"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert not any("gpu" in service.get("profiles", []) for service in document["services"].values())
+
+
+def test_a_model_of_the_hub_and_its_token_are_taken_from_the_environment(service: dict[str, Any]) -> None:
+    assert "${EVERBATCH_MODEL:-/model}" in service["command"]
+    assert service["environment"] == {"HF_TOKEN": "${HF_TOKEN:-}"}
 
 
 def seconds(duration: str) -> int:
@@ -85,7 +99,7 @@ def with_defaults(value: str) -> str:
 
 def test_the_model_that_is_served_is_the_one_that_is_mounted(service: dict[str, Any]) -> None:
     mounts = dict(reversed(with_defaults(volume).split(":")[:2]) for volume in service["volumes"])
-    given = dict(zip(service["command"][::2], service["command"][1::2]))["--model"]
+    given = with_defaults(dict(zip(service["command"][::2], service["command"][1::2]))["--model"])
     assert (ROOT / mounts[given] / "config.json").is_file(), "the default is this project's own model"
     assert any(volume.startswith("${EVERBATCH_MODEL_DIR:-") and volume.endswith(":ro") for volume in service["volumes"])
 
@@ -156,9 +170,7 @@ def test_what_stands_beside_the_server_has_few_rights_and_starts_only_when_asked
 
 
 def test_no_two_services_take_the_same_port(document: dict[str, Any]) -> None:
-    ports = [
-        port for name, service in document["services"].items() if name != "everbatch-gpu" for port in service["ports"]
-    ]
+    ports = [port for service in document["services"].values() for port in service["ports"]]
     taken = [port.rsplit(":", 1)[0] for port in ports]
     assert len(set(taken)) == len(taken)
 
