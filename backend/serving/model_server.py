@@ -229,6 +229,7 @@ class ModelServer:
             wanted=lambda: not stream.is_over,
             num_bytes=batch.num_bytes,
             keys=frozenset((parameters.namespace, session_id) for session_id in ids if session_id is not None),
+            namespace=parameters.namespace,
         )
 
     def _guarded(self, stream: Stream, action: Callable[[Stream, T], None], argument: T) -> None:
