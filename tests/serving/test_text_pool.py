@@ -295,8 +295,9 @@ def test_threads_that_cannot_be_ended_are_replaced_up_to_a_bound(
     with pytest.raises(EngineUnavailable, match="all text threads are stuck"):
         pool.submit(Asked("one too many", []).job())
     threads = list(pool._given_up)
-    stuck[0].may_end.set()
-    threads[0].join(20)
+    for asked, thread in zip(stuck, threads[: TextTurns(1).num_threads]):
+        asked.may_end.set()
+        thread.join(20)
     assert not pool.is_stuck
     again = Asked("again", [])
     pool.submit(again.job())

@@ -40,6 +40,7 @@ from backend.serving.fronts.limits import (
     check_stops,
     fitting_tokens,
     most_tokens,
+    prompt_ids,
     prompt_too_long,
 )
 from backend.serving.fronts.look_command import is_look, read_look
@@ -279,7 +280,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         is_shown = asked.echo or asked.prompt_logprobs is not None
         text = tools.tokenizer.decode(ids, asked.skip_special_tokens) if is_shown else ""
     elif asked.prompt is not None:
-        text, ids = asked.prompt, tools.tokenizer.encode(asked.prompt)
+        text, ids = asked.prompt, prompt_ids(tools.tokenizer, asked.prompt, context)
     else:
         text = tools.template_for(context.model).render(
             asked.messages or [],
@@ -288,7 +289,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
             asked.chat_template_kwargs,
             asked.continue_final_message,
         )
-        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        ids = prompt_ids(tools.tokenizer, text, context, add_special_tokens=False)  # the template writes its own
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")
     if len(ids) >= context.model.max_seq_len:
