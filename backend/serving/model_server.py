@@ -136,6 +136,7 @@ class ModelServer:
         self._housekeeper.stop()
         self._report_unloading()
         self._text.close()
+        self._model.close()
         self._pump.close()
         self._books.close(self._model.is_one_of_several and self._model.owner)
         self._executor.shutdown()

@@ -39,6 +39,7 @@ class ServedModel:
         not_at_once  # answers on the main thread what costs nothing, also when the server is full; None: the others
     )
     prepare: Callable[[], bool] = lambda: True
+    close: Callable[[], None] = lambda: None  # ends what `prepare` has started
     dialect: Dialect = PLAIN
     decoupled: bool = True
     owner: bool = False  # owns the engine, and publishes its metrics

@@ -385,4 +385,4 @@ def _choice(token_id: int, token: TokenText, log_prob: float | None, top: list[C
     return Choice(token_id, token.text, list(token.raw), log_prob, top)
 
 
-EVERBATCH = TextFront(TENSORS, check, parse, at_once=read_metrics)
+EVERBATCH = TextFront(TENSORS, check, parse, at_once=read_metrics, is_for_chats=True)
