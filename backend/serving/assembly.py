@@ -93,6 +93,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         report_health=_report_to(run_directory, args["model_name"]),
         adapters=named,
         is_one_of_several=ENGINE in parameters,
+        reading_file=run_directory.reading_file(args["model_name"]),
         away_file=None if owner else run_directory.away_file,
         **arguments,
     )
