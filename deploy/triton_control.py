@@ -50,10 +50,14 @@ class TritonControl:
         self._post(model, "unload", UNLOAD_TIMEOUT_S)
 
     def is_ready(self, model: str) -> bool:
+        return self.readiness(model) is True
+
+    def readiness(self, model: str) -> bool | None:
+        """Whether a model is ready; None where Triton does not answer."""
         try:
-            return probe.request(self._url, "GET", f"/v2/models/{model}/ready")[0] == 200
+            return probe.request(self._url, "GET", f"/v2/models/{model}/ready", timeout_s=1.0)[0] == 200
         except probe.ProbeFailed:
-            return False
+            return None
 
     def _post(self, model: str, action: str, timeout_s: float) -> None:
         path = f"/v2/repository/models/{model}/{action}"
