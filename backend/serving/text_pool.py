@@ -1,7 +1,7 @@
-"""TextPool: the threads that tokenise text and render chat templates, so that the stub's main thread need not.
+"""TextPool: the threads that tokenise text and have chats rendered, so that the stub's main thread need not.
 
     main thread    submit(job)    queues the job, or refuses it when too many requests or bytes wait
-    text thread    job.read()     tokenises and renders; then job.hand_over(...) sends the rows to the engine
+    text thread    job.read()     tokenises; then job.hand_over(...) sends the rows to the engine
     housekeeper    expire()       refuses each job that has waited, or has been read, for longer than the timeout
 
 Namespaces take turns, and long texts do not keep short ones waiting (text_turns.py). Jobs that share a key (a session) are
@@ -9,11 +9,9 @@ read and handed over one after the other, in the order in which they came. They 
 several keys waits until it is the first in all its lines. Other jobs may overtake each other.
 
 A thread whose job takes longer than the timeout is given up: its job is refused, and a new thread takes its place, as long as
-no more than GIVEN_UP threads for each place are stuck. An exception raised in the given-up thread ends Python code, such as a
-template that loops for ever. It cannot end code inside a library: a tokenizer that never returns keeps its thread and a core,
-but not the interpreter's lock, which `Tokenizer.encode` releases. One instruction of a template that keeps the lock for long,
-such as one that makes a string of gigabytes, is not guarded against. Templates come with the model, so the operator has to
-trust them.
+no more than GIVEN_UP threads for each place are stuck. An exception raised in the given-up thread ends Python code. It cannot
+end code inside a library: a tokenizer that never returns keeps its thread and a core, but not the interpreter's lock, which
+`Tokenizer.encode` releases. Chat templates do not run here but in a process with limits (rendering.py).
 """
 
 from __future__ import annotations
