@@ -59,8 +59,8 @@ class Rogue:
                 raise GuideError("it is bad", ".here")
             case ["write", num_bytes]:
                 return _Held(b"x" * int(num_bytes))
-            case ["niceness"]:
-                return _Held(b"%d" % os.nice(0))
+            case [("niceness" | "pid") as asked]:
+                return _Held(b"%d" % (os.getpid() if asked == "pid" else os.nice(0)))
             case ["speak"]:
                 os.write(2, b"words of a library")
                 os.write(1, b"words of a library")
@@ -87,6 +87,7 @@ class Forked:
         cpu_s: float = 30.0,
         num_bytes: int = 64 * MIB,
         before: Callable[[], None] = lambda: None,
+        jobs_of_child: int = 1,
     ) -> None:
         self.ours, theirs = socket.socketpair()
         self.pid = os.fork()
@@ -97,7 +98,10 @@ class Forked:
                 gc.disable()  # a collection of pytest's heap would take a guide's whole CPU time; main() freezes its own
                 self.ours.close()
                 perform, limits = partial(compile_guide, library), Limits(cpu_s, num_bytes)
-                LimitedServer(theirs, Frames(), perform, limits, niceness=NICENESS).run()
+                server = LimitedServer(
+                    theirs, Frames(), perform, limits, niceness=NICENESS, jobs_of_child=jobs_of_child
+                )
+                server.run()
             finally:
                 os._exit(0)
         theirs.close()
@@ -230,6 +234,25 @@ def test_a_child_ends_when_its_parent_ended_before_the_kernel_was_asked_to_tell(
     server.close()
     with open(reading, "rb") as pipe:
         assert select.select([pipe], [], [], 20)[0], "the child goes on after its parent"
+
+
+def test_a_child_may_do_several_jobs_as_long_as_all_goes_well(forked: Callable[..., Forked]) -> None:
+    server = forked(cpu_s=0.3, jobs_of_child=4)
+
+    def pid() -> int:
+        return int(server.of("pid").result)
+
+    first = pid()
+    assert server.of("refuse").ending is Ending.REFUSED
+    assert [pid(), pid()] == [first, first]
+    second = pid()
+    assert second != first, "it has done four jobs"
+    assert server.of("take 8000000000").ending is Ending.OVER_MEMORY
+    third = pid()
+    assert third not in (first, second)
+    assert server.of("compute").ending is Ending.OVER_CPU and pid() not in (first, second, third)
+    server.ours.sendall(frame(Drop(server._num_jobs)))  # that job is over: nobody is killed for it
+    assert server.of("fine").ending is Ending.DONE
 
 
 def test_what_a_guide_holds_is_measured(forked: Callable[..., Forked]) -> None:

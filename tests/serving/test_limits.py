@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from backend.api import InvalidRequest
-from backend.serving.fronts.limits import ids_within, prompt_too_long
+from backend.core.step import ModelInfo
+from backend.serving.fronts.limits import check_length, ids_within, prompt_too_long
+from backend.serving.fronts.vectors import given_ids
 
 
 class Counted:
@@ -35,3 +39,12 @@ def test_only_what_may_fit_is_tokenised(length: int, tokenised: int, told: str |
         refused = error.message
     assert (tokenizer.tokenised, bool(refused)) == (tokenised, told is not None)
     assert (told or "") in refused
+
+
+def test_ids_that_are_too_many_are_refused_before_they_are_looked_at() -> None:
+    ids = [-1] * 4096
+    context = SimpleNamespace(model=ModelInfo("m", 256, 4096))
+    with pytest.raises(InvalidRequest, match="the prompt has 4096 tokens, the limit is 4095"):
+        check_length(len(ids), context)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="input_ids has 4097 tokens, the limit is 4096"):
+        given_ids("input_ids", [*ids, -1], context)  # type: ignore[arg-type]

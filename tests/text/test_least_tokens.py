@@ -63,9 +63,10 @@ def test_a_step_that_may_drop_characters_makes_the_bound_zero(normalizer: normal
 
 
 def test_text_that_a_normalizer_may_compose_is_not_counted() -> None:
-    backend = Backend(models.BPE({char: number for number, char in enumerate(string.printable + "≮")}, []))
+    vocab = {text: number for number, text in enumerate([*string.printable, "≮", "≮≮"])}
+    backend = Backend(models.BPE(vocab, [("≮", "≮")]))
     backend.normalizer = normalizers.NFC()
     tokenizer = Tokenizer(backend)
     text = "<\u0338" * 100
-    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text)) == 100
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text)) == 50
     assert tokenizer.least_tokens("<" * 100) == 100

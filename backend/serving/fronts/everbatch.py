@@ -37,11 +37,11 @@ from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import (
     MAX_TOKEN_BYTES,
+    check_length,
     check_stops,
     fitting_tokens,
     most_tokens,
     prompt_ids,
-    prompt_too_long,
 )
 from backend.serving.fronts.look_command import is_look, read_look
 from backend.serving.fronts.metrics_command import read_metrics
@@ -274,6 +274,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         raise InvalidRequest(f"exactly one of messages, prompt and prompt_token_ids is expected, {found} is given")
     if asked.prompt_token_ids is not None:
         ids = asked.prompt_token_ids
+        check_length(len(ids), context)  # first, because it costs nothing
         check_ids(
             "prompt token", ids, context.model.vocab_size
         )  # checked first, because the tokenizer's errors for unknown ids are unclear
@@ -292,8 +293,6 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         ids = prompt_ids(tools.tokenizer, text, context, add_special_tokens=False)  # the template writes its own
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")
-    if len(ids) >= context.model.max_seq_len:
-        raise prompt_too_long(len(ids), context.model.max_seq_len)
     return _Prompt(text, ids)
 
 

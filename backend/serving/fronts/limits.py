@@ -64,6 +64,12 @@ def ids_within(
     return ids
 
 
+def check_length(num_tokens: int, context: ServingContext) -> None:
+    """Raise InvalidRequest for a prompt that leaves no output token."""
+    if num_tokens >= context.model.max_seq_len:
+        raise prompt_too_long(num_tokens, context.model.max_seq_len)
+
+
 def prompt_too_long(num_tokens: int | str, max_seq_len: int) -> InvalidRequest:
     return InvalidRequest(
         f"the prompt has {num_tokens} tokens, the limit is {max_seq_len - 1}: shorten it, or serve with a larger "

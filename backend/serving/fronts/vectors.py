@@ -80,13 +80,14 @@ def text_ids(name: str, text: str, tools: TextTools, context: ServingContext) ->
 
 def given_ids(name: str, ids: list[int], context: ServingContext) -> list[int]:
     """The token ids of a client. Raises InvalidRequest."""
+    ids = _fitting(name, ids, context)  # first, because it costs nothing
     vocab_size = context.model.vocab_size
     wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
     if wrong is not None:
         raise InvalidRequest(
             f"{name} has token {wrong}, which is outside the vocabulary; allowed is 0 to {vocab_size - 1}"
         )
-    return _fitting(name, ids, context)
+    return ids
 
 
 def check_text_bytes(name: str, text: str, context: ServingContext) -> None:

@@ -17,7 +17,7 @@ from backend.api.config import LimitsConfig
 from backend.serving.dialect import Dialect
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, prompt_ids, prompt_too_long
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_length, fitting_tokens, prompt_ids
 from backend.serving.fronts.vllm_log_probs import log_probs_json
 from backend.serving.fronts.vllm_sampling import TENSOR, VllmSampling, read_sampling
 from backend.serving.named_adapters import NOT_SUPPORTED, VLLMS, named_adapter
@@ -141,8 +141,7 @@ def _encode(text: str, most: int | None, context: ServingContext, tools: TextToo
         ids = prompt_ids(tools.tokenizer, text, context)
     if not ids:
         raise InvalidRequest("text_input is empty; give at least one character")
-    if len(ids) >= context.model.max_seq_len:
-        raise prompt_too_long(len(ids), context.model.max_seq_len)
+    check_length(len(ids), context)
     return ids
 
 
