@@ -61,6 +61,8 @@ class ControlSocket:
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False
+    # Connections that wait to be accepted. One more is not told to wait: a client that does not block takes it for connected.
+    request_queue_size = 1024
 
 
 def answer(control: ModelControl, line: bytes) -> Answer:

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def prepare_backend_directory(installation: Installation, directory: Path) -> Pa
 def command_line(
     installation: Installation,
     *,
-    repository: Path,
+    repositories: Sequence[Path],
     backend_directory: Path | None,
     host: str,
     ports: Ports,
@@ -105,17 +106,19 @@ def command_line(
     exit_timeout_s: int,
     complete: bool = True,
     num_models: int = 0,
+    exits_on_error: bool = True,
     extra: tuple[str, ...] = (),
 ) -> list[str]:
     """The server's command, with marks where the flags with the admin key go (environment() has their text). The key
     guards loading code, shared memory, logging and tracing. `complete`: no model's configuration is left for its backend
-    to complete; then no model.py is imported twice.
+    to complete; then no model.py is imported twice. `exits_on_error`: a model that cannot be loaded ends the server.
     """
     command = [str(installation.binary)]
     if backend_directory is not None:
         command.append(f"--backend-directory={backend_directory}")
     return command + [
-        f"--model-repository={repository}",
+        *(f"--model-repository={repository}" for repository in repositories),
+        *([] if exits_on_error else ["--exit-on-error=false"]),
         *(["--disable-auto-complete-config"] if complete else []),
         f"--model-load-thread-count={max(MODEL_LOAD_THREADS, num_models)}",
         f"--exit-timeout-secs={exit_timeout_s}",

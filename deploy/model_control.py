@@ -120,6 +120,8 @@ class ModelControl:
 
     def load(self, name: str) -> None:
         """A model that was unloaded, or has failed, is loaded as models.json says now. Raises UserError, ControlFailed."""
+        if self._known(name).state in ("unloaded", "failed"):
+            self._check(name)
         with self._operation(name, "load") as each:
             if each.state == "asleep":
                 self._load(each)
@@ -136,6 +138,7 @@ class ModelControl:
 
     def replace(self, name: str) -> None:
         """Raises UserError, ControlFailed; then the former engine serves on."""
+        self._check(name)
         with self._operation(name, "replace") as each:
             self._replace(each)
 
@@ -232,10 +235,20 @@ class ModelControl:
 
     # ---- steps of an operation ---------------------------------------------------------------------------------------
 
-    def _operation(self, name: str, what: str) -> _Operation:
+    def _check(self, name: str) -> None:
+        """Raise UserError for what is wrong in models.json, at once: an operation that runs may take minutes, and so may the load
+        of a model that is asleep.
+        """
+        each = self._known(name)
+        self._describe_again(each.set, each.state in ("loaded", "asleep"))
+
+    def _known(self, name: str) -> _Served:
         if name not in self._served:
             raise UserError(f"there is no model {name[:80]!r}; there are {', '.join(self._served)}")
-        return _Operation(self._served[name], what)
+        return self._served[name]
+
+    def _operation(self, name: str, what: str) -> _Operation:
+        return _Operation(self._known(name), what)
 
     def _load(self, each: _Served) -> None:
         engine, entry = each.set.engine, each.set.entry

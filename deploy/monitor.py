@@ -39,9 +39,12 @@ class Monitor:
         watchdog_s: float,
         on_event: Callable[[str], None],
         judge: Callable[[Sequence[health.Report]], health.Verdict] = health.judge,
+        look_after_models: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_event` is called with a sentence for the user, in the monitor's thread. `judge`: what follows from the signs."""
-        self._verdict_of = judge
+        """`on_event` is called with a sentence for the user, in the monitor's thread. `judge`: what follows from the signs.
+        `look_after_models`: called every LIVE_EVERY_S seconds.
+        """
+        self._verdict_of, self._look_after_models = judge, look_after_models
         self._url, self._signs, self._log_path = url, signs, log_path
         self._readiness, self._dead_stubs, self._watchdog_s = readiness, dead_stubs, watchdog_s
         self._tell_user, self._engine_events = on_event, EngineEvents(log_path)
@@ -101,6 +104,7 @@ class Monitor:
         if now >= self._next_live:
             self._next_live = now + LIVE_EVERY_S
             self._ask_whether_live()
+            self._look_after_models()
             self._tell_once("log", log_files.look_after(self._log_path))
 
     def _on_event(self, text: str) -> None:

@@ -117,6 +117,13 @@ def stubs_of(server_pid: int) -> list[Process]:
     return found
 
 
+def model_of_stub(pid: int) -> str:
+    """The Triton model of a stub, whose first argument is REPOSITORY/MODEL/VERSION/FILE; '' where it does not say."""
+    arguments = _read_proc(pid, "cmdline").decode(errors="replace").split("\0")
+    parts = Path(arguments[1]).parts if len(arguments) > 1 else ()
+    return parts[-3] if len(parts) > 3 and parts[-2].isdecimal() else ""
+
+
 def catches(pid: int, signal_number: int) -> bool:
     """True if the process has installed a handler for the signal (whose default action would kill it)."""
     for line in _read_proc(pid, "status").decode(errors="replace").splitlines():

@@ -40,8 +40,7 @@ class Readiness:
         if self._model is None or ready == self.told_ready:
             return
         if ready:
-            self._post("load", {"config": json.dumps(self._ensemble(self._model)), **_FILE}, (200,))
-            self._post("unload", {}, (200,))
+            self.forget(SENTINEL)
         else:
             broken = {"backend": SENTINEL, "input": [_TENSOR], "output": [_TENSOR]}
             self._post(
@@ -49,11 +48,17 @@ class Readiness:
             )  # 400: the load failed, which ends readiness
         self.told_ready = ready
 
-    def _post(self, action: str, parameters: dict[str, str], expected: tuple[int, ...]) -> None:
-        path = f"/v2/repository/models/{SENTINEL}/{action}"
+    def forget(self, name: str) -> None:
+        """Have a model whose load has failed count no longer. Raises ProbeFailed if the server refuses."""
+        assert self._model is not None, "another model serves"
+        self._post("load", {"config": json.dumps(self._ensemble(self._model)), **_FILE}, (200,), name)
+        self._post("unload", {}, (200,), name)
+
+    def _post(self, action: str, parameters: dict[str, str], expected: tuple[int, ...], name: str = SENTINEL) -> None:
+        path = f"/v2/repository/models/{name}/{action}"
         status, text = probe.request(self._url, "POST", path, {"parameters": parameters}, TIMEOUT_S, self._headers)
         if status not in expected:
-            raise probe.ProbeFailed(f"the server answered {status} to {action} of {SENTINEL}: {text[:200]}")
+            raise probe.ProbeFailed(f"the server answered {status} to {action} of {name}: {text[:200]}")
 
     def _ensemble(self, model: str) -> dict[str, Any]:
         """A model of one step: `model` itself, with those of its inputs that must be there, and its first output."""

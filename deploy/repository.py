@@ -194,6 +194,22 @@ def _complete(models: dict[str, Model]) -> None:
         _add(models, Model(OWN_WIRE, DEFAULT_REPOSITORY / OWN_WIRE, "what every profile needs"))
 
 
+def repositories_of(models: Sequence[Model], directory: Path, *, decoupled: bool) -> list[Path]:
+    """The repositories for tritonserver. One of the user's own that holds no client of the engine is read where it lies, so that
+    a model which is put there later can be loaded; all others are as `render` makes them.
+    """
+    parents = dict.fromkeys(model.directory.parent for model in models)
+    apart = [parent for parent in parents if _lies_apart(parent, models, decoupled)]
+    rest = [model for model in models if model.directory.parent not in apart]
+    return [*([render(rest, directory, decoupled=decoupled)] if rest else []), *(parent.resolve() for parent in apart)]
+
+
+def _lies_apart(parent: Path, models: Sequence[Model], decoupled: bool) -> bool:
+    held = [model for model in models if model.directory.parent == parent]
+    changed = any(model.is_ours or model.served_configuration(decoupled) for model in held)
+    return not changed and is_plain(parent) and _as_they_lie(held) is not None
+
+
 def render(models: Sequence[Model], directory: Path, *, decoupled: bool) -> Path:
     """The repository for tritonserver: the models' own directory where it holds just them, as they are to be, and has a path
     that Triton takes; else one under `directory` that is made anew.

@@ -43,7 +43,7 @@ class SeveralServer(TritonServer):
         """Socket of the operations on models, for programs of this user."""
         return self._place / "control.sock"
 
-    def _lay_out(self, place: Path) -> Path:
+    def _lay_out(self, place: Path) -> list[Path]:
         self._place = place
         for each in self.sets:
             each.start_again()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 
 from deploy import probe
+from deploy.errors import UserError
 from deploy.invocation import ADMIN_HEADER
 
 UNLOAD_TIMEOUT_S = 30.0
+_CONFIG_ERROR = re.compile(
+    r"\bConfigError: (.+)", re.DOTALL
+)  # by a stub whose engine says what is wrong with its settings
 
 
 class ControlFailed(Exception):
@@ -23,12 +28,15 @@ class TritonControl:
 
     def load(self, model: str, timeout_s: float) -> None:
         """Load a model, or load it anew where its configuration has changed: then the former instance has the requests until
-        the new one is there. Raises ControlFailed; a failed load no longer counts for the server's readiness.
+        the new one is there. Raises ControlFailed, and UserError for settings that the engine refuses; a failed load no longer
+        counts for the server's readiness.
         """
         try:
             self._post(model, "load", timeout_s)
-        except ControlFailed:
+        except ControlFailed as failure:
             self.forget_failed(model)
+            if (wrong := _CONFIG_ERROR.search(str(failure))) is not None:
+                raise UserError(f"load of {model}: {wrong[1]}") from None
             raise
 
     def forget_failed(self, model: str) -> None:
@@ -42,10 +50,14 @@ class TritonControl:
         self._post(model, "unload", UNLOAD_TIMEOUT_S)
 
     def is_ready(self, model: str) -> bool:
+        return self.readiness(model) is True
+
+    def readiness(self, model: str) -> bool | None:
+        """Whether a model is ready; None where Triton does not answer."""
         try:
-            return probe.request(self._url, "GET", f"/v2/models/{model}/ready")[0] == 200
+            return probe.request(self._url, "GET", f"/v2/models/{model}/ready", timeout_s=1.0)[0] == 200
         except probe.ProbeFailed:
-            return False
+            return None
 
     def _post(self, model: str, action: str, timeout_s: float) -> None:
         path = f"/v2/repository/models/{model}/{action}"

@@ -27,7 +27,7 @@ from typing import Self
 
 from backend.api.config import EngineConfig
 from backend.api.silence import cpu_demand
-from deploy import ROOT, health, invocation, launch, log_files, memory, probe, rundir, running, server_log
+from deploy import ROOT, foreign, health, invocation, launch, log_files, memory, probe, rundir, running, server_log
 from deploy.drain import SERVER_MARGIN_S, Drain
 from deploy.errors import Failure, ServerFailed, StartCancelled
 from deploy.monitor import Monitor
@@ -42,10 +42,12 @@ from deploy.processes import (
 )
 from deploy.questions import Asked, text_model
 from deploy.readiness import Readiness
-from deploy.repository import Model, compile_models, render, served_models
+from deploy.repository import Model, compile_models, repositories_of, served_models
 from deploy.running import State
 from deploy.signs import PIPE, Signs
+from deploy.stubs import Stubs
 from deploy.stuck_start import StuckStart
+from deploy.triton_control import TritonControl
 
 SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own prefix, to which each server appends its run id
 _POLL_S = 0.1
@@ -102,7 +104,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._janitor: subprocess.Popen[bytes] | None = None
         self._temporary_directory: Path | None = None
-        self._stubs: list[Process] = []
+        self._stubs: Stubs | None = None
         self._known: list[Process] = []  # all processes of this server at the beginning of stop()
         self._signs: Signs | None = None
         self._monitor: Monitor | None = None
@@ -152,11 +154,11 @@ class TritonServer:
         place, temporary = rundir.plain_directory(self.run_dir)
         self._temporary_directory = place if temporary else None
         backends = invocation.prepare_backend_directory(installation, place / "backends")
-        repository = self._lay_out(place)
+        repositories = self._lay_out(place)
         self._signs = Signs(place / PIPE)
         command = invocation.command_line(
             installation,
-            repository=repository,
+            repositories=repositories,
             backend_directory=backends,
             host=self.host,
             ports=self.ports,
@@ -164,6 +166,7 @@ class TritonServer:
             exit_timeout_s=self.exit_timeout_s + SERVER_MARGIN_S,
             complete=all(model.tensors for model in self.models),
             num_models=len(self.models),
+            exits_on_error=not foreign.models_of(self.models),
             extra=(*invocation.tracing_flags(self.config, self._extra_environment), *self._extra_flags),
         )
         variables = invocation.environment(
@@ -198,6 +201,7 @@ class TritonServer:
         on_phase("loading the models")
         while not probe.is_ready(self.http_url):
             self._check_start(deadline, timeout_s, cancelled)
+            foreign.leave_out_broken(self.models, self.http_url, self.admin_key, self.log_path, self.on_event)
             if self._stuck_start.look():
                 text = f"tritonserver hangs while it loads the models, by chance; the whole log is {self.log_path}"
                 raise ServerFailed(text, self.log_tail(), by_chance=True)
@@ -206,7 +210,8 @@ class TritonServer:
             if said is not None and said != phase:
                 phase = said
                 on_phase(f"engine: {phase}")
-        self._stubs = stubs_of(self.pid)
+        self._stubs = Stubs(self.pid, TritonControl(self.http_url, self.admin_key).readiness)
+        self._stubs.take_in()
         self._generate_first_tokens(deadline, on_phase)
         if dead := self.dead_stubs():
             raise ServerFailed(f"stub process {dead[0].pid} died while the server started", self.log_tail())
@@ -276,16 +281,10 @@ class TritonServer:
         return Failure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
 
     def dead_stubs(self) -> list[Process]:
-        """Stubs that were there when the server became ready, or have given a sign since, and have died; Triton never tells. One
-        that ends while its model is loaded is the failure of that load, and one whose model is unloaded has said so at its end.
-        """
-        unloaded = self._signs.unloaded() if self._signs else set()
-        signs = self._signs.latest if self._signs else []
-        if fresh := {report.pid for report in signs} - {stub.pid for stub in self._stubs} - unloaded:
-            self._stubs = self._stubs + [stub for stub in stubs_of(self.pid) if stub.pid in fresh]
-        self._stubs = [stub for stub in self._stubs if stub.pid not in unloaded]
-        dead = [stub for stub in self._stubs if not stub.alive()]
-        return [stub for stub in dead if not (self._signs and self._monitor) or self._signs.has_said_all(stub.pid)]
+        """Stubs that ought to live, and have died."""
+        if self._stubs is None or self._signs is None:
+            return []
+        return self._stubs.dead(self._signs, is_watched=self._monitor is not None)
 
     def processes(self) -> list[int]:
         """Process ids of everything that belongs to this server: itself, stubs, engine, ranks."""
@@ -317,7 +316,7 @@ class TritonServer:
         """Look after the server from now on, until it is stopped."""
         assert self._signs is not None, "start() has made them"
         self._memory = memory.Watch(self.pid)
-        model = self.text_model.name if self.text_model else self.models[0].name
+        model = self.text_model.name if self.text_model else foreign.one_that_serves(self.models, self.http_url)
         self._monitor = Monitor(
             self.http_url,
             self._signs,
@@ -327,6 +326,7 @@ class TritonServer:
             self.config.triton.watchdog_timeout_s,
             self.on_event,
             self._judge,
+            lambda: foreign.forget_broken(self.models, self.http_url, self.admin_key, self.on_event),
         )
         self._monitor.start()
 
@@ -359,9 +359,9 @@ class TritonServer:
             on_phase("generating a first token")
             self._generate_first_token(self.text_model, deadline)
 
-    def _lay_out(self, place: Path) -> Path:
-        """Write what the server reads besides its configuration into its directory; returns the model repository."""
-        return render(self.models, place / "models", decoupled=bool(self.config.triton.decoupled))
+    def _lay_out(self, place: Path) -> list[Path]:
+        """Write what the server reads besides its configuration into its directory; returns the model repositories."""
+        return repositories_of(self.models, place / "models", decoupled=bool(self.config.triton.decoupled))
 
     def _judge(self, reports: Sequence[health.Report]) -> health.Verdict:
         """The verdict about the server, from the signs of life of its stubs."""
@@ -395,6 +395,6 @@ class TritonServer:
                 self._janitor.kill()  # It would end what is spared.
             self._janitor.communicate()  # This closes its input, which is what it waits for.
             self._janitor = None
-        self._stubs = []
+        self._stubs = None
         if left:
             raise ServerFailed(f"processes {left} of the server did not end after SIGKILL; look at them with ps")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[impo
 from gateway.errors import ConnectionLost, GatewayError, from_triton, unavailable
 from gateway.origin import GuideOrigin
 from gateway.tracing import Caller
+from gateway.triton_stream import TritonStream
 from gateway.turns import Turns
 
 _OPTIONS = [
@@ -35,8 +37,10 @@ LARGE_RESPONSE = 1 << 18  # bytes; the elements of a larger one are read one in 
 ENDED_EARLY = "the server ended this reply early; try again"
 NOT_REACHED = "the inference server cannot be reached; try again when /health answers 200"
 _READY_TIMEOUT_S = 2.0
-END_S = 5.0  # for the end of a stream whose replies are complete, or whose reader has left; then it is cancelled
-STOP_AGAIN_S = 1.0  # Triton may give a request to the model later than the command that stops it
+END_S = 5.0  # for the ends of streams when this process ends; then they are cancelled
+STOP_AGAIN_S = 1.0  # Triton may give a request to the model later than the command that stops it; doubled each time
+STOP_AGAIN_MAX_S = 30.0
+NOT_IN_TIME = "no answer in time; ask for fewer tokens"
 
 
 @dataclass(frozen=True)
@@ -117,14 +121,13 @@ class TritonLink:
 
         Nothing is read ahead: a slow reader holds the stream back.
         """
-        call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
+        stream = TritonStream(self._stub.ModelStreamInfer(_once(self._message(job))))
+        until = time.monotonic() + self._timeout_s + MARGIN_S
         # A reader may leave with the last piece of a choice, so a choice is closed before its piece is yielded.
         open_choices = job.choices - job.resumed
-        reading: asyncio.Future[Any] | None = None
         try:
             while open_choices:
-                reading = asyncio.ensure_future(call.read())  # cancelling a task within read() would cancel the stream
-                if (answer := await asyncio.shield(reading)) is grpc.aio.EOF:
+                if (answer := await stream.read(until - time.monotonic())) is grpc.aio.EOF:
                     raise ConnectionLost(ENDED_EARLY)
                 data = _contents(answer, job.origin)
                 for piece in _pieces(data):
@@ -135,30 +138,26 @@ class TritonLink:
         except GatewayError:
             open_choices = 0  # an error is the last response of a stream: there is nothing to stop
             raise
+        except TimeoutError:
+            raise GatewayError(408, NOT_IN_TIME, code="timeout") from None
         except grpc.RpcError as error:
             raise _from_rpc(error) from None
         finally:
-            if open_choices and not call.done():
-                self._end_later(self._stop(call, job, reading))
-            else:
-                self._end_later(_to_its_end(call, reading))
+            self._end_later(self._stop(stream, job) if open_choices and not stream.is_over else stream.to_its_end())
 
     def _end_later(self, ending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(ending)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _stop(self, call: Any, job: Job, reading: asyncio.Future[Any] | None) -> None:
-        """Have the model end a request, and read its stream to the end. `reading`: as in `_to_its_end`.
-
-        Triton writes to freed memory now and then when a client cancels a stream on which answers are being sent
-        (docs/reliability.md).
-        """
-        ending = asyncio.ensure_future(_to_its_end(call, reading))
+    async def _stop(self, stream: TritonStream, job: Job) -> None:
+        """Have the model end a request, and read its stream to the end."""
+        ending, pause_s = asyncio.ensure_future(stream.to_its_end()), STOP_AGAIN_S
         try:
             while not ending.done():
-                await _to_its_end(self._stub.ModelStreamInfer(_once(self._stop_message(job))))
-                await asyncio.wait([ending], timeout=STOP_AGAIN_S)
+                await TritonStream(self._stub.ModelStreamInfer(_once(self._stop_message(job)))).to_its_end()
+                await asyncio.wait([ending], timeout=pause_s)
+                pause_s = min(2 * pause_s, STOP_AGAIN_MAX_S)
         finally:
             ending.cancel()
 
@@ -167,19 +166,15 @@ class TritonLink:
         """Yield a function that returns the one response to a request, for requests that follow each other: they share a stream,
         which costs half of what a stream for each does. After an error another stream is needed. Raises GatewayError.
         """
-        call = self._stub.ModelStreamInfer()
-        is_answered = True
+        stream = TritonStream(self._stub.ModelStreamInfer(), takes_more=True)
 
         async def ask(job: Job) -> Piece:
-            nonlocal is_answered
-            is_answered = False
             try:
-                await call.write(self._message(job))
-                while (answer := await call.read()) is not grpc.aio.EOF:
+                await stream.write(self._message(job))
+                while (answer := await stream.read()) is not grpc.aio.EOF:
                     if (
                         answer.error_message or answer.infer_response.raw_output_contents
                     ):  # else the end of the one before
-                        is_answered = True
                         if (piece := next(_pieces(_contents(answer, None)), None)) is None:
                             raise unavailable(ENDED_EARLY)
                         return piece
@@ -192,10 +187,7 @@ class TritonLink:
         try:
             yield ask
         finally:
-            if is_answered:
-                self._end_later(_to_its_end(call, takes_more=True))
-            else:
-                call.cancel()
+            self._end_later(stream.to_its_end())
 
     def _message(self, job: Job) -> Any:
         data = msgspec.json.encode({**job.request, "timeout_s": self._timeout_s})
@@ -239,30 +231,11 @@ class TritonLink:
         return all(answer.ready for answer in answers)
 
     async def close(self) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=END_S)
         for ending in self._ending:
             ending.cancel()
         await self._channel.close()
-
-
-async def _to_its_end(call: Any, reading: asyncio.Future[Any] | None = None, *, takes_more: bool = False) -> None:
-    """Read until the server ends the stream. `reading`: the latest read, which may still wait. `takes_more`: requests may still
-    be written to the stream.
-
-    Triton keeps a request whose stream is cancelled after its last response, and with it the instance of the model, which can
-    then never be unloaded.
-    """
-    try:
-        async with asyncio.timeout(END_S):
-            if takes_more:
-                await call.done_writing()
-            if reading is not None:
-                await reading
-            while await call.read() is not grpc.aio.EOF:
-                pass
-    except (grpc.RpcError, TimeoutError, asyncio.CancelledError):  # The reply was complete.
-        pass
-    finally:
-        call.cancel()
 
 
 async def _once(message: Any) -> AsyncIterator[Any]:
@@ -303,7 +276,7 @@ def _pieces(data: memoryview) -> Iterator[Piece]:
 def _from_rpc(error: grpc.RpcError) -> GatewayError:
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return GatewayError(408, "no answer in time; ask for fewer tokens", code="timeout")
+        return GatewayError(408, NOT_IN_TIME, code="timeout")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return ConnectionLost(NOT_REACHED, was_taken="connect to" not in details)
     return from_triton(details)

@@ -137,6 +137,15 @@ class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
         return "the engine is not running, or is still starting"
 
     @property
+    def silent_s(self) -> float:
+        """The seconds since the engine's last sign of life; 0 where the engine runs in this process."""
+        return 0.0 if self._watch is None else self._watch.silent_s
+
+    def leave_engine(self) -> None:
+        """Hang up on an engine that is silent, and connect again. What is in flight is held meanwhile, and can be moved."""
+        self._transport.reconnect()
+
+    @property
     def has_given_up(self) -> bool:
         """True if this Executor owns an engine that died too often and is not started again."""
         return self._process is not None and self._process.has_given_up

@@ -7,7 +7,7 @@ import logging
 from backend.api.config import GuidedConfig
 from backend.api.errors import EngineUnavailable, EverbatchError, Overloaded
 from backend.api.guide import InvalidGuide
-from backend.guided.compile_messages import Ending, Outcome
+from backend.core.limited_messages import Ending, Outcome
 
 log = logging.getLogger("everbatch.guided")
 

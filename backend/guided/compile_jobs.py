@@ -1,50 +1,26 @@
-"""CompileProcess: starts the process that compiles guides, sends it jobs and receives their outcomes."""
+"""CompileProcess: guides that are compiled under limits, in a process of their own (compile_process.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import socket
-import subprocess
-import sys
-import threading
-from pathlib import Path
 from typing import Protocol
 
+import msgspec
+from msgspec import Struct
+
 from backend.api.guide import Guide
-from backend.guided.compile_messages import READY, Begin, Drop, Ending, Frames, Outcome, Setup, decode_outcome, frame
+from backend.core.limited_messages import Limits, Outcome
+from backend.core.limited_process import Job, LimitedProcess
+from backend.guided.materials import Materials
 
-log = logging.getLogger("everbatch.guided")
-ROOT = Path(__file__).resolve().parents[2]
-END_GRACE_S = 2.0
-# One thread and one heap: the process forks, and a child's limit of memory counts what heaps have reserved.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1"}
+encode_guide = msgspec.msgpack.Encoder().encode
+decode_guide = msgspec.msgpack.Decoder(Guide).decode
 
 
-class Job:
-    """A guide to compile."""
+class Setup(Struct, frozen=True, forbid_unknown_fields=True):
+    """The first message to the process."""
 
-    def __init__(self) -> None:
-        self._has_ended = threading.Event()
-        self._outcome: Outcome | None = None
-        self._lock = threading.Lock()
-
-    def finish(self, outcome: Outcome) -> None:
-        """Set the outcome. Only the first call counts."""
-        with self._lock:
-            if self._outcome is None:
-                self._outcome = outcome
-                self._has_ended.set()
-
-    def drop(self) -> None:
-        """Cancel the job: no request waits for it any more. Any thread may call it."""
-        self.finish(Outcome(0, Ending.DROPPED))
-
-    def wait(self) -> Outcome:
-        self._has_ended.wait()
-        assert self._outcome is not None  # set before the event
-        return self._outcome
+    materials: Materials
+    limits: Limits  # of compiling one guide
 
 
 class Jobs(Protocol):
@@ -73,134 +49,16 @@ class CompileProcess:
     """Implements Jobs. The process starts with the first job, and again after its death."""
 
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._lock = threading.Lock()  # held to start the process and to send
-        self._running: _Running | None = None
-        self._is_closed = False
+        self.process = LimitedProcess("backend.guided.compile_process", setup)
 
     def start(self) -> None:
-        with self._lock:
-            self._started()
+        self.process.start()
 
     def wait_until_ready(self) -> None:
-        with self._lock:
-            running = self._started()
-        running.ready.wait()
+        self.process.wait_until_ready()
 
     def run(self, job: Job, guide: Guide) -> Outcome:
-        with self._lock:
-            running = self._started()
-            number = running.add(job)
-            running.send(Begin(number, guide))
-        outcome = job.wait()
-        if outcome.ending is Ending.DROPPED:
-            with self._lock:
-                running.send(Drop(number))
-        running.forget(number)
-        return outcome
+        return self.process.run(job, encode_guide(guide))
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            running = self._running
-        if running is not None:
-            running.close()
-
-    def _started(self) -> _Running:
-        if self._is_closed:
-            raise ConnectionError("guides are compiled no longer")
-        if self._running is None or not self._running.is_alive:
-            self._running = _Running(self._setup)
-        return self._running
-
-
-class _Running:
-    """The process from one start to its end."""
-
-    def __init__(self, setup: Setup) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = _spawn(theirs, ours)
-        self._connection = ours
-        self.ready = Job()
-        self._jobs: dict[int, Job] = {READY: self.ready}
-        self._num_jobs = 0
-        self._lock = threading.Lock()
-        self.is_alive = True
-        self._thread = threading.Thread(target=self._listen, name="guide-outcomes", daemon=True)
-        self._thread.start()
-        self.send(setup)
-
-    def add(self, job: Job) -> int:
-        """Register a job and return its number."""
-        with self._lock:
-            self._num_jobs += 1
-            self._jobs[self._num_jobs] = job
-            return self._num_jobs
-
-    def forget(self, number: int) -> None:
-        with self._lock:
-            self._jobs.pop(number, None)
-
-    def send(self, message: Setup | Begin | Drop) -> None:
-        try:
-            self._connection.sendall(frame(message))
-        except OSError:  # the process has died; `_listen` handles the end of the stream
-            self._lose_jobs()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # the process may have died
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-
-    def _listen(self) -> None:
-        """Pass outcomes on until the stream ends, because the process has died or is being ended."""
-        frames = Frames()
-        with self._connection:
-            while data := _receive(self._connection):
-                frames.add(data)
-                for outcome in map(decode_outcome, frames):
-                    with self._lock:
-                        job = self._jobs.pop(outcome.job, None)
-                    if job is not None:
-                        job.finish(outcome)
-            self.is_alive = False
-        try:
-            self._process.wait(END_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._lose_jobs()
-
-    def _lose_jobs(self) -> None:
-        self.is_alive = False
-        with self._lock:
-            lost, self._jobs = self._jobs, {}
-        for number, job in lost.items():
-            job.finish(Outcome(number, Ending.LOST))
-
-
-def _spawn(theirs: socket.socket, ours: socket.socket) -> subprocess.Popen[bytes]:
-    """Raises OSError."""
-    python = os.environ.get("EVERBATCH_PYTHON") or sys.executable
-    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        return subprocess.Popen(
-            [python, "-m", "backend.guided.compile_process", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": search_path},
-        )
-    except OSError:
-        ours.close()
-        raise
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Receive the next bytes; b'' at the end of the stream."""
-    try:
-        return connection.recv(1 << 20)
-    except OSError:
-        return b""
+        self.process.close()

@@ -22,10 +22,11 @@ from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
 from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.request import RequestId
 from backend.core.guides import OnCompiled
+from backend.core.limited_messages import Ending, Outcome
+from backend.core.limited_process import Job
 from backend.core.round_robin import RoundRobin, Taken
 from backend.guided.compile_errors import error_of, failure, lateness, no_process
-from backend.guided.compile_jobs import Job, Jobs
-from backend.guided.compile_messages import Ending, Outcome
+from backend.guided.compile_jobs import Jobs
 from backend.guided.protocol import CompiledGuide, GuideBackend, Matcher
 
 log = logging.getLogger("everbatch.guided")
@@ -186,10 +187,10 @@ class GuideCompiler:
         try:
             backend = self._made_backend()
             outcome = self._outcome(entry)
-            if outcome.ending is not Ending.COMPILED or not entry.waiting:
+            if outcome.ending is not Ending.DONE or not entry.waiting:
                 return None, error_of(outcome, self._config)
             self._book(entry, outcome.num_bytes)
-            return backend.load(outcome.portable), None
+            return backend.load(outcome.result), None
         except EverbatchError as error:
             return None, error
         except OSError as error:

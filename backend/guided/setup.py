@@ -9,8 +9,8 @@ from pathlib import Path
 from backend.api.config import GuidedConfig
 from backend.api.errors import ConfigError
 from backend.api.guide import NOT_SET_UP
-from backend.guided.compile_jobs import CompileProcess
-from backend.guided.compile_messages import Setup
+from backend.core.limited_messages import Limits
+from backend.guided.compile_jobs import CompileProcess, Setup
 from backend.guided.compiler import GuideCompiler
 from backend.guided.materials import Materials
 from backend.guided.vocabulary import TokenizerInfo
@@ -42,7 +42,7 @@ def make_guides(
     else:
         return None, f"{NOT_SET_UP}: the engine has no tokenizer; set guided.tokenizer_info, or leave the guide out"
     materials = Materials(name, vocab_size, eos_ids, source)
-    process = CompileProcess(Setup(materials, config.compile_cpu_s, config.compile_bytes))
+    process = CompileProcess(Setup(materials, Limits(config.compile_cpu_s, config.compile_bytes)))
     return GuideCompiler(config, materials.make, process), ""
 
 

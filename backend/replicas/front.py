@@ -42,6 +42,7 @@ from backend.executor.executor import Executor
 from backend.executor.live import OnResponse
 from backend.replicas.door import Door
 from backend.replicas.live import Answer, Live, Named, Naming
+from backend.replicas.moving import are_alike, has_stopped, may_move
 from backend.replicas.placement import Load, Placement
 from backend.replicas.totals import total_stats
 from backend.wire.engine_server import EngineServer
@@ -167,7 +168,7 @@ class Front:
             self._refuse(request_id, EngineUnavailable(NONE_READY))
             return
         place = self._placement.place(request, ready, self._loads)
-        movable = request if _may_move(request) else None
+        movable = request if may_move(request) else None
         live = Live(request_id, place.replica, place.num_new_tokens, request, lost_by, resume, movable)
         self._send(live, lambda replica, tell: replica.submit(request, tell, resume))
         if request.session is not None and request.session.end:
@@ -193,7 +194,7 @@ class Front:
             lost = self._replicas[live.replica]
             if lost.is_connected or live.is_cancelled or live.movable is None:
                 continue
-            ready = [each for each in self._ready() if _are_alike(self._replicas[each], lost)]
+            ready = [each for each in self._ready() if are_alike(self._replicas[each], lost)]
             if ready:
                 self._move(serial, live, live.movable, ready)
 
@@ -244,7 +245,7 @@ class Front:
         if not is_wanted:
             return
         is_lost = response.error_code is ErrorCode.UNAVAILABLE and not live.is_cancelled
-        if request is not None and is_lost and _may_move(request):
+        if request is not None and is_lost and may_move(request):
             self._submit(live.request_id, request, live.resume, (*live.lost_by, live.replica))
         else:
             self._answers.append(replace(response, request_id=live.request_id))
@@ -309,6 +310,7 @@ class Front:
         for index, each in enumerate(self._replicas):
             if each.is_ready() and each.hello is not self._greetings[index]:
                 self._greet(index, each)
+        self._leave_stopped()
         self._move_held()
         self.is_serving = bool(self._ready())
         if self.is_serving and self._door is None:
@@ -320,6 +322,17 @@ class Front:
             self._cancel_all(list(self._serials))
         if all(each.has_given_up for each in self._replicas):
             raise EngineUnavailable("all replicas ended too often, and none of them is started again")
+
+    def _leave_stopped(self) -> None:
+        """Hang up on replicas that have been silent for so long that they count as ended, so that their requests can move. One
+        whose process is stopped, or whose node is, keeps its connection and cannot always be ended.
+        """
+        if not self._ready():
+            return
+        for index, each in enumerate(self._replicas):
+            if has_stopped(each):
+                log.warning("replica %d has given no sign of life for %.1f s; its requests move", index, each.silent_s)
+                each.leave_engine()
 
     def _greet(self, index: int, replica: Executor) -> None:
         """Take in a replica that has connected, the first time or again. Adapters are named there before any request."""
@@ -374,18 +387,6 @@ class Front:
     def _numbered(self, event: KvEvent) -> KvEvent:
         self._num_events += 1
         return replace(event, event_id=self._num_events - 1)
-
-
-def _are_alike(one: Executor, other: Executor) -> bool:
-    """True if both give the same bytes: their engines have the same model, with the same settings."""
-    hellos = [each.hello for each in (one, other) if each.hello is not None]
-    marks = [(replace(each.model, remarks=()), each.checkpoint) for each in hellos]
-    return len(marks) == 2 and marks[0] == marks[1]
-
-
-def _may_move(request: Request) -> bool:
-    """True if any replica can serve a request whose own was lost: it does not need a session's history, which only that has."""
-    return request.session is None or request.session.start
 
 
 def listen(socket_path: str) -> Callable[[Front], EngineServer]:

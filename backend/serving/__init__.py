@@ -5,7 +5,7 @@ model_repository/*/1/model.py call assembly.py. Everything here runs in Triton's
 no thread but the text threads does work that could delay a stream. The threads are:
 
     main thread     runs execute(): it reads and checks each request, hands it over and returns at once
-    text threads    `triton.text_threads` of them tokenise text, render chat templates and hand the requests over
+    text threads    `triton.text_threads` of them, and half as many for long texts, tokenise and hand the requests over
     engine reader   the executor's thread, which puts the engine's responses into the pump
     senders         `triton.sender_threads` of them detokenise, coalesce and send; each stream stays with one sender
     poller          asks Triton which live streams have been cancelled

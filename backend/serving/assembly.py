@@ -38,6 +38,7 @@ from backend.serving.model_server import ModelServer
 from backend.serving.named_adapters import check_adapters, read_adapters
 from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
+from backend.serving.rendering import RenderProcess
 from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.served_model import ServedModel
 from backend.serving.upstream_parameters import (
@@ -45,6 +46,7 @@ from backend.serving.upstream_parameters import (
     apply_parameters,
     set_parameters,
 )
+from backend.text.template import Templates
 
 log = logging.getLogger("everbatch.serving")
 
@@ -69,7 +71,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
         config = configure(executor.hello.config)
     front = FRONTS[role]
     own_tokenizer = parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else ""
-    tools = ToolsLoader(executor, own_tokenizer, config.model.chat_template)
+    is_for_chats = isinstance(front, TextFront) and front.is_for_chats
+    tools = ToolsLoader(executor, own_tokenizer, config.model.chat_template, is_for_chats=is_for_chats)
     try:
         arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
         named = read_adapters(Path(args["model_repository"], args["model_version"])) if front is VLLM else {}
@@ -90,6 +93,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         report_health=_report_to(run_directory, args["model_name"]),
         adapters=named,
         is_one_of_several=ENGINE in parameters,
+        reading_file=run_directory.reading_file(args["model_name"]),
         away_file=None if owner else run_directory.away_file,
         **arguments,
     )
@@ -139,13 +143,18 @@ def _attach(model_name: str, config: EngineConfig, run_directory: RunDirectory) 
 
 class ToolsLoader:
     """The tokenizer and chat template of the text models, from `directory`; without one from that of the model, which is
-    known once the engine was reached. `chat_template`: a file in place of the template there.
+    known once the engine was reached. `chat_template`: a file in place of the template there. `is_for_chats`: what renders
+    chats is started as soon as it can be.
     """
 
-    def __init__(self, executor: EngineClient, directory: str = "", chat_template: str = "") -> None:
+    def __init__(
+        self, executor: EngineClient, directory: str = "", chat_template: str = "", *, is_for_chats: bool = False
+    ) -> None:
         self._executor = executor
         self._directory = directory
         self._chat_template = chat_template
+        self._is_for_chats = is_for_chats
+        self._renderer: RenderProcess | None = None
         self._tools: TextTools | None = None
         self._lock = threading.Lock()
 
@@ -155,8 +164,19 @@ class ToolsLoader:
         directory = local_path(self._directory or (hello.model_path if hello else ""))
         with self._lock:
             if self._tools is None and directory:
-                self._tools = TextTools.from_directory(directory, self._chat_template)
+                self._tools = TextTools.from_directory(directory, self._chat_template, self._make_renderer)
+                if self._is_for_chats and self._renderer is not None and self._tools.template.exists:
+                    self._renderer.start()
             return self._tools is not None
+
+    def close(self) -> None:
+        """End the process that renders chats."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def _make_renderer(self, templates: Templates) -> RenderProcess:
+        self._renderer = RenderProcess(templates)
+        return self._renderer
 
     def loaded(self) -> TextTools:
         """Raises EngineUnavailable before they are there."""
@@ -181,6 +201,7 @@ def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
         "check_text": check,
         "at_once": front.at_once,
         "prepare": tools.prepare,
+        "close": tools.close,
     }
 
 

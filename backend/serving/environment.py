@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -118,6 +119,10 @@ class RunDirectory:
     def away_file(self) -> Path | None:
         """The file that says that this engine is away on purpose (absence.py); None: no launcher writes one."""
         return self._path / FILE if self._engine else None
+
+    def reading_file(self, model: str) -> Path:
+        """The file in which a stub notes whose texts it reads (suspects.py)."""
+        return self._path / f"reading.{hashlib.sha256(model.encode()).hexdigest()[:16]}"
 
     @property
     def socket_path(self) -> str:

@@ -52,6 +52,7 @@ from backend.serving.requests import (
 from backend.serving.served_model import ServedModel
 from backend.serving.stream import OutputRow, Stream
 from backend.serving.submitting import submit
+from backend.serving.suspects import Suspects
 from backend.serving.text_pool import Job, TextPool
 from backend.serving.trace_context import begin_trace
 from backend.serving.traces import start_exporter
@@ -101,6 +102,7 @@ class ModelServer:
         self._load = EngineLoad(config)
         self._absence = Absence(model.away_file, config.limits.max_queue_size)
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
+        self._suspects = Suspects(model.reading_file)
         period_s = triton.cancellation_check_period_ms / 1000
         self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, dialect.log_name)
         self._housekeeper = Housekeeper(
@@ -136,6 +138,8 @@ class ModelServer:
         self._housekeeper.stop()
         self._report_unloading()
         self._text.close()
+        self._model.close()
+        self._suspects.close()
         self._pump.close()
         self._books.close(self._model.is_one_of_several and self._model.owner)
         self._executor.shutdown()
@@ -222,13 +226,19 @@ class ModelServer:
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()
         ids = [batch.scalar("CORRID", row) for row in range(batch.num_rows)]
+
+        def read() -> list[Work]:
+            with self._suspects.reading(batch.digest(parameters.namespace)):
+                return self._model.parse(batch, context, parameters)
+
         return Job(
-            lambda: self._model.parse(batch, context, parameters),
+            read,
             lambda works: self._guarded(stream, self._hand_over, works),
             lambda code, message: self._pump.fail(stream, code, message),
             wanted=lambda: not stream.is_over,
             num_bytes=batch.num_bytes,
             keys=frozenset((parameters.namespace, session_id) for session_id in ids if session_id is not None),
+            namespace=parameters.namespace,
         )
 
     def _guarded(self, stream: Stream, action: Callable[[Stream, T], None], argument: T) -> None:

@@ -8,6 +8,7 @@ an input's array lies.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from backend.api import InvalidRequest, Unsupported
 from backend.serving.string_tensors import MAX_STRINGS
 from backend.serving.tensors import NUMPY_TYPES, Input, ModelTensors, Value
 
+DIGEST_BYTES = 16
 # All inputs of one request may hold this many bytes. What the other limits allow stays far below it.
 MAX_BYTES = 64 << 20
 
@@ -71,6 +73,15 @@ class Batch:
         if num_rows == 0:
             raise InvalidRequest("the request holds no rows; every input needs a batch dimension of at least 1")
         return cls(specs, arrays, num_rows, num_bytes)
+
+    def digest(self, salt: str) -> bytes:
+        """A hash of the whole content, together with `salt`."""
+        hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
+        for name, array in sorted(self._arrays.items()):
+            hashed.update(f"\0{name} {array.shape}\0".encode())
+            for part in array.reshape(-1) if array.dtype.kind == "O" else [array.tobytes()]:
+                hashed.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part)
+        return hashed.digest()
 
     def keep(self) -> None:
         """Copy all arrays, so that the request can still be read when Triton has taken its inputs back."""

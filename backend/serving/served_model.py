@@ -39,6 +39,7 @@ class ServedModel:
         not_at_once  # answers on the main thread what costs nothing, also when the server is full; None: the others
     )
     prepare: Callable[[], bool] = lambda: True
+    close: Callable[[], None] = lambda: None  # ends what `prepare` has started
     dialect: Dialect = PLAIN
     decoupled: bool = True
     owner: bool = False  # owns the engine, and publishes its metrics
@@ -49,6 +50,7 @@ class ServedModel:
     parameters: Mapping[str, str] = field(default_factory=dict)  # parameters of its config.pbtxt
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters for requests: name -> PEFT directory
     away_file: Path | None = None  # says that the engine is away on purpose (absence.py); None: it never is
+    reading_file: Path | None = None  # outlives the stub, and says whose texts it reads (suspects.py)
     # Makes the configuration by which requests are read of the engine's, which may come late; None: the given one holds.
     configure: Callable[[EngineConfig], EngineConfig] | None = None
     # Gets state, number of live streams and the reason of unavailability: at the start, then four times a second.

@@ -1,19 +1,17 @@
-"""TextPool: the threads that tokenise text and render chat templates, so that the stub's main thread need not.
+"""TextPool: the threads that tokenise text and have chats rendered, so that the stub's main thread need not.
 
     main thread    submit(job)    queues the job, or refuses it when too many requests or bytes wait
-    text thread    job.read()     tokenises and renders; then job.hand_over(...) sends the rows to the engine
+    text thread    job.read()     tokenises; then job.hand_over(...) sends the rows to the engine
     housekeeper    expire()       refuses each job that has waited, or has been read, for longer than the timeout
 
-Jobs that share a key (a session) are read and handed over one after the other, in the order in which they came. They stand
-in one line for each key, and a job with several keys waits until it is the first in all its lines. Other jobs may overtake
-each other.
+Namespaces take turns, and long texts do not keep short ones waiting (text_turns.py). Jobs that share a key (a session) are
+read and handed over one after the other, in the order in which they came. They stand in one line for each key, and a job with
+several keys waits until it is the first in all its lines. Other jobs may overtake each other.
 
 A thread whose job takes longer than the timeout is given up: its job is refused, and a new thread takes its place, as long as
-no more than GIVEN_UP threads for each place are stuck. An exception raised in the given-up thread ends Python code, such as a
-template that loops for ever. It cannot end code inside a library: a tokenizer that never returns keeps its thread and a core,
-but not the interpreter's lock, which `Tokenizer.encode` releases. One instruction of a template that keeps the lock for long,
-such as one that makes a string of gigabytes, is not guarded against. Templates come with the model, so the operator has to
-trust them.
+no more than GIVEN_UP threads for each place are stuck. An exception raised in the given-up thread ends Python code. It cannot
+end code inside a library: a tokenizer that never returns keeps its thread and a core, but not the interpreter's lock, which
+`Tokenizer.encode` releases. Chat templates do not run here but in a process with limits (rendering.py).
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from backend.api import EngineUnavailable, ErrorCode, EverbatchError, Overloaded
+from backend.serving.text_turns import TextTurns, Turn
 
 log = logging.getLogger("everbatch.serving")
 MAX_BYTES = 256 << 20  # the most bytes of inputs that may wait for a text thread, all requests together
@@ -51,6 +50,7 @@ class Job:
         wanted: Callable[[], bool] = lambda: True,
         num_bytes: int = 0,
         keys: frozenset[Hashable] = frozenset(),
+        namespace: str = "",
     ) -> None:
         """`hand_over` gets what `read` has returned. Exactly one of `hand_over` and `refuse` is called, and only once.
 
@@ -62,6 +62,7 @@ class Job:
         self.wanted = wanted
         self.num_bytes = num_bytes
         self.keys = keys
+        self.namespace = namespace
 
     def attempt(self) -> Callable[[], None]:
         """Read the text. Returns the function that hands the outcome over, or that refuses the request."""
@@ -86,9 +87,10 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 class _Reading(NamedTuple):
-    """The thread that reads a job, and the time at which it began."""
+    """The thread that reads a job, its turn, and the time at which it began."""
 
     thread: threading.Thread
+    turn: Turn[Job]
     since: float
 
 
@@ -97,14 +99,16 @@ class TextPool:
         self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """A job may wait for `timeout_s` seconds in the queue, and its reading may take as long again."""
-        self._num_threads = num_threads
+        self._turns: TextTurns[Job] = TextTurns(num_threads)
+        self._num_threads = self._turns.num_threads
         self._timeout_s = timeout_s
         self._max_jobs = max_jobs
         self._clock = clock
         # A plain Lock, because _TooLate could interrupt the Python code of a Condition and leave that locked.
         self._lock = threading.Lock()
-        self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # The lock guards all attributes below.
+        # True for each event after which a thread may have something to read, None for each thread that is to end.
+        self._calls: queue.SimpleQueue[Literal[True] | None] = queue.SimpleQueue()
+        # The lock guards the turns and all attributes below.
         self._queued: dict[Job, float] = {}  # for each waiting job the time when it came; the oldest is first
         self._num_bytes = 0  # the size of all waiting jobs together
         self._lines: dict[Hashable, deque[Job]] = {}  # for each key its jobs in their order, also while they are read
@@ -131,7 +135,7 @@ class TextPool:
             for key in job.keys:
                 self._lines.setdefault(key, deque()).append(job)
             if self._is_first(job):
-                self._ready.put(job)
+                self._make_ready(job)
 
     def expire(self) -> None:
         """Refuse each job that has waited or been read for too long. It is to be called a few times a second."""
@@ -169,7 +173,7 @@ class TextPool:
         """Let the threads finish what is queued, then end them. Waits up to `timeout_s` seconds for each."""
         threads = list(self._threads)
         for _ in threads:
-            self._ready.put(None)
+            self._calls.put(None)
         for thread in threads:
             thread.join(timeout_s)
 
@@ -177,8 +181,8 @@ class TextPool:
 
     def _run(self) -> None:
         try:
-            while (job := self._ready.get()) is not None:
-                if self._begin(job):
+            while self._calls.get() is not None:
+                if (job := self._begin()) is not None:
                     outcome = job.attempt()
                     if not self._end(job):
                         return  # The job has been refused, and another thread has taken this place.
@@ -193,31 +197,45 @@ class TextPool:
         except _TooLate:
             log.warning("a text thread that had been given up has ended")
 
-    def _begin(self, job: Job) -> bool:
-        """Take the job out of the queue. Returns whether it is to be read now."""
+    def _begin(self) -> Job | None:
+        """Take the job that is to be read now out of the queue; None if there is none."""
         with self._lock:
-            if job not in self._queued:  # It has waited too long and been refused.
-                return False
-            self._leave_queue(job)
-            if not job.wanted():
+            while (turn := self._turns.take()) is not None:
+                job = turn.key
+                self._leave_queue(job)
+                if job.wanted():
+                    self._reading[job] = _Reading(threading.current_thread(), turn, self._clock())
+                    return job
+                self._turns.done(turn)
                 self._leave_lines(job)
-                return False
-            self._reading[job] = _Reading(threading.current_thread(), self._clock())
-            return True
+            return None
 
     def _end(self, job: Job) -> bool:
         """Record that the job has been read; return whether it still counts. From now on its thread is not given up."""
         with self._lock:
-            return self._reading.pop(job, None) is not None
+            return self._leave_thread(job) is not None
 
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
     def _is_first(self, job: Job) -> bool:
         return all(self._lines[key][0] is job for key in job.keys)
 
+    def _make_ready(self, job: Job) -> None:
+        self._turns.put(job, job.namespace, job.num_bytes)
+        self._calls.put(True)
+
     def _leave_queue(self, job: Job) -> None:
         del self._queued[job]
         self._num_bytes -= job.num_bytes
+        self._turns.discard(job)
+
+    def _leave_thread(self, job: Job) -> _Reading | None:
+        """End the reading of a job, so that another has its turn. None if it has been ended before."""
+        reading = self._reading.pop(job, None)
+        if reading is not None:
+            self._turns.done(reading.turn)
+            self._calls.put(True)
+        return reading
 
     def _leave_lines(self, job: Job) -> None:
         """Take the job out of its lines, and make each job ready that has become the first in all of its own."""
@@ -228,7 +246,7 @@ class TextPool:
             if not line:
                 del self._lines[key]
             elif was_first and self._is_first(line[0]):
-                self._ready.put(line[0])
+                self._make_ready(line[0])
 
     def _give_up(self, job: Job) -> None:
         """Give up the thread that reads a job, and raise an exception in it that ends it if it runs Python code.
@@ -236,7 +254,9 @@ class TextPool:
         At the latest the exception comes when the thread returns from a library. It may be raised only here, with the lock
         held and while the job is being read, because the thread then holds no lock of this pool.
         """
-        thread = self._reading.pop(job).thread
+        reading = self._leave_thread(job)
+        assert reading is not None, "it is being read"
+        thread = reading.thread
         self._threads.remove(thread)
         self._given_up.append(thread)
         self._leave_lines(job)

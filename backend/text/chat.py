@@ -2,29 +2,22 @@
 
 The template comes with the model, never with a request. It runs in Jinja's immutable sandbox and sees plain JSON values only.
 The number, size and depth of messages are limited before, and a result that grows too long is refused while it is rendered.
-The sandbox limits ranges but not time, so the operator has to trust the model's template with messages within these limits.
+The sandbox bounds neither time nor memory. Servers have it rendered where both are bounded (serving/rendering.py); elsewhere the
+operator has to trust the model's template with messages within these limits.
 
 The result is to be tokenised with add_special_tokens=False, because the template writes the special tokens itself.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.compiler
-import jinja2.ext
-import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from backend.api.errors import ConfigError, EverbatchError, InvalidRequest, Unsupported
+from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.gguf import GgufHeader, gguf_file, read_header
 from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
+from backend.text.template import MakeRenderer, Renderer, Templates
 from backend.text.tokenizer import CONFIG, Tokenizer
 
 FILE = "chat_template.jinja"
@@ -45,31 +38,42 @@ class ChatTemplate:
         max_messages: int = 1024,
         max_chars: int = 4_000_000,
         tools_source: str | None = None,
+        make_renderer: MakeRenderer = Renderer,
     ) -> None:
         """`source` None: the model has no template, and `render` says so. Raises ConfigError when it is no valid Jinja.
 
         `max_chars` bounds the characters of all messages (tools included), and those of the result. `tools_source` is
-        the template for requests with tools, where the model has one of its own for them.
+        the template for requests with tools, where the model has one of its own for them. `make_renderer`: makes what
+        renders, here or elsewhere.
         """
-        self._special_tokens = dict(special_tokens or {})
         self._max_messages = max_messages
         self._max_chars = max_chars
-        self._template = None if source is None else _compile(source)
-        self._tools_template = self._template if tools_source is None else _compile(tools_source)
+        self._has = (source is not None, tools_source is not None or source is not None)  # without tools, and with them
+        templates = Templates(source, tools_source, dict(special_tokens or {}), max_chars)
+        here = Renderer(templates)  # also where another one renders: it says what is wrong with a template
+        self._render = here if make_renderer is Renderer else make_renderer(templates)
 
     @classmethod
-    def from_directory(cls, path: str | Path, tokenizer: Tokenizer, file: str = "", **caps: int) -> ChatTemplate:
+    def from_directory(
+        cls, path: str | Path, tokenizer: Tokenizer, file: str = "", make_renderer: MakeRenderer = Renderer, **caps: int
+    ) -> ChatTemplate:
         """Read the files of FILES, else `chat_template` of tokenizer_config.json: a string, or a list with those names.
 
         `path` may also be a GGUF file, or a directory that holds one. `file`: a template of the operator's, which then serves
         requests with and without tools in place of the model's own. Raises ConfigError.
         """
         sources = read_templates(Path(path), file)
-        return cls(sources.get("default"), tokenizer.special_tokens, tools_source=sources.get("tool_use"), **caps)
+        return cls(
+            sources.get("default"),
+            tokenizer.special_tokens,
+            tools_source=sources.get("tool_use"),
+            make_renderer=make_renderer,
+            **caps,
+        )
 
     @property
     def exists(self) -> bool:
-        return self._template is not None
+        return self._has[0]
 
     def render(
         self,
@@ -87,8 +91,7 @@ class ChatTemplate:
         Raises Unsupported without a template, and InvalidRequest for messages that are over the limits or that the template
         refuses.
         """
-        template = self._template if tools is None else self._tools_template
-        if template is None:
+        if not self._has[tools is not None]:
             raise Unsupported(
                 "this model has no chat template; send the prompt as text instead of messages, or start the server with "
                 "--chat-template FILE"
@@ -105,26 +108,12 @@ class ChatTemplate:
                 "continue_final_message needs text in the last message; give it some, or leave the key out"
             )
         given = [_as_given(message) for message in messages]
+        variables = {"documents": None, **further, **own, "messages": given}
         try:
-            text = self._run(template, {"documents": None, **further, **own, "messages": given})
-            return _up_to_final(text, messages[-1]) if continue_final else text
-        except EverbatchError:
-            raise
-        except Exception as error:
-            # A template is a program that may fail in any way on messages which it does not expect. That ends the request only.
-            raise InvalidRequest(
-                f"the chat template cannot render these messages ({type(error).__name__}); check roles and content"
-            ) from error
-
-    def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        parts: list[str] = []
-        room = self._max_chars
-        for part in template.generate({**self._special_tokens, **variables}):
-            room -= len(part)
-            if room < 0:
-                raise InvalidRequest(f"the rendered chat is longer than {self._max_chars} characters; send less")
-            parts.append(part)
-        return "".join(parts)
+            text = self._render(tools is not None, variables)
+        except MemoryError:
+            raise InvalidRequest("rendering the chat takes more memory than there is; send fewer messages") from None
+        return _up_to_final(text, messages[-1]) if continue_final else text
 
     def _check(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, further: dict[str, Any]
@@ -240,107 +229,3 @@ def _checked(source: Any, place: str) -> str:
     if tags > MAX_TEMPLATE_TAGS:
         raise ConfigError(f"{place} has {tags} tags, at most {MAX_TEMPLATE_TAGS} are compiled; shorten it")
     return source
-
-
-# ------------------------------------------------------------------------------------------------------- environment
-
-
-def _compile(source: str) -> jinja2.Template:
-    """Raises ConfigError when `source` is no valid Jinja."""
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        where = f"line {error.lineno}: {shown(error.message)}"
-        raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # raised by the compiled Python code
-        reason = "it is nested too deep, or has a number of more than 4300 digits"
-        raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """A sandbox with the names and filters that transformers gives to templates (its utils/chat_template_utils.py)."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-        optimized=False,
-    )
-    environment.code_generator_class = _CodeGenerator
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-class _Dict:
-    """`dict` without the attributes of the type."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace`, with no attribute that begins with an underscore: such ones belong to Python."""
-
-    def __init__(*args: Any, **values: Any) -> None:  # without names of its own, so that every keyword is an attribute
-        self, *mappings = args
-        jinja2.utils.Namespace.__init__(self)
-        for name, value in dict(*mappings, **values).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(
-                f"a namespace has no attribute {name!r}: it begins with an underscore"
-            )
-        super().__setitem__(name, value)
-
-
-class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Computes no constants while a template is compiled, because `{{ 9 ** 9 ** 9 }}` would then never end."""
-
-    def _output_child_to_const(self, node: jinja2.nodes.Expr, *rest: Any) -> str:
-        if not isinstance(node, jinja2.nodes.TemplateData):
-            raise jinja2.nodes.Impossible
-        return super()._output_child_to_const(node, *rest)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Makes {% generation %}, which marks the assistant's text for training, render nothing but its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        block = jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body)
-        block.set_lineno(line)
-        return block
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _raise_exception(message: str) -> None:
-    """Let a template refuse the messages. Its sentence goes to the client, cut off after 200 characters."""
-    raise InvalidRequest(f"the chat template refuses these messages: {str(message)[:200]}")
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter `tojson`. Unlike Jinja's own it does not escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

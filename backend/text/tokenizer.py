@@ -23,6 +23,7 @@ from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import REMEDY, convert, find_file, read_object, read_text, shown, token_ids
 from backend.text.decoding import CLEANUP, DecodePipeline, build_pipeline
 from backend.text.gguf_tokenizer import MAX_ADDED_TOKENS, build_tokenizer, library_errors
+from backend.text.least_tokens import LeastTokens
 
 TOKEN_LISTS = (
     "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"
@@ -92,6 +93,7 @@ class Tokenizer:
         self._decoder = state.get("decoder")
         self.is_byte_level = '"ByteLevel"' in json.dumps(self._decoder)  # entries stand for bytes, not for characters
         self._pipeline: DecodePipeline | None = None
+        self._least: LeastTokens | None = None
         self._tokens: dict[int, str | None] = {}
 
     @classmethod
@@ -122,6 +124,13 @@ class Tokenizer:
                 f"the text has a lone surrogate at character {error.start}, only Unicode can be tokenised; remove it"
             ) from None
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least: quickly found, seldom near the true one, 0 where nothing is known."""
+        if self._least is None:  # Several threads may make it at once; they make the same.
+            vocab = self._backend.get_vocab(with_added_tokens=True)
+            self._least = LeastTokens(json.loads(self._backend.to_str()), vocab)
+        return self._least.of(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. An id beyond the vocabulary has no text. Raises InvalidRequest for an id that is no uint32."""

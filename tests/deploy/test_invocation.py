@@ -19,7 +19,7 @@ from deploy.ports import Ports
 
 def flags(**changes: object) -> list[str]:
     options: dict[str, object] = dict(
-        repository=Path("/models"), backend_directory=None, host="127.0.0.1", ports=Ports(1, 2, 3), shm_prefix="p_",
+        repositories=[Path("/models")], backend_directory=None, host="127.0.0.1", ports=Ports(1, 2, 3), shm_prefix="p_",
         exit_timeout_s=7,
     )  # fmt: skip
     return invocation.command_line(Installation(Path("/bin/server")), **(options | changes))  # type: ignore[arg-type]

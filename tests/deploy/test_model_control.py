@@ -2,138 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from backend.api import EngineConfig, load_config
-from backend.api.several import FILE, Notice
-from deploy import rundir
-from deploy.control_socket import ControlSocket, answer
-from deploy.engine_sets import Engine, EngineSet
+from backend.api import load_config
+from backend.api.several import Notice
 from deploy.errors import UserError
 from deploy.health import Report
-from deploy.model_control import REPLACED, UNLOADED, ModelControl
+from deploy.model_control import REPLACED, UNLOADED
 from deploy.models_file import Entry
-from deploy.repository import compose
 from deploy.shares import Share
 from deploy.triton_control import ControlFailed
-
-SHARE = Share(load_config(overrides=["kv_cache.max_tokens=4096"]), 1000)
-
-
-class ScriptedTriton:
-    """Triton's model control and the stubs' signs: a loaded model has a stub; the engine that a client has is read from its
-    config.pbtxt, as by Triton.
-    """
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self.calls: list[str] = []
-        self.fails: set[str] = set()
-        self.stubs: dict[int, Report] = {}
-        self.engine_of: dict[str, str] = {}  # what each model has been loaded with
-        self.live: dict[int, int] = {}
-        self._pid = 0
-
-    def load(self, model: str, timeout_s: float) -> None:
-        self.calls.append(f"load {model}")
-        if model in self.fails:
-            raise ControlFailed(f"load of {model}: no")
-        for pid in self._pids(model):
-            self._end(pid)
-        text = (self.place / "models" / model / "config.pbtxt").read_text()
-        self.engine_of[model] = text.partition('key: "engine" value: { string_value: "')[2].partition('"')[0]
-        self._pid += 1
-        self.stubs[self._pid] = Report(model, "ready", self._pid)
-
-    def unload(self, model: str) -> None:
-        self.calls.append(f"unload {model}")
-        for pid in self._pids(model):
-            self._end(pid)
-
-    def is_ready(self, model: str) -> bool:
-        return bool(self._pids(model))
-
-    def reports(self) -> list[Report]:
-        return [with_live(report, self.live.get(pid, 0)) for pid, report in self.stubs.items()]
-
-    def is_alive(self, pid: int) -> bool:
-        return self.stubs[pid].state != "unloaded"
-
-    def work(self, model: str, live: int) -> None:
-        """The present instance of a model has so many requests."""
-        (pid,) = self._pids(model)
-        self.live[pid] = live
-
-    def _pids(self, model: str) -> list[int]:
-        return [pid for pid, report in self.stubs.items() if report.model == model and report.state != "unloaded"]
-
-    def _end(self, pid: int) -> None:
-        self.stubs[pid] = Report(self.stubs[pid].model, "unloaded", pid)
-
-
-def with_live(report: Report, live: int) -> Report:
-    return Report(report.model, report.state, report.pid, live)
-
-
-class Server:
-    """Models `a` (the default one; unloaded when idle for 30 s) and `b`."""
-
-    def __init__(self, place: Path) -> None:
-        self.place, self.now = place, 0.0
-        self.triton = ScriptedTriton(place)
-        models = compose(("vllm",))
-        self.sets = [
-            EngineSet("a", Entry("x", idle_unload_s=30.0), SHARE, models, is_default=True, number=1),
-            EngineSet("b", Entry("x"), SHARE, models, is_default=False, number=2),
-        ]
-        self.free, self.told, self.generates = 1000, [], True
-        self.again: Callable[[EngineSet, bool], tuple[Entry, Share]] = lambda each, beside: (each.entry, SHARE)
-        for each in self.sets:
-            each.engine.lay_out(place)
-            each.render(each.models, place / "models")
-            for model in each.models:
-                self.triton.load(model.name, 1)
-        self.triton.calls.clear()
-        self.control = ModelControl(
-            self.sets,
-            self.triton,
-            self.triton.reports,
-            place,
-            lambda each, beside: self.again(each, beside),
-            lambda share: self.free,
-            self._first_token,
-            self.triton.is_alive,
-            self.told.append,
-            clock=lambda: self.now,
-        )
-
-    def _first_token(self, engine: Engine, timeout_s: float) -> None:
-        self.triton.calls.append(f"token {engine.owner}")
-        if not self.generates:
-            raise ControlFailed("the new engine does not generate")
-
-    def state(self, name: str) -> str:
-        (each,) = [each for each in self.control.described() if each.name == name]
-        return each.state
-
-    def notice(self, engine: int) -> Notice | None:
-        path = self.place / f"e{engine}" / FILE
-        return msgspec.json.decode(path.read_bytes(), type=Notice) if path.is_file() else None
-
-    def settle(self) -> None:
-        """One look, and the end of all that it has begun."""
-        self.control.look()
-        deadline = time.monotonic() + 60
-        while any(each.operation for each in self.control.described()):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+from tests.deploy.scripted_models import Server
 
 
 @pytest.fixture
@@ -177,7 +60,7 @@ def test_a_load_takes_the_model_as_the_file_says_then(server: Server) -> None:
     asked = []
     server.again = lambda each, beside: (asked.append(beside), (Entry("y"), larger))[1]
     server.control.load("b")
-    assert asked == [False] and server.state("b") == "loaded"
+    assert set(asked) == {False} and server.state("b") == "loaded"
     assert {server.triton.engine_of[name] for name in ("b.engine-3", "b.vllm_model", "b.everbatch")} == {"e3"}
     assert load_config(server.place / "e3" / "config.json").kv_cache.max_tokens == 8192
     assert not (server.place / "e2").exists() and not (server.place / "models" / "b.engine").exists()
@@ -348,48 +231,3 @@ def test_an_engine_that_is_given_up_is_this_models_failure_only(server: Server) 
 def test_an_unknown_model_is_one_sentence_with_those_that_there_are(server: Server) -> None:
     with pytest.raises(UserError, match="there is no model 'c'; there are a, b"):
         server.control.load("c")
-
-
-@pytest.fixture
-def listening(server: Server, tmp_path: Path) -> Iterator[Path]:
-    control = ControlSocket(tmp_path / "control.sock", server.control)
-    yield tmp_path / "control.sock"
-    control.close()
-
-
-def test_the_socket_answers_with_the_models_and_is_for_this_user_alone(server: Server, listening: Path) -> None:
-    assert listening.stat().st_mode & 0o777 == 0o600
-    with socket.socket(socket.AF_UNIX) as asked:
-        asked.connect(str(listening))
-        asked.sendall(b'{"operation": "unload", "model": "b"}\n')
-        told = msgspec.json.decode(asked.makefile("rb").readline())
-    assert told["error"] == "" and [each["state"] for each in told["models"]] == ["loaded", "unloaded"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"{", b"[]", b'{"operation": "erase"}', b'{"operation": "load", "x": 1}', b"[" * 4096, b'{"operation": 7}'],
-)
-def test_a_line_that_is_no_operation_is_an_answer(line: bytes, server: Server) -> None:
-    told = answer(server.control, line)
-    assert told.error.startswith("the line is no operation: ") and told.is_request and server.triton.calls == []
-
-
-def test_a_failed_operation_is_an_answer(server: Server) -> None:
-    server.triton.fails = {"b.engine-3"}
-    told = answer(server.control, b'{"operation": "replace", "model": "b"}')
-    assert told.error == "load of b.engine-3: no" and not told.is_request
-    assert answer(server.control, b'{"operation": "load", "model": "c"}').is_request
-
-
-def test_a_failure_that_nobody_has_foreseen_is_in_the_log_and_leaves_no_directory(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(directory: Path, config: EngineConfig) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(rundir, "write_config", full)
-    told = answer(server.control, b'{"operation": "replace", "model": "a"}')
-    assert told.error == "replace failed: OSError; see the server's log" and not told.is_request
-    assert "replace of model a failed: OSError: [Errno 28] No space left on device" in server.told
-    assert server.state("a") == "loaded" and not (server.place / "e3").exists()

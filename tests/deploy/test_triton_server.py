@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from backend.api.config import EngineConfig
-from deploy import invocation, memory, rundir, secret_flags, signs, triton_server
+from deploy import invocation, memory, rundir, secret_flags, signs, stubs
 from deploy.errors import ServerFailed
 from deploy.health import Report
 from deploy.invocation import Installation
 from deploy.processes import Process
+from deploy.stubs import Stubs
 from deploy.triton_server import TritonServer
 
 SCRIPT = f"""#!{sys.executable}
@@ -145,9 +146,11 @@ def test_a_stub_that_came_when_a_model_was_loaded_anew_is_missed_when_it_dies_an
     server.start()
     assert server._signs is not None
     old, new = Process(2**22 + 1, 1), Process(2**22 + 2, 1)  # there are no such processes: both have ended
-    server._stubs = [old]
+    server._stubs = Stubs(server.pid, lambda model: True)
+    monkeypatch.setattr(stubs, "stubs_of", lambda pid: [old])
+    server._stubs.take_in()
     assert server.dead_stubs() == [old]
-    monkeypatch.setattr(triton_server, "stubs_of", lambda pid: [new])
+    monkeypatch.setattr(stubs, "stubs_of", lambda pid: [new])
     seen = {1: Report("a", "unloaded", old.pid), 2: Report("a", "ready", new.pid)}
     monkeypatch.setattr(server._signs, "_take", lambda: {report.pid: report for report in seen.values()})
     server._signs.look()

@@ -4,6 +4,7 @@ The last text of the prompt chooses: "hold" says one token and then nothing unti
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "lose N" breaks the
 connection after N responses, `losses` times; "cut" ends the stream without a last response; "silent" says nothing until it is
 cancelled; "junk" says a token and then what is no JSON.
+"step S" says a token, and when it is stopped ends after the S seconds that its step still takes.
 "say TEXT" says it; "linger TEXT" says it, and ends the stream some time later; "full" ends at the model's length, "stopped
 by STOP" at a stop string. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else
 one response has them all. While `script` holds texts, they are the next answers, whatever is asked.
@@ -209,9 +210,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield error(rest.removeprefix("error "))
         elif command == "cut":
             yield piece(seen, [" tick"], None)
-        elif command == "hold":
+        elif command in ("hold", "step"):
             yield piece(seen, [" tick"], None)
-            seen.ended.wait(30)
+            yield from a_step(seen, context, float(rest) if command == "step" else 0.0)
         elif command == "silent":
             seen.ended.wait(30)
         elif command == "lose":
@@ -290,6 +291,14 @@ def plain(seen: Seen) -> Iterator[Any]:
             yield response(seen, [told(seen, group, None, index)])
     for index in reversed(choices):
         yield response(seen, [told(seen, groups[-1], reason, index)])
+
+
+def a_step(seen: Seen, context: Any, length_s: float) -> Iterator[Any]:
+    """Nothing, until the request is stopped or its stream cancelled, and then as long as a step of the model takes."""
+    seen.ended.wait(30)
+    time.sleep(length_s)
+    seen.was_cancelled = not context.is_active()
+    yield from ()
 
 
 def vector(seen: Seen) -> dict[str, Any]:

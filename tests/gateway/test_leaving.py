@@ -85,6 +85,43 @@ def test_a_stop_that_comes_too_early_is_sent_again_and_the_stream_is_not_cancell
     assert seen.client_stayed is True
 
 
+STEP = "step 0.3"  # sixty times END_S as the tests set it, as a step of five minutes is to what it is
+
+
+def cancelled(triton: FakeTriton) -> bool:
+    """Whether the client has cancelled the stream of the last request, once the server has ended that."""
+    deadline = time.monotonic() + 10
+    while triton.last().client_stayed is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert triton.last().was_stopped
+    return bool(triton.last().was_cancelled)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stream_of_a_client_that_left_is_read_on_however_long_the_step_of_the_model_takes(
+    stream: bool, served: Served, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.triton_client.END_S", 0.005)
+    with connect(served) as connection:
+        body = {"model": "everbatch", "prompt": STEP, "stream": stream}
+        connection.sendall(post(json.dumps(body).encode(), "/v1/completions"))
+        triton.wait_for(1)
+        if stream:
+            assert b" 200 " in connection.recv(1000)
+    assert not cancelled(triton)
+
+
+def test_the_stream_of_a_reply_that_comes_too_late_is_read_on(
+    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.triton_client.END_S", 0.005)
+    monkeypatch.setattr("gateway.triton_client.MARGIN_S", 0.0)
+    with serving(triton.url, request_timeout_s=1.0) as served:
+        status, answer, _ = served.request("POST", "/v1/completions", {"model": "everbatch", "prompt": STEP})
+        assert (status, answer["error"]["code"]) == (408, "timeout")
+        assert not cancelled(triton)
+
+
 @pytest.mark.parametrize("error", ["[UNAVAILABLE] the engine is not ready yet", "[INVALID_ARGUMENT] no"])
 def test_a_request_that_the_model_has_refused_is_not_stopped(error: str, served: Served, triton: FakeTriton) -> None:
     """The server may be full, and the same id may be sent again."""

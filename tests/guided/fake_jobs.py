@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import msgspec
 
 from backend.api.guide import Guide
-from backend.guided.compile_jobs import Job
-from backend.guided.compile_messages import Begin, Ending, Outcome
-from backend.guided.compile_process import outcome_of
+from backend.core.limited_messages import Begin, Ending, Outcome
+from backend.core.limited_process import Job
+from backend.core.limited_server import outcome_of
+from backend.guided.compile_jobs import encode_guide
+from backend.guided.compile_process import compile_guide
 from backend.guided.protocol import CompiledGuide, GuideError, Matcher
 
 
@@ -67,8 +70,12 @@ class FakeJobs:
 
     def _compile(self, job: Job, guide: Guide) -> None:
         self.gate.wait(10)
-        ending = self.endings.pop(0) if self.endings else Ending.COMPILED
-        outcome = outcome_of(Stub(), Begin(1, guide)) if ending is Ending.COMPILED else Outcome(1, ending)
+        ending = self.endings.pop(0) if self.endings else Ending.DONE
+        outcome = (
+            outcome_of(partial(compile_guide, Stub()), Begin(1, encode_guide(guide)))
+            if ending is Ending.DONE
+            else Outcome(1, ending)
+        )
         job.finish(msgspec.structs.replace(outcome, num_bytes=int(guide.text) if guide.text.isdigit() else 100))
 
     def close(self) -> None:

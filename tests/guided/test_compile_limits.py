@@ -1,4 +1,4 @@
-"""CompileServer: limits that the kernel holds, and nothing left behind.
+"""LimitedServer with what compiles guides: limits that the kernel holds, and nothing left behind.
 
 These tests fork this process instead of starting one: what runs is the same, and its library does to its process what it is told.
 """
@@ -14,15 +14,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from backend.api.guide import Guide, GuideType
-from backend.guided import compile_process
-from backend.guided.compile_messages import Begin, Drop, Ending, Frames, Outcome, Setup, decode_outcome, frame
-from backend.guided.compile_process import NICENESS, CompileServer
-from backend.guided.materials import Materials
+from backend.core import limited_server
+from backend.core.limited_messages import Begin, Drop, Ending, Frames, Limits, Outcome, decode_outcome, frame
+from backend.core.limited_server import LimitedServer
+from backend.guided.compile_jobs import encode_guide
+from backend.guided.compile_process import NICENESS, compile_guide
 from backend.guided.protocol import CompiledGuide, GuideBackend, GuideError, Matcher
 from tests.guided.processes import children_of, is_alive, wait_for
 
@@ -57,8 +59,8 @@ class Rogue:
                 raise GuideError("it is bad", ".here")
             case ["write", num_bytes]:
                 return _Held(b"x" * int(num_bytes))
-            case ["niceness"]:
-                return _Held(b"%d" % os.nice(0))
+            case [("niceness" | "pid") as asked]:
+                return _Held(b"%d" % (os.getpid() if asked == "pid" else os.nice(0)))
             case ["speak"]:
                 os.write(2, b"words of a library")
                 os.write(1, b"words of a library")
@@ -77,7 +79,7 @@ class _Held:
 
 
 class Forked:
-    """A CompileServer over a library, in a fork of this process."""
+    """A LimitedServer over a library, in a fork of this process."""
 
     def __init__(
         self,
@@ -85,6 +87,7 @@ class Forked:
         cpu_s: float = 30.0,
         num_bytes: int = 64 * MIB,
         before: Callable[[], None] = lambda: None,
+        jobs_of_child: int = 1,
     ) -> None:
         self.ours, theirs = socket.socketpair()
         self.pid = os.fork()
@@ -94,7 +97,11 @@ class Forked:
                 faulthandler.disable()  # pytest's tells of signals at length
                 gc.disable()  # a collection of pytest's heap would take a guide's whole CPU time; main() freezes its own
                 self.ours.close()
-                CompileServer(theirs, Frames(), library, Setup(Materials("rogue", 1, (), ""), cpu_s, num_bytes)).run()
+                perform, limits = partial(compile_guide, library), Limits(cpu_s, num_bytes)
+                server = LimitedServer(
+                    theirs, Frames(), perform, limits, niceness=NICENESS, jobs_of_child=jobs_of_child
+                )
+                server.run()
             finally:
                 os._exit(0)
         theirs.close()
@@ -103,7 +110,7 @@ class Forked:
         self._num_jobs = 100
 
     def begin(self, job: int, text: str) -> None:
-        self.ours.sendall(frame(Begin(job, Guide(GuideType.REGEX, text))))
+        self.ours.sendall(frame(Begin(job, encode_guide(Guide(GuideType.REGEX, text)))))
 
     def outcome(self) -> Outcome:
         while True:
@@ -148,7 +155,7 @@ def forked() -> Iterator[Callable[..., Forked]]:
         ("exit", Ending.FAILED, "exit code 3"),
         ("panic", Ending.FAILED, "KeyboardInterrupt"),
         ("refuse", Ending.REFUSED, "it is bad"),
-        ("take 1000000", Ending.COMPILED, ""),
+        ("take 1000000", Ending.DONE, ""),
     ],
 )
 def test_a_guide_that_ends_its_process_ends_no_other(
@@ -158,7 +165,7 @@ def test_a_guide_that_ends_its_process_ends_no_other(
     outcome = server.of(text)
     assert outcome.ending is ending and told in outcome.text
     assert outcome.place == (".here" if ending is Ending.REFUSED else "")
-    assert server.of("fine").ending is Ending.COMPILED
+    assert server.of("fine").ending is Ending.DONE
     wait_for(lambda: not children_of(server.pid))
 
 
@@ -176,7 +183,7 @@ def test_guides_are_compiled_side_by_side_and_each_outcome_is_its_own(forked: Ca
     for job, text in enumerate(["sleep", "sleep", "write 3000000", "refuse"], 1):
         server.begin(job, text)
     outcomes = {each.job: each for each in (server.outcome(), server.outcome())}
-    assert outcomes[3].portable == b"x" * 3_000_000 and outcomes[4].ending is Ending.REFUSED
+    assert outcomes[3].result == b"x" * 3_000_000 and outcomes[4].ending is Ending.REFUSED
     wait_for(lambda: len(children_of(server.pid)) == 2)
 
 
@@ -189,7 +196,7 @@ def test_a_guide_that_is_dropped_is_killed_and_others_are_not(forked: Callable[.
     server.ours.sendall(frame(Drop(1)) + frame(Drop(1)) + frame(Drop(77)))
     wait_for(lambda: children_of(server.pid) == [second])
     assert not Path(f"/proc/{first}").exists(), "it is not left behind as a zombie either"
-    assert server.of("fine").ending is Ending.COMPILED
+    assert server.of("fine").ending is Ending.DONE
 
 
 def test_all_end_with_the_engine_s_end_of_the_socket() -> None:
@@ -219,7 +226,7 @@ def test_a_child_ends_when_its_parent_ended_before_the_kernel_was_asked_to_tell(
         os.kill(parent, signal.SIGKILL)
         wait_for(lambda: os.getppid() != parent)
 
-    monkeypatch.setattr(compile_process, "_silence", end_parent)
+    monkeypatch.setattr(limited_server, "_silence", end_parent)
     reading, writing = os.pipe()
     server = Forked(Rogue())
     os.close(writing)  # the server and its child hold it now, and the pipe ends with the last of them
@@ -227,6 +234,25 @@ def test_a_child_ends_when_its_parent_ended_before_the_kernel_was_asked_to_tell(
     server.close()
     with open(reading, "rb") as pipe:
         assert select.select([pipe], [], [], 20)[0], "the child goes on after its parent"
+
+
+def test_a_child_may_do_several_jobs_as_long_as_all_goes_well(forked: Callable[..., Forked]) -> None:
+    server = forked(cpu_s=0.3, jobs_of_child=4)
+
+    def pid() -> int:
+        return int(server.of("pid").result)
+
+    first = pid()
+    assert server.of("refuse").ending is Ending.REFUSED
+    assert [pid(), pid()] == [first, first]
+    second = pid()
+    assert second != first, "it has done four jobs"
+    assert server.of("take 8000000000").ending is Ending.OVER_MEMORY
+    third = pid()
+    assert third not in (first, second)
+    assert server.of("compute").ending is Ending.OVER_CPU and pid() not in (first, second, third)
+    server.ours.sendall(frame(Drop(server._num_jobs)))  # that job is over: nobody is killed for it
+    assert server.of("fine").ending is Ending.DONE
 
 
 def test_what_a_guide_holds_is_measured(forked: Callable[..., Forked]) -> None:
@@ -240,14 +266,14 @@ def test_what_a_guide_holds_is_measured(forked: Callable[..., Forked]) -> None:
 def test_the_limit_of_memory_is_that_of_one_guide(forked: Callable[..., Forked]) -> None:
     """As many guides as one likes may have it, one after the other and side by side."""
     server = forked(num_bytes=32 * MIB)
-    assert {server.of("hold 24000000").ending for _ in range(3)} == {Ending.COMPILED}
+    assert {server.of("hold 24000000").ending for _ in range(3)} == {Ending.DONE}
     assert server.of("hold 40000000").ending is Ending.OVER_MEMORY
 
 
 def test_a_process_that_may_have_little_itself_compiles_all_the_same() -> None:
     """Its own hard limits are below those of a guide, and cannot be raised."""
     server = Forked(Rogue(), cpu_s=10_000.0, num_bytes=1 << 40, before=lambda: _limit_all(64 << 30, 5_000))
-    assert server.of("fine").ending is Ending.COMPILED
+    assert server.of("fine").ending is Ending.DONE
     server.close()
 
 
@@ -258,8 +284,8 @@ def _limit_all(num_bytes: int, cpu_s: int) -> None:
 
 def test_children_are_niced_and_silent(forked: Callable[..., Forked], capfd: pytest.CaptureFixture[str]) -> None:
     server = forked()
-    assert int(server.of("niceness").portable) == min(19, os.nice(0) + NICENESS)
-    assert server.of("speak").ending is Ending.COMPILED
+    assert int(server.of("niceness").result) == min(19, os.nice(0) + NICENESS)
+    assert server.of("speak").ending is Ending.DONE
     said = "".join(capfd.readouterr())
     assert "words of a library" not in said, (
         said

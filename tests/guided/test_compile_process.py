@@ -17,10 +17,11 @@ from backend.api.config import GuidedConfig
 from backend.api.errors import EverbatchError
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId
+from backend.core import limited_process
+from backend.core.limited_messages import Ending, Limits
+from backend.core.limited_process import Job
 from backend.executor.executor import Executor
-from backend.guided import compile_jobs
-from backend.guided.compile_jobs import CompileProcess, Job
-from backend.guided.compile_messages import Ending, Setup
+from backend.guided.compile_jobs import CompileProcess, Setup
 from backend.guided.compiler import GuideCompiler
 from backend.guided.materials import Materials
 from backend.guided.setup import make_guides
@@ -34,22 +35,22 @@ SIMPLE = Guide(GuideType.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[CompileProcess]:
-    process = CompileProcess(Setup(MATERIALS, 0.5, 64 * MIB))
+    process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
     yield process
     process.close()
 
 
 def test_what_comes_of_the_process_is_the_guide(process: CompileProcess) -> None:
     outcome = process.run(Job(), SIMPLE)
-    assert outcome.ending is Ending.COMPILED and 10 * KIB < outcome.num_bytes < 2 * MIB
-    guide = backend().load(outcome.portable)
+    assert outcome.ending is Ending.DONE and 10 * KIB < outcome.num_bytes < 2 * MIB
+    guide = backend().load(outcome.result)
     assert accepts(guide, '{"a": 5}') and not accepts(guide, '{"a": "5"}')
 
 
 def test_a_process_that_is_killed_loses_its_guides_and_another_one_takes_the_next(process: CompileProcess) -> None:
     process.run(Job(), SIMPLE)
-    assert process._running is not None
-    first, outcomes = process._running, []
+    assert process.process._running is not None
+    first, outcomes = process.process._running, []
     slow = Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}')
     thread = threading.Thread(target=lambda: outcomes.append(process.run(Job(), slow)))
     thread.start()
@@ -57,28 +58,28 @@ def test_a_process_that_is_killed_loses_its_guides_and_another_one_takes_the_nex
     first._process.kill()
     thread.join(20)
     assert [each.ending for each in outcomes] == [Ending.LOST]
-    assert process.run(Job(), SIMPLE).ending is Ending.COMPILED and process._running is not first
+    assert process.run(Job(), SIMPLE).ending is Ending.DONE and process.process._running is not first
     wait_for(lambda: not Path(f"/proc/{first._process.pid}").exists())
     assert first._connection.fileno() == -1 and not first._jobs
 
 
 def test_a_job_that_is_dropped_ends_its_child_though_it_might_go_on_for_minutes() -> None:
-    process, outcomes = CompileProcess(Setup(MATERIALS, 600.0, 1 << 33)), []
+    process, outcomes = CompileProcess(Setup(MATERIALS, Limits(600.0, 1 << 33))), []
     job, slow = Job(), Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}')
     thread = threading.Thread(target=lambda: outcomes.append(process.run(job, slow)))
     thread.start()
-    wait_for(lambda: process._running is not None and children_of(process._running._process.pid))
+    wait_for(lambda: process.process._running is not None and children_of(process.process._running._process.pid))
     job.drop()
     thread.join(20)
-    assert process._running is not None and [each.ending for each in outcomes] == [Ending.DROPPED]
-    wait_for(lambda: not children_of(process._running._process.pid))  # type: ignore[union-attr]
-    assert not process._running._jobs
+    assert process.process._running is not None and [each.ending for each in outcomes] == [Ending.DROPPED]
+    wait_for(lambda: not children_of(process.process._running._process.pid))  # type: ignore[union-attr]
+    assert not process.process._running._jobs
     process.close()
 
 
 def test_a_process_that_is_closed_leaves_nothing() -> None:
     before, fds, threads = all_children(), os.listdir("/proc/self/fd"), threading.active_count()
-    process = CompileProcess(Setup(MATERIALS, 0.5, 64 * MIB))
+    process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
     process.start()
     process.run(Job(), SIMPLE)
     assert len(all_children() - before) == 1
@@ -92,7 +93,7 @@ def test_a_process_that_is_closed_leaves_nothing() -> None:
 def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fds = os.listdir("/proc/self/fd")
     monkeypatch.setenv("EVERBATCH_PYTHON", "/nowhere/python")
-    process = CompileProcess(Setup(MATERIALS, 0.5, 64 * MIB))
+    process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
     with pytest.raises(OSError):
         process.run(Job(), SIMPLE)
     assert len(os.listdir("/proc/self/fd")) == len(fds)
@@ -104,16 +105,17 @@ def test_a_process_outlives_no_engine_that_is_killed() -> None:
     program = f"""if True:
         import threading
         from backend.api.guide import Guide, GuideType
-        from backend.guided.compile_jobs import CompileProcess, Job
-        from backend.guided.compile_messages import Setup
+        from backend.core.limited_messages import Limits
+        from backend.core.limited_process import Job
+        from backend.guided.compile_jobs import CompileProcess, Setup
         from backend.guided.materials import Materials
-        process = CompileProcess(Setup(Materials("llguidance", {VOCAB}, (2,), {str(MODEL)!r}), 60, 1 << 32))
+        process = CompileProcess(Setup(Materials("llguidance", {VOCAB}, (2,), {str(MODEL)!r}), Limits(60, 1 << 32)))
         process.start()
-        print(process._running._process.pid, flush=True)
+        print(process.process._running._process.pid, flush=True)
         process.run(Job(), Guide(GuideType.JSON_SCHEMA, '{{"type": "integer", "multipleOf": 99999989}}'))
     """
     arguments = [sys.executable, "-c", program]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=compile_jobs.ROOT) as engine:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=limited_process.ROOT) as engine:
         assert engine.stdout is not None
         server = int(engine.stdout.readline())
         wait_for(lambda: children_of(server))
@@ -201,14 +203,14 @@ def test_a_guide_within_the_limits_is_compiled_and_its_bytes_are_booked(compilin
 
 
 def test_a_request_that_ends_takes_its_guide_s_process_along(compiling: Compiling) -> None:
-    server = compiling.compiler._jobs._running._process.pid  # type: ignore[attr-defined]
+    server = compiling.compiler._jobs.process._running._process.pid  # type: ignore[attr-defined]
     wait_for(lambda: not children_of(server))
     number = compiling.begin(_schema(type="integer", multipleOf=99999971), "a")
     wait_for(lambda: children_of(server))
     compiling.compiler.end(RequestId(number))
     wait_for(lambda: not children_of(server))
     assert number not in compiling.told
-    wait_for(lambda: not compiling.compiler._jobs._running._jobs)  # type: ignore[attr-defined]
+    wait_for(lambda: not compiling.compiler._jobs.process._running._jobs)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("of_process", [False, True], ids=["in_process", "engine_process"])

@@ -15,8 +15,8 @@ from backend.api.config import GuidedConfig
 from backend.api.errors import ConfigError, ErrorCode, EverbatchError, Overloaded
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId
-from backend.guided.compile_jobs import Job
-from backend.guided.compile_messages import Ending, Outcome
+from backend.core.limited_messages import Ending, Outcome
+from backend.core.limited_process import Job
 from backend.guided.compiler import GuideCompiler
 from backend.guided.protocol import GuideBackend
 from tests.guided.fake_jobs import FakeJobs, Stub

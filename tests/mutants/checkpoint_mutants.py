@@ -15,7 +15,7 @@ from typing import Any
 from backend.api import model_files, weight_files
 from backend.models import linears, loader
 from backend.models.tensors import TensorSource
-from backend.text import chat, tokenizer
+from backend.text import template, tokenizer
 from backend.worker import loaded_model, native_tier
 from deploy import model_source
 from kernels.common import four_bits
@@ -109,7 +109,7 @@ def a_tokenizer_s_settings_are_believed(set_attribute: SetAttribute) -> None:
 
 def a_template_s_constants_are_computed(set_attribute: SetAttribute) -> None:
     set_attribute(
-        chat._CodeGenerator, "_output_child_to_const", chat.jinja2.compiler.CodeGenerator._output_child_to_const
+        template._CodeGenerator, "_output_child_to_const", template.jinja2.compiler.CodeGenerator._output_child_to_const
     )
 
 

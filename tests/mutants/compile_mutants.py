@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from backend.core import limited_server
+from backend.core.limited_process import _Running
 from backend.core.round_robin import RoundRobin
 from backend.guided import compile_process
-from backend.guided.compile_jobs import _Running
 from backend.guided.compiler import GuideCompiler
 from tests.mutants.changes import change
 
@@ -37,15 +38,15 @@ MUTANTS = {
     ),
     "a_key_has_a_turn_in_each_namespace": (change(RoundRobin, "take", ("self.discard(key)", "line.pop(key)")), TURNS),
     "what_was_there_before_is_counted": (
-        change(compile_process, "outcome_of", ("before = allocated_bytes()", "before = 0")),
+        change(compile_process, "compile_guide", ("before = allocated_bytes()", "before = 0")),
         LIMITS,
     ),
     "a_panic_has_no_outcome": (
-        change(compile_process, "outcome_of", ("except BaseException", "except Exception")),
+        change(limited_server, "outcome_of", ("except BaseException", "except Exception")),
         LIMITS,
     ),
     "a_child_whose_parent_ended_early_goes_on": (
-        change(compile_process, "_end_with", ("os.getppid() != parent", "False")),
+        change(limited_server, "_end_with", ("os.getppid() != parent", "False")),
         LIMITS,
     ),
     "a_lost_job_is_waited_for": (

@@ -6,7 +6,7 @@ from backend.serving.absence import Absence
 from deploy import control_socket, models_file, several, shares
 from deploy.engine_sets import EngineSet
 from deploy.model_control import ModelControl
-from gateway import loads, triton_client
+from gateway import loads, triton_stream
 from gateway.core import Gateway
 from tests.mutants.changes import Plant, change
 
@@ -98,7 +98,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         GATEWAY,
     ),
     "a_complete_stream_is_cancelled": (
-        change(triton_client, "_to_its_end", ("await call.read() is not grpc.aio.EOF", "False")),
+        change(triton_stream.TritonStream, "to_its_end", ("await self.read() is not grpc.aio.EOF", "False")),
         GATEWAY,
     ),
 }

@@ -32,7 +32,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_token_requests.py"],
     ),
     "the_operators_template_does_not_reach_the_stub": (
-        change(ToolsLoader, "prepare", (", self._chat_template)", ")")),
+        change(ToolsLoader, "prepare", ("self._chat_template, self", '"", self')),
         ["tests/serving/test_text_server.py"],
     ),
     "messages_to_a_model_without_a_head_are_rendered": (

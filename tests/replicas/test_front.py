@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from backend.api import EngineUnavailable, ErrorCode, Request, Response
 from backend.api.config import EngineConfig, RecordsConfig
 from backend.api.request import SessionConfig, SessionId
+from backend.api.silence import TICK_S
 from backend.api.stats import BlocksStored, RequestStage
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
@@ -248,6 +249,38 @@ def test_streams_wait_while_replicas_are_silent(tmp_path: Path, monkeypatch: pyt
             assert both.client.is_connected
         assert wait_until(both.client.is_ready, 10)
         assert tokens_of(drain(both.client, [request_id])[request_id]) == oracle([1], 110, 1000)
+
+
+def test_streams_of_a_replica_that_is_stopped_go_on_at_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its connection, and nothing comes of it."""
+    submit, may_go_on = HashWorkerGroup.submit, threading.Event()
+    with replicas(tmp_path) as both:
+        watch, steps = both._attached[0]._watch, []
+        assert watch is not None
+        of_first = both.cores[0]
+
+        def stopped(self: HashWorkerGroup, step: StepInput) -> None:
+            if self is of_first.workers:
+                steps.append(step)
+                if len(steps) > 3:
+                    may_go_on.wait(20)
+            submit(self, step)
+
+        monkeypatch.setattr(HashWorkerGroup, "submit", stopped)
+        request_id = both.client.enqueue_request(stream([1], 50))
+        assert wait_until(lambda: len(steps) > 3, 10)
+        monkeypatch.setattr(watch, "beat", lambda turn_age_s: None)
+        monkeypatch.setattr(both._attached[0]._transport, "_connect", lambda: None)  # it answers no newcomer either
+        # An Executor that owns its engine does not leave it but kills it, and on another node that may come to nothing.
+        monkeypatch.setattr(both._attached[0], "_leave_silent_engine", lambda: None)
+        limit_s = both.config.triton.watchdog_timeout_s
+        watch._silence._ticks = int(limit_s / TICK_S) - 8
+        assert not wait_until(lambda: both.num_accepted()[1] > 0, 0.5), "it may come back until then"
+        assert tokens_of(drain(both.client, [request_id])[request_id]) == oracle([1], 50, 1000)
+        assert both.num_accepted() == [1, 1] and watch.silent_s >= limit_s
+        may_go_on.set()
 
 
 @pytest.mark.usefixtures("slow_steps")

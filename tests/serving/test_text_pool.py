@@ -11,6 +11,7 @@ import pytest
 from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, Overloaded
 from backend.serving import text_pool
 from backend.serving.text_pool import Job, TextPool
+from backend.serving.text_turns import LONG_BYTES, TextTurns
 from backend.text.chat import ChatTemplate
 
 TIMEOUT_S = 10.0
@@ -261,7 +262,7 @@ def test_a_template_in_an_endless_loop_is_ended_and_its_place_given_to_a_new_thr
     pool.submit(Job(read, looping._hand_over, looping._refuse, keys=frozenset("s")))
     pool.submit(next_turn.job("s"))
     wait(begun)
-    (thread,) = pool._threads
+    (thread,) = (reading.thread for reading in pool._reading.values())
     clock.now = TIMEOUT_S - 0.001
     pool.expire()
     assert looping.refused is None
@@ -281,6 +282,7 @@ def test_threads_that_cannot_be_ended_are_replaced_up_to_a_bound(
 ) -> None:
     pool = make_pool(num_threads=1)
     stuck: list[Asked] = []
+    most = (text_pool.GIVEN_UP + 1) * TextTurns(1).num_threads
     while not pool.is_stuck:  # each waits inside a library, where no exception reaches it
         stuck.append(Asked("stuck", [], held=True))
         pool.submit(stuck[-1].job())
@@ -288,13 +290,14 @@ def test_threads_that_cannot_be_ended_are_replaced_up_to_a_bound(
         clock.now += TIMEOUT_S
         pool.expire()
         assert stuck[-1].refused is not None
-        assert len(stuck) <= text_pool.GIVEN_UP + 1
-    assert len(stuck) == text_pool.GIVEN_UP + 1
+        assert len(stuck) <= most
+    assert len(stuck) == most
     with pytest.raises(EngineUnavailable, match="all text threads are stuck"):
         pool.submit(Asked("one too many", []).job())
     threads = list(pool._given_up)
-    stuck[0].may_end.set()
-    threads[0].join(20)
+    for asked, thread in zip(stuck, threads[: TextTurns(1).num_threads]):
+        asked.may_end.set()
+        thread.join(20)
     assert not pool.is_stuck
     again = Asked("again", [])
     pool.submit(again.job())
@@ -312,7 +315,7 @@ def test_what_was_refused_is_not_handed_over_though_its_reading_ends(
     late = Asked("late", [], held=True)
     pool.submit(late.job())
     wait(late.begun)
-    (thread,) = pool._threads
+    (thread,) = (reading.thread for reading in pool._reading.values())
     clock.now = TIMEOUT_S
     pool.expire()
     late.may_end.set()
@@ -339,3 +342,52 @@ def test_a_hand_over_that_fails_does_not_end_its_thread(make_pool: Callable[...,
     after = Asked("after", [])
     pool.submit(after.job("s"))
     wait(after.over)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("num_bytes", [LONG_BYTES, LONG_BYTES + 1], ids=["short", "long"])
+def test_a_namespace_whose_texts_take_long_keeps_no_other_waiting(
+    make_pool: Callable[..., TextPool], num_threads: int, num_bytes: int
+) -> None:
+    pool = make_pool(num_threads)
+    slow = [Asked("slow", [], held=True) for _ in range(12)]
+    for asked in slow:
+        pool.submit(asked.job(namespace="slow", num_bytes=num_bytes))
+    wait(slow[0].begun)
+    quick = [Asked("quick", []) for _ in range(3)]
+    for asked in quick:
+        pool.submit(asked.job(namespace="quick"))
+    for asked in quick:
+        wait(asked.over)  # while all that the other namespace may have in hand is held back
+    for asked in slow:
+        asked.may_end.set()
+    for asked in slow:
+        wait(asked.over)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_one_long_text_does_not_keep_short_ones_of_its_own_namespace_waiting(
+    make_pool: Callable[..., TextPool], num_threads: int
+) -> None:
+    pool = make_pool(num_threads)
+    slow, quick = Asked("slow", [], held=True), Asked("quick", [])
+    pool.submit(slow.job(num_bytes=LONG_BYTES + 1))
+    wait(slow.begun)
+    pool.submit(quick.job())
+    wait(quick.over)
+    slow.may_end.set()
+    wait(slow.over)
+
+
+def test_a_turn_comes_free_when_a_text_that_took_too_long_is_given_up(
+    make_pool: Callable[..., TextPool], clock: Clock
+) -> None:
+    pool = make_pool(num_threads=1)
+    stuck, following = Asked("stuck", [], held=True), Asked("next", [])
+    pool.submit(stuck.job(num_bytes=LONG_BYTES + 1))
+    wait(stuck.begun)
+    clock.now = TIMEOUT_S
+    pool.submit(following.job(num_bytes=LONG_BYTES + 1))
+    pool.expire()
+    wait(following.over)
+    stuck.may_end.set()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from backend.api import InvalidRequest
 from backend.core.step import ModelInfo
 from backend.serving.assembly import ToolsLoader
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE
@@ -15,6 +16,7 @@ from backend.serving.fronts.trtllm_text import parse_text_requests
 from backend.serving.model_server import ModelServer
 from backend.serving.served_model import Parse
 from backend.text.tokenizer import Tokenizer
+from tests.guided.processes import all_children
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import bools, ints, strings
 from tests.serving.scripted import ScriptedExecutor
@@ -96,3 +98,18 @@ def test_chats_of_a_text_model_are_rendered_by_the_operators_template(
     (tmp_path / "mine.jinja").write_text("only {{ messages | length }}")
     tools = ToolsLoader(executor, chat_template=str(tmp_path / "mine.jinja"))
     assert tools.prepare() and tools.loaded().template.render([{"role": "user", "content": "x"}]) == "only 1"
+    tools.close()
+
+
+def test_chats_of_a_text_model_are_rendered_under_limits_in_a_process_that_ends_with_the_model(
+    executor: ScriptedExecutor, tmp_path: Path
+) -> None:
+    executor.hello = type(executor.hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), executor.hello.config)
+    (tmp_path / "mine.jinja").write_text("{{ 'a' * 10 ** 10 }}")
+    before = all_children()
+    tools = ToolsLoader(executor, chat_template=str(tmp_path / "mine.jinja"), is_for_chats=True)
+    assert tools.prepare() and len(all_children() - before) == 1, "it is started ahead of the first chat"
+    with pytest.raises(InvalidRequest, match="takes more than 268435456 bytes of memory"):
+        tools.loaded().template.render([{"role": "user", "content": "x"}])
+    tools.close()
+    assert all_children() == before

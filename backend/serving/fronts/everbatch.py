@@ -37,10 +37,11 @@ from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import (
     MAX_TOKEN_BYTES,
+    check_length,
     check_stops,
     fitting_tokens,
     most_tokens,
-    prompt_too_long,
+    prompt_ids,
 )
 from backend.serving.fronts.look_command import is_look, read_look
 from backend.serving.fronts.metrics_command import read_metrics
@@ -273,13 +274,14 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         raise InvalidRequest(f"exactly one of messages, prompt and prompt_token_ids is expected, {found} is given")
     if asked.prompt_token_ids is not None:
         ids = asked.prompt_token_ids
+        check_length(len(ids), context)  # first, because it costs nothing
         check_ids(
             "prompt token", ids, context.model.vocab_size
         )  # checked first, because the tokenizer's errors for unknown ids are unclear
         is_shown = asked.echo or asked.prompt_logprobs is not None
         text = tools.tokenizer.decode(ids, asked.skip_special_tokens) if is_shown else ""
     elif asked.prompt is not None:
-        text, ids = asked.prompt, tools.tokenizer.encode(asked.prompt)
+        text, ids = asked.prompt, prompt_ids(tools.tokenizer, asked.prompt, context)
     else:
         text = tools.template_for(context.model).render(
             asked.messages or [],
@@ -288,11 +290,9 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
             asked.chat_template_kwargs,
             asked.continue_final_message,
         )
-        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        ids = prompt_ids(tools.tokenizer, text, context, add_special_tokens=False)  # the template writes its own
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")
-    if len(ids) >= context.model.max_seq_len:
-        raise prompt_too_long(len(ids), context.model.max_seq_len)
     return _Prompt(text, ids)
 
 
@@ -384,4 +384,4 @@ def _choice(token_id: int, token: TokenText, log_prob: float | None, top: list[C
     return Choice(token_id, token.text, list(token.raw), log_prob, top)
 
 
-EVERBATCH = TextFront(TENSORS, check, parse, at_once=read_metrics)
+EVERBATCH = TextFront(TENSORS, check, parse, at_once=read_metrics, is_for_chats=True)

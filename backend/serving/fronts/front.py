@@ -20,6 +20,7 @@ from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.served_model import AtOnce, not_at_once
 from backend.serving.tensors import ModelTensors
 from backend.text.chat import ChatTemplate
+from backend.text.template import MakeRenderer, Renderer
 from backend.text.tokenizer import Tokenizer
 
 
@@ -31,12 +32,13 @@ class TextTools(NamedTuple):
     pooling: Pooling = Pooling()
 
     @classmethod
-    def from_directory(cls, path: str, chat_template: str = "") -> TextTools:
-        """`chat_template`: a file in place of the model's own. Raises ConfigError when the directory has no tokenizer that can be
-        read, and for a template that cannot.
+    def from_directory(cls, path: str, chat_template: str = "", make_renderer: MakeRenderer = Renderer) -> TextTools:
+        """`chat_template`: a file in place of the model's own; `make_renderer`: makes what renders it.
+
+        Raises ConfigError when the directory has no tokenizer that can be read, and for a template that cannot.
         """
         tokenizer = Tokenizer.from_directory(path)
-        template = ChatTemplate.from_directory(path, tokenizer, chat_template)
+        template = ChatTemplate.from_directory(path, tokenizer, chat_template, make_renderer)
         return cls(tokenizer, template, read_pooling(Path(path)))
 
     def template_for(self, model: ModelInfo) -> ChatTemplate:
@@ -65,3 +67,4 @@ class TextFront(NamedTuple):
     parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
     dialect: Dialect = PLAIN
     at_once: AtOnce = not_at_once
+    is_for_chats: bool = False  # True where most requests are chats: what renders them is started with the model

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from backend.api import InvalidRequest
 from backend.api.config import LimitsConfig
 from backend.serving.requests import ServingContext
+from backend.text.tokenizer import Tokenizer
 
 MAX_TOKEN_BYTES = 64  # a prompt of more bytes than this for each token of max_seq_len is refused before it is tokenised
 
@@ -32,7 +35,42 @@ def fitting_tokens(context: ServingContext, num_prompt_tokens: int) -> int:
     return max(1, most_tokens(context) - num_prompt_tokens)
 
 
-def prompt_too_long(num_tokens: int, max_seq_len: int) -> InvalidRequest:
+def prompt_ids(
+    tokenizer: Tokenizer, text: str, context: ServingContext, add_special_tokens: bool = True, *, room: int = 1
+) -> list[int]:
+    """Token ids of a prompt that leaves `room` output tokens. Raises InvalidRequest."""
+    max_seq_len = context.model.max_seq_len
+    return ids_within(
+        tokenizer, text, max_seq_len - room, lambda count: prompt_too_long(count, max_seq_len), add_special_tokens
+    )
+
+
+def ids_within(
+    tokenizer: Tokenizer,
+    text: str,
+    most: int,
+    too_long: Callable[[int | str], InvalidRequest],
+    add_special_tokens: bool = True,
+) -> list[int]:
+    """Token ids of a text; one that certainly has more than `most` is refused before it is tokenised.
+
+    Raises what `too_long` makes of the number of tokens.
+    """
+    if len(text) > most and (least := tokenizer.least_tokens(text)) > most:
+        raise too_long(f"at least {least}")
+    ids = tokenizer.encode(text, add_special_tokens)
+    if len(ids) > most:
+        raise too_long(len(ids))
+    return ids
+
+
+def check_length(num_tokens: int, context: ServingContext) -> None:
+    """Raise InvalidRequest for a prompt that leaves no output token."""
+    if num_tokens >= context.model.max_seq_len:
+        raise prompt_too_long(num_tokens, context.model.max_seq_len)
+
+
+def prompt_too_long(num_tokens: int | str, max_seq_len: int) -> InvalidRequest:
     return InvalidRequest(
         f"the prompt has {num_tokens} tokens, the limit is {max_seq_len - 1}: shorten it, or serve with a larger "
         "model.max_seq_len"

@@ -19,7 +19,7 @@ from backend.api.lora import LoraConfig
 from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_ids
 from backend.serving.named_adapters import named_adapter
 from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, Render, text_array
 from backend.serving.reading import Batch
@@ -171,11 +171,9 @@ def _check_best_of(sampling: SamplingConfig, streaming: bool, most: int) -> None
 def _prompt_ids(text: str, context: ServingContext, tokenizer: Tokenizer) -> list[int]:
     if not text:
         raise InvalidRequest("text_input is empty; give at least one character")
-    ids = tokenizer.encode(text)
+    ids = prompt_ids(tokenizer, text, context, room=0)
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")
-    if len(ids) > context.model.max_seq_len:
-        raise prompt_too_long(len(ids), context.model.max_seq_len)
     return ids
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_ids
 from backend.serving.outputs import Arrays, SeparateOutput, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
@@ -81,11 +81,9 @@ def render(deltas: Sequence[OutputDelta]) -> Arrays:
 
 
 def _read_prompt(batch: Batch, context: ServingContext, tokenizer: Tokenizer) -> list[int]:
-    ids = tokenizer.encode(required(batch, "prompt", 0))
+    ids = prompt_ids(tokenizer, required(batch, "prompt", 0), context)
     if not ids:
         raise InvalidRequest("prompt holds no token; give at least one character")
-    if len(ids) >= context.model.max_seq_len:
-        raise prompt_too_long(len(ids), context.model.max_seq_len)
     return ids
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from backend.api import InvalidRequest, Request, SessionConfig
 from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_ids
 from backend.serving.fronts.trtllm_fields import (
     echoes_prompt,
     read_output_config,
@@ -134,17 +134,17 @@ def _read_prompt(
                 "text_input and messages are both given; send messages with an empty text_input, or text_input alone"
             )
         text = tools.template_for(context.model).render(_read_messages(batch, row))
-        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes special tokens
+        ids = prompt_ids(
+            tools.tokenizer, text, context, add_special_tokens=False, room=0
+        )  # the template writes its own
         prompt = _Prompt(text, ids, is_chat=True)
     else:
         if not text:
             raise InvalidRequest("text_input is empty; give at least one character, or messages")
         starts = session is None or session.start or session.full_history  # a later turn continues the text
-        prompt = _Prompt(text, tools.tokenizer.encode(text, add_special_tokens=starts), is_chat=False)
+        prompt = _Prompt(text, prompt_ids(tools.tokenizer, text, context, starts, room=0), is_chat=False)
     if not prompt.ids:
         raise InvalidRequest("the prompt holds no token; give more text")
-    if len(prompt.ids) > context.model.max_seq_len:
-        raise prompt_too_long(len(prompt.ids), context.model.max_seq_len)
     return prompt
 
 

@@ -29,7 +29,7 @@ from backend.api import (
 from backend.api.pooling import Pooling
 from backend.api.tensor import TensorData
 from backend.serving.fronts.front import TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, ids_within
 from backend.serving.outputs import Arrays
 from backend.serving.requests import Parameters, ServingContext
 
@@ -73,18 +73,21 @@ def text_ids(name: str, text: str, tools: TextTools, context: ServingContext) ->
     """Token ids of a text to embed. Raises InvalidRequest."""
     if not text:
         raise InvalidRequest(f"{name} is empty; give at least one character")
-    return _fitting(name, tools.tokenizer.encode(tools.pooling.prompt + text), context)
+    most = context.model.max_seq_len
+    ids = ids_within(tools.tokenizer, tools.pooling.prompt + text, most, lambda count: _too_long(name, count, most))
+    return _fitting(name, ids, context)
 
 
 def given_ids(name: str, ids: list[int], context: ServingContext) -> list[int]:
     """The token ids of a client. Raises InvalidRequest."""
+    ids = _fitting(name, ids, context)  # first, because it costs nothing
     vocab_size = context.model.vocab_size
     wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
     if wrong is not None:
         raise InvalidRequest(
             f"{name} has token {wrong}, which is outside the vocabulary; allowed is 0 to {vocab_size - 1}"
         )
-    return _fitting(name, ids, context)
+    return ids
 
 
 def check_text_bytes(name: str, text: str, context: ServingContext) -> None:
@@ -101,11 +104,14 @@ def _fitting(name: str, ids: list[int], context: ServingContext) -> list[int]:
     if not ids:
         raise InvalidRequest(f"{name} holds no token; give more text")
     if len(ids) > context.model.max_seq_len:
-        raise InvalidRequest(
-            f"{name} has {len(ids)} tokens, the limit is {context.model.max_seq_len} (the model's own, or "
-            "model.max_seq_len); shorten it"
-        )
+        raise _too_long(name, len(ids), context.model.max_seq_len)
     return ids
+
+
+def _too_long(name: str, count: int | str, most: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} has {count} tokens, the limit is {most} (the model's own, or model.max_seq_len); shorten it"
+    )
 
 
 def embedding_request(ids: list[int], pooling: Pooling, parameters: Parameters) -> Request:
@@ -162,8 +168,12 @@ def relevance_request(
     if yes is None or no is None:
         raise Unsupported("this model cannot rank documents: its vocabulary has no tokens yes and no; use a reranker")
     pair = f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}"
-    parts = [tools.tokenizer.encode(text, add_special_tokens=False) for text in (_BEGIN, pair, _END)]
-    ids = _fitting("documents, with the query,", [token_id for part in parts for token_id in part], context)
+    name, most = "documents, with the query,", context.model.max_seq_len
+    parts = [
+        ids_within(tools.tokenizer, text, most, lambda count: _too_long(name, count, most), add_special_tokens=False)
+        for text in (_BEGIN, pair, _END)
+    ]
+    ids = _fitting(name, [token_id for part in parts for token_id in part], context)
     output = OutputConfig(prompt_logits_of=(yes, no), exclude_input_from_output=True, return_perf_metrics=True)
     return Request(ids, 0, output_config=output, timeout_s=parameters.timeout_s, cache_salt=parameters.namespace)
 

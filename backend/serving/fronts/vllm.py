@@ -17,7 +17,7 @@ from backend.api.config import LimitsConfig
 from backend.serving.dialect import Dialect
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, prompt_too_long
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_length, fitting_tokens, prompt_ids
 from backend.serving.fronts.vllm_log_probs import log_probs_json
 from backend.serving.fronts.vllm_sampling import TENSOR, VllmSampling, read_sampling
 from backend.serving.named_adapters import NOT_SUPPORTED, VLLMS, named_adapter
@@ -135,11 +135,13 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
 
 def _encode(text: str, most: int | None, context: ServingContext, tools: TextTools) -> list[int]:
     """The last `most` tokens of the text (None: all)."""
-    ids = tools.tokenizer.encode(text)[-(most or 0) :]
+    if most:
+        ids = tools.tokenizer.encode(text)[-most:]
+    else:
+        ids = prompt_ids(tools.tokenizer, text, context)
     if not ids:
         raise InvalidRequest("text_input is empty; give at least one character")
-    if len(ids) >= context.model.max_seq_len:
-        raise prompt_too_long(len(ids), context.model.max_seq_len)
+    check_length(len(ids), context)
     return ids
 
 

@@ -1,6 +1,7 @@
-"""Messages between the engine and the process that compiles guides (compile_process.py), and their frames.
+"""Messages to and from a process that does jobs under limits (limited_server.py), and their frames.
 
-A frame is a 4-byte little-endian length and that many bytes of msgpack, decoded by msgspec into exactly one of these types.
+A frame is a 4-byte little-endian length and that many bytes of msgpack, decoded by msgspec into exactly one of these types. The
+first frame to the process is the task's own: what its jobs are made of.
 """
 
 from __future__ import annotations
@@ -12,26 +13,22 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from backend.api.guide import Guide
-from backend.guided.materials import Materials
-
 READY = 0  # job number of the first outcome, which says that the process is ready
 _LENGTH = struct.Struct("<I")
 
 
-class Setup(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The first message to the process."""
+class Limits(Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of one job."""
 
-    materials: Materials
-    cpu_s: float  # CPU time that compiling one guide may take
-    num_bytes: int  # memory that compiling one guide may take
+    cpu_s: float  # processor time
+    num_bytes: int  # memory
 
 
 class Begin(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Compile a guide. The answer is one Outcome, unless it is dropped before."""
+    """Do a job. The answer is one Outcome, unless it is dropped before."""
 
     job: int
-    guide: Guide
+    task: bytes  # in the encoding of those who gave it and who do it
 
 
 class Drop(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -43,11 +40,11 @@ class Drop(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 class Ending(enum.StrEnum):
     """The way in which a job ended."""
 
-    COMPILED = "compiled"
-    REFUSED = "refused"  # the guide is invalid
+    DONE = "done"
+    REFUSED = "refused"  # what was given is invalid
     OVER_CPU = "over_cpu"  # it was killed at its limit of processor time
     OVER_MEMORY = "over_memory"
-    FAILED = "failed"  # the library failed
+    FAILED = "failed"  # what does it has failed
     DROPPED = "dropped"
     LOST = "lost"  # the process ended before the job
 
@@ -57,18 +54,18 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     job: int
     ending: Ending
-    portable: bytes = b""  # if COMPILED: input of GuideBackend.load
-    num_bytes: int = 0  # if COMPILED: memory that the guide holds
+    result: bytes = b""  # if DONE
+    num_bytes: int = 0  # if DONE: memory that the result holds, where that is measured
     text: str = ""  # if REFUSED: a sentence for the client; if FAILED: lines for the log, the last with the exception
-    place: str = ""  # if REFUSED: the place in the guide's text
+    place: str = ""  # if REFUSED: the place in what was given
 
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Setup | Begin | Drop).decode
+decode_command = msgspec.msgpack.Decoder(Begin | Drop).decode
 decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
-def frame(message: Setup | Begin | Drop | Outcome) -> bytes:
+def frame(message: Struct) -> bytes:
     body = _encode(message)
     return _LENGTH.pack(len(body)) + body
 
