@@ -23,7 +23,7 @@ from rich.table import Table
 from backend.api.config import EngineConfig, ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.api.launched import KEY_VARIABLE, key_of, launched
-from deploy import IS_CHECKOUT, ROOT, capacity, invocation, libpython
+from deploy import IS_CHECKOUT, ROOT, capacity, invocation, libpython, text_check
 from deploy.environment import hashes, is_complete
 from deploy.errors import UserError
 from deploy.kv_directory import look_at
@@ -280,12 +280,15 @@ def disk() -> Finding:
 
 
 def model(name: str = "") -> Finding:
-    """Findings about a model: if it is supported, its size, and how much of its KV fits into memory."""
+    """Findings about a model: if it is supported, its size, how much of its KV fits into memory, its tokenizer and template."""
     title, remedy = (f"model {name}", "") if name else ("default model", "give one with --model PATH_OR_HUB_ID")
     try:
         path = resolve_model(name)
         config = EngineConfig(model=ModelConfigSection(path=str(path)))
-        return Finding(title, "ok", f"{path}: {capacity.described(capacity.examined(config), config)}")
+        described = capacity.described(capacity.examined(config), config)
+        if wrong := text_check.wrong_with(path):
+            return Finding(title, "fail" if name else "warn", f"model {path}: {wrong}", remedy)
+        return Finding(title, "ok", f"{path}: {described}")
     except UserError as error:
         return Finding(title, "fail" if name else "warn", str(error), remedy)
 

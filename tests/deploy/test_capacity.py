@@ -131,6 +131,7 @@ def test_the_examination_needs_no_tensors_and_agrees_with_the_engine_on_gguf_fil
 
 
 HOSTED = "GraniteMoeForCausalLM"  # run by transformers
+DOUBLING = "{% set a = namespace(x='ab' * 9999) %}{% for i in range(40) %}{% set a.x = a.x ~ a.x %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,24 @@ def test_sizes_that_the_tensors_do_not_have_are_no_model_that_is_ready(
     model: Path, changes: dict[str, object], told: str
 ) -> None:
     found = doctor.model(str(with_settings(model, **changes)))
+    assert found.state == "fail" and told in found.seen
+
+
+@pytest.mark.parametrize(
+    "file, content, told",
+    [
+        ("tokenizer.json", "{}", "tokenizer"),
+        ("chat_template.jinja", "{% for x in messages %}", "chat template"),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", "no"),
+        ("chat_template.jinja", DOUBLING, "takes more memory than there is"),
+    ],
+)  # fmt: skip
+def test_a_broken_tokenizer_or_a_hostile_template_is_no_model_that_is_ready(
+    model: Path, file: str, content: str, told: str
+) -> None:
+    (model / file).unlink(missing_ok=True)
+    (model / file).write_text(content)
+    found = doctor.model(str(model))
     assert found.state == "fail" and told in found.seen
 
 
