@@ -60,10 +60,6 @@ MUTANTS = {
         ),
         LIVE,
     ),
-    "pages_of_other_servers_have_the_engine_asked": (
-        change_everywhere(page_routes._check_site, ('("none", "same-origin")', '("none", "same-origin", "same-site")')),
-        LIVE,
-    ),
     "a_stream_never_ends": (
         change_everywhere(page_routes.add_page_routes, ("asyncio.timeout(longest_s)", "asyncio.timeout(None)")),
         LIVE,
