@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Scope
 
 from gateway.errors import GatewayError
 from gateway.settings import Settings, is_loopback
+from gateway.without_effect import IGNORED
 
 OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")  # this machine itself
 ANY_ORIGIN = "*"
-EXPOSED = ("x-request-id", "request-id", "retry-after")  # headers that pages of other origins may read
+EXPOSED = ("x-request-id", "request-id", "retry-after", IGNORED)  # headers that pages of other origins may read
 PAGE = "/page/"  # the files of the page at / (gateway/page_routes.py), which links of other servers may lead to
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+", re.IGNORECASE)

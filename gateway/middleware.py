@@ -24,6 +24,7 @@ from gateway.request_context import SCOPE_KEY, RequestContext, visit_of
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
 from gateway.tracing import caller_of
+from gateway.without_effect import IGNORED
 
 OPEN_TO_ALL = ("/", "/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
 MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
@@ -164,6 +165,8 @@ def _noting(send: Send, context: RequestContext) -> Send:
             context.status = message["status"]
             names = (b"x-request-id", b"request-id") if context.is_anthropic else (b"x-request-id",)
             own = [(name, context.request_id.encode()) for name in names]
+            if context.ignored:
+                own.append((IGNORED.encode(), ", ".join(key.path for key in context.ignored).encode()))
             message["headers"] = [*message.get("headers", []), *own]
         await send(message)
 

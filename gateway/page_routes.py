@@ -53,11 +53,11 @@ def _file(path: Path) -> PageFile:
 def add_page_routes(api: FastAPI, gateway: Gateway) -> None:
     files = page_files()
 
-    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @api.get("/", include_in_schema=False)
     async def index(request: Request) -> Response:
         return _answer(files[INDEX], request)
 
-    @api.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+    @api.get("/page/{name}", include_in_schema=False)
     async def file(request: Request, name: str) -> Response:
         if name not in files:
             raise GatewayError(404, "the page has no such file; / is where it begins")
