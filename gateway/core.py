@@ -130,6 +130,7 @@ class Gateway:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise GatewayError(415, "a compressed body is not read; send it without Content-Encoding")
         context = visit_of(request.scope)
+        message: _Body
         message, context.ignored = await self.aside(context, parse, kind, context.take_body())
         for key in context.ignored:
             if key.path not in self._told:
