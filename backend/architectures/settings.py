@@ -54,7 +54,8 @@ HARMLESS = frozenset(
     use_cache cache_implementation return_dict output_attentions output_hidden_states chunk_size_feed_forward use_flash_attn
     attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
     _flash_attn_2_enabled _experts_implementation fused_qkv fuse_rms_norm fuse_rope fuse_swiglu use_fused_rope use_rmsnorm
-    use_flash_attention use_flash_attention_2 _use_flash_attention_2 output_past tensor_parallel_output attention_softmax_in_fp32 scale_attention_softmax_in_fp32 scale_attn_weights
+    use_flash_attention use_flash_attention_2 _use_flash_attention_2 output_past
+    tensor_parallel_output attention_softmax_in_fp32 scale_attention_softmax_in_fp32 scale_attn_weights
     use_parallel_embedding use_embedding_sharing reorder_and_upcast_attn rescale_every weight_share_add_bias mlp_type
     """.split()
     # Generation: requests bring their own settings, and what ends a text is read beside the families.
