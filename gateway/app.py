@@ -209,8 +209,8 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
 def _answer_head(api: FastAPI) -> None:
     """Answer HEAD wherever GET is answered, with the same headers: the server leaves the body out. Health checks ask so."""
     for route in api.routes:
-        if isinstance(route, Route) and "GET" in (route.methods or ()):
-            route.methods = {*route.methods, "HEAD"}
+        if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 async def _gateway_error(request: Request, error: Exception) -> Response:

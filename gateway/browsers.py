@@ -34,11 +34,15 @@ def fault_of(origins: tuple[str, ...], hosts: tuple[str, ...], has_keys: bool) -
     """What is wrong with the values of --allow-origin and --allow-host; None: nothing."""
     for origin in origins:
         if origin == ANY_ORIGIN and not has_keys:
-            text = "--allow-origin * lets any web page use a server that asks for no key"
-            return f"{text}; give --api-keys FILE, or name the origins"
+            return (
+                "--allow-origin * lets any web page use a server that asks for no key; "
+                "give --api-keys FILE, or name the origins"
+            )
         if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
-            text = f"--allow-origin {origin[:LONGEST_SHOWN]!r} is no origin"
-            return f"{text}; it is SCHEME://NAME or SCHEME://NAME:PORT, without a path"
+            return (
+                f"--allow-origin {origin[:LONGEST_SHOWN]!r} is no origin; it is SCHEME://NAME or SCHEME://NAME:PORT, "
+                "without a path"
+            )
     for host in hosts:
         if not _NAME.fullmatch(host):
             return f"--allow-host {host[:LONGEST_SHOWN]!r} is no name of a server; it is NAME or an address, without a port"

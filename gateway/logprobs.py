@@ -70,16 +70,19 @@ class TextTokens:
             if not self._torn:
                 whole += self._held
                 self._held = []
-        return whole + self._text_in_front() if is_last else whole
+        return whole + self._without_torn() if is_last else whole
 
-    def _text_in_front(self) -> list[msgspec.Raw]:
-        """The first of the held tokens as far as it is text."""
-        if not self._held:
-            return []
-        first, *others = (_decoder.decode(token) for token in self._held)
-        begun = len(self._torn) - sum(len(one.bytes) for one in others)
-        first.bytes = first.bytes[: len(first.bytes) - begun]
-        return [msgspec.Raw(msgspec.json.encode(first))] if first.bytes else []
+    def _without_torn(self) -> list[msgspec.Raw]:
+        """The held tokens as far as they are text."""
+        kept: list[msgspec.Raw] = []
+        torn = len(self._torn)
+        for token in map(_decoder.decode, reversed(self._held)):
+            is_whole, size = not torn, max(0, len(token.bytes) - torn)
+            torn -= len(token.bytes) - size
+            token.bytes = token.bytes[:size]
+            if is_whole or size:
+                kept.append(msgspec.Raw(msgspec.json.encode(token)))
+        return kept[::-1]
 
 
 def _name(token: TopToken) -> str:
