@@ -213,6 +213,11 @@ class Server:
             return None
         return located.why_not()
 
+    def right_url(self, url: str) -> str:
+        """The end of the sentence about an address of this machine at which no Triton answers; empty if no other is known."""
+        located = locate()
+        return "" if located is None else located.instead_of(url)
+
 
 def _prompt(given: str | None) -> str:
     """The given prompt, or the text of standard input if that is `-` or no terminal. Exits if there is neither."""
@@ -279,7 +284,8 @@ def _status(server: Server, client: EverbatchClient, action: Callable[[Everbatch
         return action(client)
     except ClientError as error:
         known = server.why_not(client.url) if error.code in ("UNREACHABLE", "UNAVAILABLE") else None
-        _complain(known or on_the_command_line(explained(error, client.settings)))
+        right = server.right_url(client.url) if error.code in ("UNREACHABLE", "NOT_FOUND") else ""
+        _complain(known or on_the_command_line(explained(error, client.settings)) + right)
         return 1
 
 

@@ -19,6 +19,15 @@ class Located(NamedTuple):
     def url(self, protocol: str | None) -> str:
         return self.http_url if protocol == "http" else self.grpc_url
 
+    def instead_of(self, url: str) -> str:
+        """Where it is, for one who has named another port of its machine; empty for its own addresses and other machines."""
+        found = (self, *self.others)
+        is_known = any(url in (each.grpc_url, each.http_url) for each in found)
+        near = [each for each in found if _host(each.grpc_url) == _host(url)]
+        if is_known or not near:
+            return ""
+        return f"; Triton is at {' or '.join(f'{each.grpc_url}, over HTTP at {each.http_url}' for each in near)}"
+
     def why_not(self) -> str | None:
         """Why it takes no request now; None while it serves."""
         if self.state == "stopping":
@@ -29,6 +38,13 @@ class Located(NamedTuple):
         if self.state == "starting":
             return f"the server at {self.grpc_url} is still starting; try again when it says that it is ready"
         return None
+
+
+def _host(url: str) -> str:
+    """The machine of an address; this one by one name."""
+    host = url.partition("://")[2] or url
+    host = host.rpartition(":")[0]
+    return "127.0.0.1" if host in ("localhost", "[::1]") else host
 
 
 def introduced(located: Located | None, protocol: str | None, model_name: str) -> str:

@@ -91,6 +91,18 @@ def serve_command(
     api_keys: Annotated[
         Path | None, typer.Option(help="File with lines of NAME KEY: that endpoint asks for one of these keys.")
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Web pages of this origin may use that endpoint, as https://chat.example; several."
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Further name of this server, which that endpoint answers to without keys; several."
+        ),
+    ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template for chats, in place of the model's own.")
     ] = None,
@@ -147,6 +159,8 @@ def serve_command(
             openai_port=openai_port,
             openai_host=openai_host,
             api_keys=api_keys,
+            allow_origins=tuple(allow_origin or ()),
+            allow_hosts=tuple(allow_host or ()),
             chat_template=chat_template,
             tool_format=tool_format,
             reasoning_format=reasoning_format,

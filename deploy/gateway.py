@@ -57,7 +57,7 @@ class GatewayOptions:
     `prompt_adapters`: names of such that clients may send there, too. `others`: further models of the server. `metrics_label`:
     what the metrics of the first one's engine call it, where there are several. `api_keys`: the file of keys; None: no key is
     needed. `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its
-    chat template shows.
+    chat template shows. `allow_origins`, `allow_hosts`: see gateway/browsers.py.
     """
 
     port: int
@@ -70,6 +70,8 @@ class GatewayOptions:
     prompt_adapters: tuple[str, ...] = ()
     tool_format: str = AUTO
     reasoning_format: str = AUTO
+    allow_origins: tuple[str, ...] = ()
+    allow_hosts: tuple[str, ...] = ()
 
     def check(self, taken: tuple[int, ...]) -> None:
         """Raise UserError when it could not listen, or lacks what it needs. `taken`: ports that the server is to have."""
@@ -94,6 +96,7 @@ class GatewayOptions:
             )
         self._check_keys()
         self._check_formats()
+        self._check_browsers()
 
     def with_formats_of(self, template: str) -> GatewayOptions:
         """The same with the formats that a chat template shows, where none are given."""
@@ -116,6 +119,14 @@ class GatewayOptions:
         ):
             if name not in (AUTO, *known):
                 raise UserError(f"{flag} {name[:40]!r} is not known; allowed are {AUTO}, {', '.join(known)}")
+
+    def _check_browsers(self) -> None:
+        """Raise UserError for an origin or a name that is none."""
+        if self.allow_origins or self.allow_hosts:
+            from gateway.browsers import fault_of  # here, because the server can do without the package
+
+            if (fault := fault_of(self.allow_origins, self.allow_hosts, self.api_keys is not None)) is not None:
+                raise UserError(fault)
 
     def _check_keys(self) -> None:
         """Raise UserError for a file of keys that the endpoint would not start with."""
@@ -219,6 +230,8 @@ class ServerWithGateway:
             options["--api-keys"] = str(self.options.api_keys.resolve())
         named = [word for name in self.options.names for word in ("--model-name", name)]
         named += [word for name in self.options.adapters for word in ("--lora", name)]
+        named += [f"--allow-origin={origin}" for origin in self.options.allow_origins]
+        named += [f"--allow-host={name}" for name in self.options.allow_hosts]
         named += [
             word for each in self.options.others for word in ("--other-model", msgspec_json.encode(each).decode())
         ]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from backend.api.errors import ConfigError
-from backend.api.gguf import gguf_file, read_header
+from backend.api.gguf import SUFFIX, gguf_file, read_header
 from backend.api.model_files import shown
 from deploy import ROOT
 from deploy.errors import UserError
@@ -39,6 +39,8 @@ def resolve_model(name: str) -> Path:
         return _check_directory(
             path, f"--model {shown(name)} is no checkpoint; a directory with config.json and *.safetensors is needed"
         )
+    if name.endswith(SUFFIX):
+        raise UserError(f"--model {shown(name)}: there is no such file; give the path of a GGUF file")
     if HUB_ID.fullmatch(name):
         return _download(name)
     raise UserError(

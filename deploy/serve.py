@@ -62,6 +62,8 @@ class ServeOptions:
     openai_port: int = 0  # 0: no OpenAI endpoint
     openai_host: str = ""  # "": the same as `host`
     api_keys: Path | None = None
+    allow_origins: tuple[str, ...] = ()  # of web pages that may use the OpenAI endpoint
+    allow_hosts: tuple[str, ...] = ()  # further names that it answers to without keys
     chat_template: Path | None = None
     tool_format: str = "auto"  # how the model writes calls of tools
     reasoning_format: str = "auto"  # how it marks its reasoning
@@ -79,6 +81,8 @@ class ServeOptions:
             self.served_names,
             tool_format=self.tool_format,
             reasoning_format=self.reasoning_format,
+            allow_origins=self.allow_origins,
+            allow_hosts=self.allow_hosts,
         )
 
     @property

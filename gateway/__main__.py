@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from gateway.browsers import fault_of
 from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
@@ -72,6 +73,20 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
     add("--api-keys", type=Path, metavar="FILE", help=f"lines of {FORM}; mode 0600")
+    add(
+        "--allow-origin",
+        dest="allow_origins",
+        action="append",
+        metavar="ORIGIN",
+        help="of web pages that may use the endpoint, such as https://chat.example; may be given several times",
+    )
+    add(
+        "--allow-host",
+        dest="allow_hosts",
+        action="append",
+        metavar="NAME",
+        help="a further name of the server, which it answers to without keys; may be given several times",
+    )
     add("--server-version", default=_DEFAULTS.server_version, metavar="VERSION", help="what /version tells")
     add("--metrics-url", metavar="URL", help="Triton's metrics page, passed on at /metrics")
     for name, kind, help_text in (
@@ -97,7 +112,10 @@ def settings_of(arguments: list[str]) -> Settings:
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
     values["adapters"] = tuple(values["adapters"] or ())
     values["others"] = tuple(values["others"] or ())
-    values["prompt_adapters"] = tuple(values["prompt_adapters"] or ())
+    for key in ("prompt_adapters", "allow_origins", "allow_hosts"):
+        values[key] = tuple(values[key] or ())
+    if (fault := fault_of(values["allow_origins"], values["allow_hosts"], values["api_keys"] is not None)) is not None:
+        flags.error(fault)
     for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
         if same := set(values["model_names"]) & set(values[key]):
             flags.error(f"{min(same)} is the name of a model and of a {kind} adapter; give one of them another name")

@@ -81,6 +81,8 @@ class Outlet:
 
     async def end_of_events(self, data: bytes = b"") -> None:
         """Send the last events; there may be none."""
+        if not self.started:
+            await self.event(b"")
         await self._last([data])
 
     async def json(self, parts: list[bytes]) -> None:
@@ -136,6 +138,9 @@ class Answer(Response):
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":  # of a stream: nothing is asked of the model
+            await Outlet(send).end_of_events()
+            return
         outlet, context = Outlet(send), visit_of(scope)
         self._running.enter(context.namespace, self._choices)
         try:

@@ -150,10 +150,6 @@ class OutputConfig(Wire):
     format: OutputFormat | None = None
 
 
-class UserMetadata(Wire):
-    user_id: Annotated[str, Field(max_length=4096)] | None = None
-
-
 class ClearThinking(Wire):
     """Which reasoning of earlier turns the model sees is the chat template's business."""
 
@@ -180,9 +176,6 @@ class CountTokensRequest(ModelRequest):
     # Known and refused, but for their neutral values.
     speed: Literal["standard"] | None = None
     mcp_servers: Nothing | None = None
-    # Accepted; they change nothing here.
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -196,8 +189,3 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     # Known and refused, but for its neutral value.
     container: None = None
-    # Accepted; they change nothing here.
-    metadata: UserMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    inference_geo: str | None = None
-    diagnostics: dict[str, Any] | None = None

@@ -26,7 +26,7 @@ from gateway.errors import GatewayError, failed, unavailable
 from gateway.interactive import add_interactive_routes
 from gateway.items import LISTED, items_of, listed
 from gateway.loads import add_load_routes
-from gateway.messages import ChatRequest, Completing, CompletionRequest
+from gateway.messages import ChatRequest, CompletionRequest
 from gateway.metrics import add_metrics_route
 from gateway.middleware import Middleware
 from gateway.openapi import answer_of, as_json, body_of, page
@@ -80,6 +80,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_page_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
+    _answer_head(api)
     return Middleware(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters, gateway.requests)
 
 
@@ -102,7 +103,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                chunks = ChatChunks(head, count, wants_usage(message), readers)
+                chunks = ChatChunks(head, count, message.stream_options, readers)
                 await gateway.send_chunks(out, jobs, context, chunks)
             else:
                 replies = await whole(gateway.link, jobs, context)
@@ -122,7 +123,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                chunks = CompletionChunks(head, len(jobs) * count, count, wants_usage(message))
+                chunks = CompletionChunks(head, len(jobs) * count, count, message.stream_options)
                 await gateway.send_chunks(out, jobs, context, chunks)
             else:
                 replies = await whole(gateway.link, jobs, context)
@@ -205,8 +206,11 @@ def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
         return as_json({"status": "ready"})
 
 
-def wants_usage(message: Completing) -> bool:
-    return message.stream_options is not None and bool(message.stream_options.include_usage)
+def _answer_head(api: FastAPI) -> None:
+    """Answer HEAD wherever GET is answered, with the same headers: the server leaves the body out. Health checks ask so."""
+    for route in api.routes:
+        if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 async def _gateway_error(request: Request, error: Exception) -> Response:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
 
 from gateway.errors import GatewayError
+from gateway.logprobs import TextTokens
 from gateway.request_context import RequestContext
 from gateway.resuming import OnWait, nothing, replies
 from gateway.triton_client import Job, Piece, TritonLink, Usage
@@ -25,10 +27,21 @@ async def pieces(
     of them. The order within a choice is kept.
     """
     source = _one(link, jobs[0], on_wait) if len(jobs) == 1 else _merged(link, jobs, on_wait)
+    shown: defaultdict[int, TextTokens] = defaultdict(TextTokens)
     async with aclosing(source):
         async for index, piece in source:
             context.count(piece)
-            yield index * jobs[0].choices + piece.index, piece
+            choice = index * jobs[0].choices + piece.index
+            if piece.logprobs is not None:
+                is_last, ended_by_last = piece.finish_reason is not None, _ended_by_last(jobs[index], piece)
+                piece.logprobs = shown[choice].push(piece.logprobs, is_last, ended_by_last)
+            yield choice, piece
+
+
+def _ended_by_last(job: Job, piece: Piece) -> bool:
+    """True if the last token of a piece has ended the answer and is no part of its text."""
+    ended = isinstance(piece.stop_reason, int) and piece.token_ids[-1:] == [piece.stop_reason]
+    return ended and not job.request.get("include_stop_in_output")
 
 
 async def _one(link: TritonLink, job: Job, on_wait: OnWait) -> AsyncGenerator[tuple[int, Piece], None]:

@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.choices import Reply, total_usage
 from gateway.logprobs import SLICE, TextColumns, chat_columns, columns_of, encoded
+from gateway.messages import StreamOptions
 from gateway.parts import Call, PartReader, Reasoning, whole_answer
 from gateway.triton_client import Piece, Usage
 from gateway.turns import Turns
@@ -122,8 +123,11 @@ class Chunks:
 
     prompt_is_of_choice: bool
 
-    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
-        self._head, self._per_prompt, self._include_usage = head, choices_per_prompt, include_usage
+    def __init__(self, head: Head, choices: int, choices_per_prompt: int, options: StreamOptions | None) -> None:
+        """`options`: whether the usage is told at the end, and whether that so far of a choice is told in each of its events."""
+        self._head, self._per_prompt = head, choices_per_prompt
+        self._include_usage = include_usage = options is not None and bool(options.include_usage)
+        self._tells_progress = options is not None and bool(options.continuous_usage_stats)
         self._usages = [Usage() for _ in range(choices)]
         opening = b"data: " + encode(head.values())[:-1] + b',"choices":[{"index":'
         self._openings = [opening + str(index).encode() + b"," for index in range(choices)]
@@ -134,6 +138,8 @@ class Chunks:
         """The events for one piece, each made when it is asked for; none when it has nothing that a client sees."""
         if piece.usage is not None:
             self._usages[index] = piece.usage
+        elif self._tells_progress:
+            self._count(self._usages[index], piece)
         if self._ids:
             self._ids[index].take(piece)
         for part in self._body(index, piece):
@@ -143,7 +149,16 @@ class Chunks:
 
     def _event(self, index: int, part: bytes) -> bytes:
         of_choice, of_chunk = self._ids[index].fields() if self._ids else (b"", b"")
-        return self._openings[index] + of_choice + part + b"}]" + of_chunk + self._closing
+        closing = self._closing
+        if self._tells_progress:
+            closing = b',"usage":' + encode(total_usage([self._usages[index]], 1)) + b"}\n\n"
+        return self._openings[index] + of_choice + part + b"}]" + of_chunk + closing
+
+    def _count(self, usage: Usage, piece: Piece) -> None:
+        """Add a piece to the usage of its choice so far, which its last piece tells."""
+        usage.completion_tokens += len(piece.token_ids)
+        if piece.prompt is not None:
+            usage.prompt_tokens, usage.cached_tokens = piece.prompt.prompt_tokens, piece.prompt.cached_tokens
 
     def last(self) -> list[bytes]:
         """The events behind those of all choices, but for DONE."""
@@ -164,8 +179,8 @@ class ChatChunks(Chunks):
 
     prompt_is_of_choice = False
 
-    def __init__(self, head: Head, choices: int, include_usage: bool, readers: Sequence[PartReader]) -> None:
-        super().__init__(head, choices, choices, include_usage)
+    def __init__(self, head: Head, choices: int, options: StreamOptions | None, readers: Sequence[PartReader]) -> None:
+        super().__init__(head, choices, choices, options)
         self._greeted = [False] * choices
         self._readers = readers
 
@@ -210,8 +225,8 @@ def _delta(delta: dict[str, Any], tokens: list[msgspec.Raw] | None) -> bytes:
 class CompletionChunks(Chunks):
     prompt_is_of_choice = True
 
-    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
-        super().__init__(head, choices, choices_per_prompt, include_usage)
+    def __init__(self, head: Head, choices: int, choices_per_prompt: int, options: StreamOptions | None) -> None:
+        super().__init__(head, choices, choices_per_prompt, options)
         self._logprobs = [TextColumns() for _ in range(choices)]
 
     def _body(self, index: int, piece: Piece) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -37,11 +38,13 @@ from gateway.settings import Settings, is_loopback
 from gateway.store import Conversation, ResponseStore, Stored
 from gateway.triton_client import Job, Piece, TritonLink
 from gateway.turns import Turns
+from gateway.without_effect import IGNORED
 
 MODEL_LEN_TIMEOUT_S = 2.0
 MOST_NAMED = 20  # models that an error lists
 MOST_VIEWERS = 32  # streams of /everbatch/live at once
 MARGIN_S = 10.0  # the link and the model give up first: they know the reason
+_log = logging.getLogger("everbatch.gateway")
 _Body = TypeVar("_Body", bound=Wire)
 _Message = TypeVar("_Message", bound=ModelRequest)
 _Result = TypeVar("_Result")
@@ -84,6 +87,7 @@ class Gateway:
         self.viewers = Running(Places(MOST_VIEWERS, with_shares=self.keys is not None), "viewers", "watch")
         self.store = ResponseStore(settings.store_count, settings.store_bytes, settings.store_ttl_s)
         self.created = int(time.time())
+        self._told: set[str] = set()  # keys without effect that the log has named
         self._is_private = is_loopback(settings.host)
         self.turns = Turns()
         self._lengths: dict[str, asyncio.Task[int | None]] = {}  # by Triton models
@@ -126,7 +130,15 @@ class Gateway:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise GatewayError(415, "a compressed body is not read; send it without Content-Encoding")
         context = visit_of(request.scope)
-        return await self.aside(context, parse, kind, context.take_body())
+        message: _Body
+        message, context.ignored = await self.aside(context, parse, kind, context.take_body())
+        for key in context.ignored:
+            if key.path not in self._told:
+                self._told.add(key.path)
+                _log.info(
+                    "%s of %s has no effect here; answers name it in the header %s", key.path, key.client, IGNORED
+                )
+        return message
 
     async def aside(self, context: RequestContext, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """The function's result. For a request with a large body it runs in the one thread that is there for this: the event

@@ -10,6 +10,7 @@ from gateway.origin import GuideOrigin
 RETRY_OVERLOAD_S = 1
 RETRY_UNAVAILABLE_S = 2
 
+THREAD_NOT_FOUND = "thread_not_found"  # by which Anthropic's client knows that it has to send the whole conversation
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -136,7 +137,9 @@ def unavailable(message: str) -> GatewayError:
 def anthropic_refusal(error: GatewayError, request_id: str) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error as Anthropic's API has them."""
     status = 529 if isinstance(error, Overloaded) else 504 if error.status == 408 else error.status
-    shown = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": error.message}
+    shown: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": error.message}
+    if error.code == THREAD_NOT_FOUND:
+        shown["details"] = {"error_code": error.code}
     return status, {"type": "error", "error": shown, "request_id": request_id}
 
 

@@ -80,8 +80,10 @@ def form_of(format: Format | None, field: str) -> Form | None:
     match format:
         case None | TextFormat():
             return None
-        case JsonObjectFormat():
+        case JsonObjectFormat(schema_=None):
             return Form({"type": "json"}, GuideOrigin(field))
+        case JsonObjectFormat():
+            return _of_schema(format, f"{field}.schema")
         case JsonSchemaFormat():
             return _of_schema(format.json_schema, f"{field}.json_schema.schema")
         case SchemaFormat():
@@ -89,7 +91,7 @@ def form_of(format: Format | None, field: str) -> Form | None:
     assert_never(format)
 
 
-def _of_schema(schema: JsonSchema, field: str) -> Form:
+def _of_schema(schema: JsonSchema | JsonObjectFormat, field: str) -> Form:
     """Without a schema any JSON object will do."""
     origin = GuideOrigin(field, OF_SCHEMAS)
     if schema.schema_ is None:

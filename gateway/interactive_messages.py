@@ -30,7 +30,6 @@ class InteractiveRequest(Wire):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # no spaces are ever put between them
     seed: Seed | None = None
     adapter_name: Annotated[str, Field(max_length=256)] | None = None
     # Known and refused, but for their neutral values.

@@ -16,6 +16,7 @@ from gateway.bodies import decoded
 from gateway.errors import GatewayError
 from gateway.formats import OLDER_FORMS
 from gateway.messages import Wire
+from gateway.without_effect import Key, keys_of, take_out
 
 LONGEST_VALUE = 80
 _OLDER = "is not served here; use tools and tool_choice of chat completions"
@@ -84,11 +85,14 @@ _BOOLEAN = re.compile(r"(?<=should be )(True|False)$")  # as pydantic writes JSO
 _Message = TypeVar("_Message", bound=Wire)
 
 
-def parse(kind: type[_Message], body: bytes) -> _Message:
-    """The message in a JSON body. Raises GatewayError(400) that names the first thing that is wrong."""
+def parse(kind: type[_Message], body: bytes) -> tuple[_Message, list[Key]]:
+    """The message in a JSON body, and what of it has no effect. Raises GatewayError(400) that names the first thing that is
+    wrong.
+    """
     value = decoded(body)
+    ignored = take_out(kind, value)
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value), ignored
     except pydantic.ValidationError as error:
         found = error.errors(include_url=False)
     raise _refusal(found, _fields_of(kind))
@@ -244,7 +248,9 @@ def _shown(value: Any) -> str:
 @cache  # The schema takes milliseconds to make, and a client with a mistake repeats it.
 def _fields_of(kind: type[pydantic.BaseModel]) -> Fields:
     inner = kind.model_json_schema().get("$defs", {})
-    return Fields(frozenset(kind.model_fields), frozenset(_names_in(inner)), refused_of(kind))
+    own, *further = (keys_of(kind).get(""), *(names for place, names in keys_of(kind).items() if place))
+    names = {*_names_in(inner), *(name for each in further if each is not None for name in each)}
+    return Fields(frozenset(kind.model_fields) | frozenset(own or ()), frozenset(names), refused_of(kind))
 
 
 def refused_of(kind: type[pydantic.BaseModel]) -> dict[str, str]:

@@ -39,8 +39,69 @@ class _ShownToken(TopToken):
 _decoder = msgspec.json.Decoder(TokenLogProb)
 
 
+class _Bytes(msgspec.Struct, gc=False):
+    """Of a token only what it adds to the text."""
+
+    bytes: list[int]
+
+
+_bytes_decoder = msgspec.json.Decoder(_Bytes)
+
+
+class TextTokens:
+    """Those of an answer's tokens that are its text, as they come: all of them together have the bytes of the text.
+
+    The token that ended the answer is none of them, and neither are those that only begin a character. What may turn out to be
+    the beginning of one is held back until it is whole. Of a token with text in front of the beginning of one, which is the
+    last of an answer, the bytes are those of that text.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[msgspec.Raw] = []
+        self._torn = b""  # bytes of the character that the held ones begin
+
+    def push(self, tokens: list[msgspec.Raw], is_last: bool = False, ended_by_last: bool = False) -> list[msgspec.Raw]:
+        """`is_last`: no more follow. `ended_by_last`: the last one is the token that ended the answer."""
+        whole: list[msgspec.Raw] = []
+        for token in tokens[: len(tokens) - ended_by_last]:
+            data = self._torn + bytes(_bytes_decoder.decode(token).bytes)
+            self._torn = data[codecs.utf_8_decode(data, "replace", False)[1] :]
+            self._held.append(token)
+            if not self._torn:
+                whole += self._held
+                self._held = []
+        return whole + self._without_torn() if is_last else whole
+
+    def _without_torn(self) -> list[msgspec.Raw]:
+        """The held tokens as far as they are text."""
+        kept: list[msgspec.Raw] = []
+        torn = len(self._torn)
+        for token in map(_decoder.decode, reversed(self._held)):
+            is_whole, size = not torn, max(0, len(token.bytes) - torn)
+            torn -= len(token.bytes) - size
+            token.bytes = token.bytes[:size]
+            if is_whole or size:
+                kept.append(msgspec.Raw(msgspec.json.encode(token)))
+        return kept[::-1]
+
+
+def _name(token: TopToken) -> str:
+    """Its text; of a piece of a character its bytes, as OpenAI writes them, so that two pieces have two names."""
+    data = bytes(token.bytes)
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data.decode("utf-8", "backslashreplace")
+    return token.token
+
+
+def _named(token: TopToken) -> TopToken:
+    return TopToken(_name(token), token.logprob, token.bytes)
+
+
 def chat_columns(tokens: list[TokenLogProb]) -> Columns:
-    return {"content": [_ShownToken(token.token, token.logprob, token.bytes, token.top) for token in tokens]}
+    shown = (_ShownToken(_name(one), one.logprob, one.bytes, list(map(_named, one.top))) for one in tokens)
+    return {"content": list(shown)}
 
 
 class TextColumns:
@@ -56,7 +117,7 @@ class TextColumns:
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(bytes(token.bytes)))
         return {
-            "tokens": [token.token for token in tokens],
+            "tokens": [_name(token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [_top(token) for token in tokens],
             "text_offset": offsets,
@@ -69,7 +130,7 @@ def _top(token: TokenLogProb) -> dict[str, float] | None:
         return None
     found: dict[str, float] = {}
     for one in (*token.top, token):
-        found.setdefault(one.token, one.logprob or 0.0)
+        found.setdefault(_name(one), one.logprob or 0.0)
     return found
 
 

@@ -41,6 +41,7 @@ Biases = Annotated[
 ]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Budget = Annotated[int, Field(ge=0, lt=1 << 31)]
+NoLimit = Literal[-1]  # of LM Studio and llama.cpp: as many tokens as fit
 Nothing = Annotated[list[Any], Field(max_length=0, fail_fast=True)]
 Empty = Annotated[dict[str, Any], Field(max_length=0)]
 Metadata = Annotated[dict[str, str], Field(max_length=16, fail_fast=True)]
@@ -65,9 +66,10 @@ class TextFormat(Wire):
 
 
 class JsonObjectFormat(Wire):
-    """Any JSON object."""
+    """Any JSON object, or one of the schema, as llama.cpp's clients ask for it."""
 
     type: Literal["json_object"]
+    schema_: Annotated[Tree | None, Field(alias="schema")] = None
 
 
 class JsonSchema(Wire):
@@ -105,7 +107,7 @@ class StructuredOutputs(Wire):
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # accepted, nothing is added
+    continuous_usage_stats: bool | None = None  # vLLM's: every chunk has the usage so far
 
 
 class ModelRequest(Wire):
@@ -120,8 +122,6 @@ class Sampling(ModelRequest):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
-    user: str | None = None
-    metadata: Metadata | None = None
     # vLLM's additions.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -139,12 +139,10 @@ class Sampling(ModelRequest):
 
     # Sent by other servers' clients and routers with every request. Values that would change the answer are refused by name.
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # no spaces are ever put between them
     no_stop_trim: Literal[False] | None = None  # include_stop_str_in_output is the same
     return_hidden_states: Literal[False] | None = None
     separate_reasoning: bool | None = None  # false: the answer's content is the model's text as it is, marks included
     include_reasoning: bool | None = None  # false: the reasoning is left out of the answer
-    stream_reasoning: bool | None = None  # it is streamed in any case
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # there is one: default
 
 
@@ -155,19 +153,24 @@ class Completing(Sampling):
     use_beam_search: bool | None = None  # vLLM's, as the two below
     length_penalty: Annotated[float, Field(ge=-50, le=50)] | None = None
     early_stopping: bool | Literal["never"] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | NoLimit | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | NoLimit | None = None
     min_new_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # LMDeploy's name of min_tokens
     kwargs: Empty | None = None  # LMDeploy's client sends it with every request
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None  # vLLM's: the answer has the ids of its tokens, and of the prompt's
-    store: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's
     guided_json: Tree | Text | None = None  # the same by their older names
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
+
+
+class ThinkingSwitch(Wire):
+    """Reasoning on or off, as the APIs of DeepSeek, GLM and Kimi have it; `enable_thinking` by another name."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class Thinking(Wire):
@@ -252,6 +255,7 @@ class ChatRequest(Completing, Thinking):
     continue_final_message: bool | None = None
     chat_template_kwargs: Tree | None = None
     enable_thinking: bool | None = None  # the variable of Qwen's templates, as its API has it
+    thinking: ThinkingSwitch | None = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     # Known and refused, but for their neutral values.
@@ -262,10 +266,6 @@ class ChatRequest(Completing, Thinking):
     prediction: None = None
     web_search_options: None = None
     parallel_tool_calls: bool | None = None
-    # Accepted; they change nothing here.
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
 
 Prompt = (
@@ -282,8 +282,10 @@ class CompletionRequest(Completing):
     """POST /v1/completions"""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0 with echo: only the prompt is scored
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | NoLimit | None = (
+        None  # 0 with echo: only the prompt is scored
+    )
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | NoLimit | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None

@@ -1,4 +1,5 @@
-"""Middleware that every request passes first: authentication, limits of size and number, and one line in the log.
+"""Middleware that every request passes first: walls against web pages, authentication, limits of size and number, and one
+line in the log.
 
 Neither a key nor any text of a prompt or a reply is ever logged: of a failure only its kind and its place are.
 """
@@ -14,19 +15,20 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.browsers import PAGE, Wall, with_cors
 from gateway.counters import Counters
 from gateway.errors import GatewayError, failed, overloaded, too_many_of_one
 from gateway.keys import Client, Keys
 from gateway.places import Places
-from gateway.request_context import SCOPE_KEY, RequestContext
+from gateway.request_context import SCOPE_KEY, RequestContext, visit_of
 from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
 from gateway.tracing import caller_of
+from gateway.without_effect import IGNORED
 
 OPEN_TO_ALL = ("/", "/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
 MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
 ANTHROPIC_VERSION = "anthropic-version"
-PAGE = "/page/"  # the files of the page at /, open as well (gateway/page_routes.py)
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
 NO_KEY = "there is no API key; send the header Authorization: Bearer KEY, or x-api-key: KEY"
 WRONG_KEY = "the API key is none of this server's; send one of its file of API keys"
@@ -47,6 +49,8 @@ class Middleware:
     ) -> None:
         self._app, self._names, self._settings, self._keys = app, names, settings, keys
         self._counters, self._places = counters, places
+        self._wall = Wall(settings)
+        self._behind_wall = with_cors(self._answer, settings.allow_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,18 +60,29 @@ class Middleware:
         scope[SCOPE_KEY] = context
         began = time.perf_counter()
         try:
-            await self._answer(scope, receive, _noting(send, context), context)
+            await self._check(scope, receive, _noting(send, context))
         finally:
             if context.admitted:
                 self._places.give_back(context.namespace)
             self._note(scope, context, time.perf_counter() - began)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what pages of other servers may not send, and pass on the rest."""
+        context, headers = visit_of(scope), Headers(scope=scope)
+        context.is_anthropic = scope["path"].startswith(MESSAGES) or ANTHROPIC_VERSION in headers
+        try:
+            self._wall.check(scope)
+        except GatewayError as error:
+            await _refuse(send, context, error)
+        else:
+            await self._behind_wall(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = visit_of(scope)
         try:
             headers = Headers(scope=scope)
             is_open = scope["path"] in OPEN_TO_ALL or scope["path"].startswith(PAGE)
             context.caller = caller_of(headers)
-            context.is_anthropic = scope["path"].startswith(MESSAGES) or ANTHROPIC_VERSION in headers
             context.is_forwarded = any(name in headers for name in OF_PROXIES)
             if self._keys is not None and not is_open:
                 context.client = _client(headers, self._keys)
@@ -150,6 +165,8 @@ def _noting(send: Send, context: RequestContext) -> Send:
             context.status = message["status"]
             names = (b"x-request-id", b"request-id") if context.is_anthropic else (b"x-request-id",)
             own = [(name, context.request_id.encode()) for name in names]
+            if context.ignored:
+                own.append((IGNORED.encode(), ", ".join(key.path for key in context.ignored).encode()))
             message["headers"] = [*message.get("headers", []), *own]
         await send(message)
 

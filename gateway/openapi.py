@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.interactive_messages import EncodeRequest, InteractiveRequest
-from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter, Wire
 from gateway.middleware import OPEN_TO_ALL
 from gateway.outputs import ErrorBody
 from gateway.response_messages import (
@@ -24,9 +24,10 @@ from gateway.response_messages import (
 )
 from gateway.token_messages import DetokenizeRequest, TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
+from gateway.without_effect import keys_of, schema_of
 
 REFERENCE = "#/components/schemas/{model}"
-_REQUESTS: tuple[type[BaseModel], ...] = (
+_REQUESTS: tuple[type[Wire], ...] = (
     ChatRequest,
     CompletionRequest,
     ResponseRequest,
@@ -84,6 +85,9 @@ def page(app: FastAPI, keys_are_asked_for: bool) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     _, definitions = models_json_schema([(kind, "validation") for kind in _REQUESTS], ref_template=REFERENCE)
     schemas.update(definitions.get("$defs", {}))
+    for kind in _REQUESTS:
+        for key in keys_of(kind).get("", {}).values():
+            schemas[kind.__name__]["properties"][key.name] = schema_of(key)
     if keys_are_asked_for:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]

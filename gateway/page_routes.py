@@ -53,11 +53,11 @@ def _file(path: Path) -> PageFile:
 def add_page_routes(api: FastAPI, gateway: Gateway) -> None:
     files = page_files()
 
-    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @api.get("/", include_in_schema=False)
     async def index(request: Request) -> Response:
         return _answer(files[INDEX], request)
 
-    @api.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+    @api.get("/page/{name}", include_in_schema=False)
     async def file(request: Request, name: str) -> Response:
         if name not in files:
             raise GatewayError(404, "the page has no such file; / is where it begins")
@@ -66,7 +66,6 @@ def add_page_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/everbatch/live", include_in_schema=False)
     async def live(request: Request, hz: str = str(USUAL_HZ)) -> Response:
         gateway.check_right(READ_METRICS, visit_of(request.scope))
-        _check_site(request)
         rate, longest_s = rate_of(hz), gateway.settings.request_timeout_s
 
         async def work(out: Outlet) -> None:
@@ -80,15 +79,6 @@ def add_page_routes(api: FastAPI, gateway: Gateway) -> None:
             await out.end_of_events()
 
         return Answer(work, gateway.viewers, 1, longest_s + MARGIN_S, away_event)
-
-
-def _check_site(request: Request) -> None:
-    """Raise GatewayError(403) for a browser that is sent here by a page of another server. That page could read nothing, but it
-    would have the engine asked, and take the places of viewers.
-    """
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        text = "a page of another server may not watch this one; open / of this server"
-        raise GatewayError(403, text, code="permission_denied")
 
 
 def _answer(file: PageFile, request: Request) -> Response:

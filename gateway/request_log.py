@@ -41,7 +41,7 @@ def log_request(scope: Scope, route: str, context: RequestContext, seconds: floa
     """Write the line; `route` is one that is declared, or a masked path."""
     fields: dict[str, Any] = {
         "event": "http_request",
-        "method": scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "OTHER",
+        "method": scope["method"] if scope["method"] in ("GET", "HEAD", "POST", "DELETE") else "OTHER",
         "route": route,
         "status": context.status or None,
         "total_ms": round(seconds * 1000, 3),

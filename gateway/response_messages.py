@@ -15,6 +15,7 @@ from gateway.messages import (
     JsonSchema,
     Metadata,
     ModelRequest,
+    NoLimit,
     Sampling,
     StreamOptions,
     Text,
@@ -186,15 +187,13 @@ class ResponseRequest(Asking, Thinking, Sampling):
     """POST /v1/responses"""
 
     store: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | NoLimit | None = None
     stream_options: StreamOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     # Known and refused, but for their neutral values.
     background: Literal[False] | None = None
     prompt: None = None
-    # Accepted; they change nothing here.
-    max_tool_calls: int | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    # They come back with the answer.
+    user: str | None = None
+    metadata: Metadata | None = None

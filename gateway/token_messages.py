@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.messages import ChatMessage, ModelRequest, Text, TokenIds, Tool, Tree
 
@@ -34,6 +34,15 @@ class TokenizeBody(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: None
+
+
+class TokenizerInfo(BaseModel):
+    """With the tokens that it has names for, such as `eos_token`, and the `chat_template`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    model_max_length: int
 
 
 class DetokenizeBody(BaseModel):

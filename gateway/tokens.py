@@ -13,11 +13,12 @@ from gateway.answers import Answer, Outlet
 from gateway.core import Gateway
 from gateway.errors import GatewayError
 from gateway.messages import ChatRequest, ModelRequest
-from gateway.openapi import answer_of, body_of
+from gateway.openapi import answer_of, as_json, body_of
 from gateway.request_context import RequestContext, visit_of
-from gateway.token_messages import DetokenizeBody, DetokenizeRequest, TokenizeBody, TokenizeRequest
+from gateway.token_messages import DetokenizeBody, DetokenizeRequest, TokenizeBody, TokenizeRequest, TokenizerInfo
 from gateway.triton_client import Piece
 
+_CLASS = "PreTrainedTokenizerFast"  # what every tokenizer here can be read as
 _OF_CHATS = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -33,6 +34,20 @@ def add_token_routes(api: FastAPI, gateway: Gateway) -> None:
         message, context = await gateway.read(DetokenizeRequest, request), visit_of(request.scope)
         asked = translate.Asked({"prompt_token_ids": message.tokens, "echo": True, "tokenize": True}, None)
         return _answer(gateway, asked, context, message, lambda piece: {"prompt": piece.text})
+
+    @api.get("/tokenizer_info", responses=answer_of(TokenizerInfo))
+    async def tokenizer_info(request: Request, model: str = "") -> Response:
+        context = visit_of(request.scope)
+        name = model or next(iter(gateway.models(context.client)), "")
+        gateway.check_model(name, context.client)
+        asked = translate.Asked({"prompt_token_ids": [0], "tokenize": True, "tell_tokenizer": True}, None)
+        (job,) = gateway.jobs([asked], context, name)
+        return as_json(_info(await gateway.tokens_of(job)))
+
+
+def _info(piece: Piece) -> dict[str, Any]:
+    """As vLLM has it, with the names of tokenizer_config.json."""
+    return {"tokenizer_class": _CLASS, "model_max_length": piece.max_model_len, **(piece.tokenizer or {})}
 
 
 def tokenizing(message: TokenizeRequest) -> translate.Asked:

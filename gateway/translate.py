@@ -18,6 +18,7 @@ _SAME_NAME = (
     *("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "bad_words"),
     *("stop_token_ids", "presence_penalty", "frequency_penalty", "logit_bias"),
 )
+NO_LIMIT = -1  # of max_tokens
 _OF_BEAMS = ("use_beam_search", "length_penalty", "early_stopping")
 
 
@@ -68,9 +69,20 @@ def _rendering(message: ChatRequest) -> dict[str, Any]:
     if message.continue_final_message:
         request["continue_final_message"] = True
     variables = _template_variables(
-        message.chat_template_kwargs, message.reasoning_effort, message.verbosity, message.enable_thinking
+        message.chat_template_kwargs, message.reasoning_effort, message.verbosity, _thinks(message)
     )
     return request | variables
+
+
+def _thinks(message: ChatRequest) -> bool | None:
+    """Whether the model is to reason, where that is said. Raises GatewayError for two names that differ."""
+    if message.thinking is None:
+        return message.enable_thinking
+    is_on = message.thinking.type == "enabled"
+    if message.enable_thinking not in (None, is_on):
+        text = "thinking and enable_thinking mean the same and differ; send one of them"
+        raise GatewayError(400, text, "thinking", "invalid_value")
+    return is_on
 
 
 def _template_variables(
@@ -99,8 +111,9 @@ def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
 def completions(message: CompletionRequest) -> list[Asked]:
     """One request for each prompt, for all its choices."""
     _check_stream_options(message)
-    common = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling(message), **_limits(message)}
-    common |= {**_choices(message), **_told(message)}
+    common = {**sampling(message), **_limits(message), **_choices(message), **_told(message)}
+    if message.max_tokens is None and message.max_completion_tokens is None:
+        common["max_tokens"] = DEFAULT_COMPLETION_TOKENS
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of
     if message.logprobs is not None:
@@ -123,7 +136,7 @@ def _limits(message: Completing) -> dict[str, Any]:
             raise GatewayError(400, text, name, "invalid_value")
         if given:
             found[name] = given.pop()
-    return found
+    return {name: value for name, value in found.items() if value != NO_LIMIT}
 
 
 def _choices(message: Completing) -> dict[str, Any]:
@@ -133,8 +146,11 @@ def _choices(message: Completing) -> dict[str, Any]:
 
 
 def _told(message: Completing) -> dict[str, Any]:
-    """The request for the ids of the prompt, which come with the first piece of each choice."""
-    return {"tell_prompt": "token_ids"} if message.return_token_ids else {}
+    """The request for facts of the prompt, its ids or their number, which come with the first piece of each choice."""
+    if message.return_token_ids:
+        return {"tell_prompt": "token_ids"}
+    options = message.stream_options
+    return {"tell_prompt": "counts"} if options is not None and options.continuous_usage_stats else {}
 
 
 def replies_generated(message: Completing) -> int:
@@ -157,12 +173,13 @@ def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
 
 def response(message: ResponseRequest, earlier: list[Item], items: list[Item], dialect: Dialect = DEFAULT) -> Asked:
     """The one request of /v1/responses. `earlier`: what previous_response_id stands for; `items`: its own input."""
-    if message.stream_options is not None and message.stream_options.include_usage is not None:
-        text = "stream_options.include_usage belongs to chat completions; the last event has the usage anyway"
-        raise GatewayError(400, text, "stream_options.include_usage", "unknown_parameter")
+    for name in ("include_usage", "continuous_usage_stats"):
+        if message.stream_options is not None and getattr(message.stream_options, name) is not None:
+            text = f"stream_options.{name} belongs to chat completions; the last event has the usage anyway"
+            raise GatewayError(400, text, f"stream_options.{name}", "unknown_parameter")
     _check_stream_options(message)
     request = {**asked_input(message, earlier, items), **sampling(message), **dialect.fields(message)}
-    if message.max_output_tokens is not None:
+    if message.max_output_tokens not in (None, NO_LIMIT):
         request["max_tokens"] = message.max_output_tokens
     if message.top_logprobs or LOGPROBS in (message.include or []):
         request["logprobs"] = message.top_logprobs or 0

@@ -15,7 +15,6 @@ class EmbeddingRequest(ModelRequest):
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    user: str | None = None  # accepted, changes nothing
 
 
 class Document(Wire):
@@ -30,4 +29,3 @@ class RerankRequest(ModelRequest):
     top_n: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     return_documents: bool | None = None
     instruction: Text | None = None
-    user: str | None = None  # accepted, changes nothing

@@ -38,19 +38,24 @@ HARMLESS = frozenset(
     trust_remote_code tokenizer_class processor_class model_max_length max_seq_len max_length_in_training seq_length language
     license base_model finetuning_task task_specific_params problem_type id2label label2id num_labels custom_pipelines
     dtype torch_dtype use_bfloat16 fp16 bf16 fp32 quantization_config compression_config gguf
+    _model_name_or_path model_name model_name_or_path base_model_name_or_path base_model_revision parent_model
+    parent_model_name revision tokenizer_name tokenizer_file is_llama_config unsloth_fixed max_sequence_length
     """.split()
     # Training.
     + """
     initializer_range initializer_factor initializer_cutoff_factor init_method init_std use_mup gradient_checkpointing
     use_liger_kernel label_smoothing z_loss z_loss_coefficient aux_loss_alpha router_aux_loss_coef router_z_loss_coef
     output_router_logits tf_legacy_loss torchscript pretraining_tp embd_pdrop resid_pdrop attn_pdrop upcast_lm_head
+    neftune_noise_alpha gradient_checkpointing_kwargs summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout
     """.split()
     # How transformers runs it, which gives the same results up to rounding.
     + """
     use_cache cache_implementation return_dict output_attentions output_hidden_states chunk_size_feed_forward use_flash_attn
     attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
     _flash_attn_2_enabled _experts_implementation fused_qkv fuse_rms_norm fuse_rope fuse_swiglu use_fused_rope use_rmsnorm
-    use_flash_attention tensor_parallel_output attention_softmax_in_fp32 scale_attention_softmax_in_fp32 scale_attn_weights
+    use_flash_attention use_flash_attention_2 _use_flash_attention_2 output_past
+    tensor_parallel_output attention_softmax_in_fp32 scale_attention_softmax_in_fp32 scale_attn_weights
     use_parallel_embedding use_embedding_sharing reorder_and_upcast_attn rescale_every weight_share_add_bias mlp_type
     """.split()
     # Generation: requests bring their own settings, and what ends a text is read beside the families.
@@ -59,7 +64,12 @@ HARMLESS = frozenset(
     top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
     num_return_sequences output_scores return_dict_in_generate bad_words_ids suppress_tokens begin_suppress_tokens
     exponential_decay_length_penalty remove_invalid_values prefix generation_config eos_token pad_token bos_token
-    is_decoder classifier_activation keys_to_ignore_at_inference
+    is_decoder classifier_activation keys_to_ignore_at_inference min_new_tokens max_time stop_strings use_mtp cache_config
+    max_cache_len top_h epsilon_cutoff eta_cutoff encoder_repetition_penalty renormalize_logits sequence_bias token_healing
+    guidance_scale watermarking_config output_logits is_assistant num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit
+    assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type compile_config disable_compile
+    continuous_batching_config low_memory penalty_alpha dola_layers constraints force_words_ids prefill_chunk_size
     """.split()
     # The tensors show if a projection has a bias.
     + ["attention_bias", "mlp_bias", "lm_head_bias", "qkv_bias", "use_bias"]

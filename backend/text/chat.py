@@ -46,6 +46,7 @@ class ChatTemplate:
         the template for requests with tools, where the model has one of its own for them. `make_renderer`: makes what
         renders, here or elsewhere.
         """
+        self.source = source
         self._max_messages = max_messages
         self._max_chars = max_chars
         self._has = (source is not None, tools_source is not None or source is not None)  # without tools, and with them

@@ -61,6 +61,9 @@ class Stage:
         """The stream is over: return what was held back."""
         return ()
 
+    def drop_incomplete(self) -> None:
+        """Forget the bytes of a character whose end has not come."""
+
 
 class PerToken(Stage):
     """A decoder that maps each token by itself, though perhaps the first one differently. It asks the library once per token."""
@@ -115,6 +118,9 @@ class BytesOfTokens(Stage):
         self._pending = data[used:]
         return (text,)
 
+    def drop_incomplete(self) -> None:
+        self._pending = b""
+
     def finish(self) -> Iterable[str]:
         text = self._pending.decode("utf-8", "replace")
         self._pending = b""
@@ -149,6 +155,9 @@ class ByteRuns(Stage):
             self._run.append(byte)
             return ()
         return (*self.finish(), token) if self._run else (token,)
+
+    def drop_incomplete(self) -> None:
+        del self._run[codecs.utf_8_decode(self._run, "replace", False)[1] :]
 
     def finish(self) -> Iterable[str]:
         run, self._run = self._run, bytearray()
@@ -271,6 +280,10 @@ class DecodePipeline:
             tokens = [out for each in tokens for out in stage.push(each)]
             tokens.extend(stage.finish())
         return "".join(tokens)
+
+    def drop_incomplete(self) -> None:
+        for stage in self._stages:
+            stage.drop_incomplete()
 
     def copy(self) -> DecodePipeline:
         return DecodePipeline([copy.copy(stage) for stage in self._stages])

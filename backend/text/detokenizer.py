@@ -49,8 +49,12 @@ class IncrementalDetokenizer:
         """Take in output tokens, and return the text that has become final, which may be empty."""
         return self._without_prompt("".join([self._feed(token_id) for token_id in ids]))
 
-    def flush(self) -> str:
-        """The output is over: return the rest. Nothing may be pushed afterwards."""
+    def flush(self, in_characters: bool = False) -> str:
+        """The output is over: return the rest. Nothing may be pushed afterwards. With `in_characters` the bytes of a character
+        that the output only begins are no text; else the full text has U+FFFD for them.
+        """
+        if in_characters:
+            self._pipeline.drop_incomplete()
         return self._without_prompt(self._pipeline.finish())
 
     def peek(self) -> str:

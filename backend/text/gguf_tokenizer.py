@@ -12,6 +12,7 @@ does not know the name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from backend.api.gguf import AGAIN, CONTROL, GgufHeader, TokenId
 from backend.api.model_files import shown
 
 PREFIX = "tokenizer.ggml."
+_log = logging.getLogger("everbatch.text")
 MAX_ADDED_TOKENS = 20_000
 MAX_PIECE = 512  # characters of a token of SentencePiece's: all ways to cut it in two are looked at
 UNKNOWN, USER_DEFINED = 2, 4
@@ -122,7 +124,14 @@ def _tokens(header: GgufHeader) -> _Tokens:
 
 
 def _byte_level(header: GgufHeader, tokens: _Tokens) -> tuple[Tokenizer, bool]:
-    name = header.get(PREFIX + "pre", str) or "default"
+    name = header.get(PREFIX + "pre", str)
+    if not name:
+        _log.warning(
+            "%s has no %spre, which says how text is cut into words: the default is taken, and prompts may become other tokens "
+            "than in training; convert the model again, or serve its Hugging Face checkpoint",
+            *(header.name, PREFIX),
+        )
+        name = "default"
     if name not in PRE_TOKENIZERS:
         raise ConfigError(
             f"{header.name}: {PREFIX}pre {shown(name)} is not supported; supported are {', '.join(PRE_TOKENIZERS)}: serve the "

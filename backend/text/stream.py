@@ -67,10 +67,12 @@ class TextStream:
         return self._delta("".join(parts))
 
     def flush(self) -> TextDelta:
-        """The output is over: return the rest of the text. Nothing may be pushed afterwards."""
+        """The output is over: return the rest of the text, which does not end inside a character where the tokens do. Nothing
+        may be pushed afterwards.
+        """
         if self._num_kept is not None:
             return self._delta("")
-        text = self._take(self._detokenizer.flush())
+        text = self._take(self._detokenizer.flush(in_characters=True))
         return self._delta(text + self._matcher.flush())
 
     def num_tokens_of(self, text: str) -> int:

@@ -40,7 +40,7 @@ class TokenTexts:
 
     def flush(self) -> str:
         """The output is over: the text of its last tokens that was still held back. Nothing may be pushed afterwards."""
-        return self._detokenizer.flush()
+        return self._detokenizer.flush(in_characters=True)
 
     def _token(self, token_id: int, text: str) -> TokenText:
         return TokenText(text, self.bytes_of(token_id, text))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -77,7 +78,7 @@ def core_request(
         max_tokens=max(1, model.max_seq_len - num_prompt) if max_tokens is None else max_tokens,
         streaming=request.streaming or _has_to_be_watched(params, tokenizer),
         return_all_generated_tokens=params.use_beam_search,
-        sampling_config=sampling_config(params),
+        sampling_config=sampling_config(params, request.disaggregated_params is not None),
         output_config=output_config(params),
         end_ids=end_ids(params, tokenizer, model),
         stop_words=[ids for _, ids in stop_words(params, tokenizer)],
@@ -114,14 +115,18 @@ def _phase(params: DisaggregatedParams | None) -> dict[str, Any]:
     return {"kv_state": params.opaque_state or b""} if params.request_type == "generation_only" else {}
 
 
-def sampling_config(params: SamplingParams) -> SamplingConfig:
-    """Beams only with `use_beam_search`; otherwise `best_of` sequences are sampled."""
+def sampling_config(params: SamplingParams, is_phase: bool = False) -> SamplingConfig:
+    """Beams only with `use_beam_search`; otherwise `best_of` sequences are sampled. A request that samples without a seed gets a
+    random one, unless it `is_phase`: the second engine samples the first tokens again.
+    """
     sent = [field.name for field in _SAME_NAME if not (params.is_greedy and field.asks_for_sampling)]
     fields: dict[str, Any] = {name: value for name in sent if (value := getattr(params, name)) is not None}
     if params.use_beam_search:
         fields |= {"beam_width": params.num_sequences, "num_return_sequences": params.n}
     elif params.num_sequences > 1:
         fields["num_return_sequences"] = params.num_sequences
+    if params.seed is None and not (params.is_greedy or params.use_beam_search or is_phase):
+        fields["seed"] = secrets.randbits(63)
     return SamplingConfig(**fields, logit_bias=_logit_bias(params.embedding_bias))
 
 

@@ -64,7 +64,15 @@ ROOT_ARROWS = {
     "kernels": set(),
     "client": set(),
     "gateway": set(),
-    "deploy": {"backend.api", "backend.architectures", "backend.text", "client", "gateway.detected", "gateway.keys"},
+    "deploy": {
+        "backend.api",
+        "backend.architectures",
+        "backend.text",
+        "client",
+        "gateway.browsers",
+        "gateway.detected",
+        "gateway.keys",
+    },
     "model_repository": {"backend.serving"},
 }
 ADAPTERS = ("backends", "profiles")  # directories of deploy/ with files for Triton's stubs

@@ -255,6 +255,15 @@ def test_a_server_that_stops_or_starts_is_not_called_absent(
     assert "no server answers at 127.0.0.1:10" in other.stderr, "what is known is of another address"
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:10", "http://localhost:10", "[::1]:10"])
+def test_who_names_the_wrong_port_of_this_machine_is_told_the_right_one(located: Callable[..., None], url: str) -> None:
+    located("127.0.0.1:9", "http://127.0.0.1:8")
+    sentence = "; Triton is at 127.0.0.1:9, over HTTP at http://127.0.0.1:8"
+    assert sentence in run("generate", "x", "--quiet", "--url", url).stderr
+    assert "Triton is at" not in run("generate", "x", "--quiet", "--url", "127.0.0.1:9").stderr
+    assert Located("127.0.0.1:9", "http://127.0.0.1:8", "m").instead_of("10.0.0.7:10") == "", "of another machine"
+
+
 def test_to_ignore_the_end_of_a_text_is_to_have_no_token_that_ends_it() -> None:
     with http_server(ANSWER) as server:
         run("generate", "x", "--url", server.url, "--ignore-eos")

@@ -42,6 +42,9 @@ def test_a_directory_is_found_before_a_hub_is_asked(directory: Path, name: str) 
     "name, tells",
     [
         ("nothing", "there is no such directory"),
+        ("model.gguf", "there is no such file; give the path of a GGUF file"),
+        ("owner/model.gguf", "there is no such file"),
+        ("/a/b/model-Q4_K.gguf", "there is no such file"),
         ("../owner/none", "there is no such directory"),
         ("owner/..", "owner/.. is no checkpoint"),
         ("other/..", "there is no such directory"),

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from backend.api.output_limits import NO_HEAD
 from backend.models.loader import DEFAULT_MODEL
+from backend.text.tokenizer import Tokenizer as TextTokenizer
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import everything_is_answered, serve
 from tests.e2e.embedding_models import write_modules
@@ -26,6 +27,7 @@ from tests.gateway.conftest import Served, serving
 from tests.hosted.encoders import hidden_states, save_encoder, tiny_encoder
 from tests.hosted.test_sentence_encoders import write_tokenizer
 from tests.hosted.tiny import save, tiny_model
+from tests.text.random_sequences import text_in_characters
 
 MODEL = "everbatch"
 SESSION = 1 << 40
@@ -103,8 +105,8 @@ def test_requests_in_a_crowd_have_the_tokens_that_they_have_alone(
 def test_openais_client_gets_the_same_text_before_and_after_an_eviction(
     mixture_server: TritonServer, mixtral: PreTrainedModel, client: openai.OpenAI
 ) -> None:
-    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
-    expected = tokenizer.decode(greedy(mixtral, PROMPT, 16))
+    tokenizer = TextTokenizer.from_directory(DEFAULT_MODEL)
+    expected = text_in_characters(tokenizer, [], greedy(mixtral, PROMPT, 16), True)
 
     def whole() -> str:
         return client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=16, temperature=0).choices[0].text

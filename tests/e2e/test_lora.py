@@ -27,6 +27,7 @@ from tests.e2e.vllm_client import ask, request, text_of
 from tests.e2e.wire import Stream, TokenClient, to_input
 from tests.gateway.conftest import Served, serving
 from tests.model.adapters import PeftOracle, as_rows, make_adapter
+from tests.text.random_sequences import text_in_characters
 
 MODEL = ROOT / "models" / "default"
 PROMPT, NUM_TOKENS = "def main(", 24
@@ -54,7 +55,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     named: dict[str | None, Path | None] = {None: None, **directories}
     tokens = {name: PeftOracle(MODEL, path).greedy(prompt, NUM_TOKENS) for name, path in named.items()}
     assert len({tuple(ids) for ids in tokens.values()}) == 3, "no adapter does the same as another one, or none"
-    return Adapters(directories, tokens, {name: tokenizer.decode(ids) for name, ids in tokens.items()})
+    return Adapters(
+        directories, tokens, {name: text_in_characters(tokenizer, [], ids, True) for name, ids in tokens.items()}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ class Served:
         found = {name.lower(): value for name, value in response.getheaders()}
         connection.close()
         is_json = found.get("content-type", "").startswith("application/json")
-        return response.status, json.loads(text) if is_json else text, found
+        return response.status, json.loads(text) if is_json and text else text, found
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)

@@ -34,6 +34,7 @@ ENDS = {
     "full": "length",
     "stopped": "stop",
 }  # commands that only end the reply, and its finish_reason
+TOKENIZER = {"eos_token": "</s>", "chat_template": "{{ messages }}"}
 PROMPT_IDS = [11, 12, 13, 14, 15, 16, 17]
 KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
@@ -52,7 +53,7 @@ KEYS = {
     ),
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt"),
+    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt", "tell_tokenizer"),
 }
 
 
@@ -194,10 +195,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):
+            tokenizer = {"tokenizer": TOKENIZER} if seen.body.get("tell_tokenizer") else {}
             seen.words[0] = 0
             ids = seen.body.get("prompt_token_ids", [7, 8, 9])
             text = "its text" if seen.body.get("echo") else ""
-            yield response(seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, "max_model_len": 2048}])
+            yield response(
+                seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, "max_model_len": 2048, **tokenizer}]
+            )
             return
         if {"load_adapter", "unload_adapter", "list_adapters", "look"} & seen.body.keys():
             yield self._obey(seen)

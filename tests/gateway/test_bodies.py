@@ -39,7 +39,7 @@ HOSTILE: list[tuple[type[Sampling], dict[str, Any], str]] = [
         {**COMPLETION, "logit_bias": dict.fromkeys(map(str, range(MANY)), "x")},
         "logit_bias.0 is 'x';",
     ),
-    (CompletionRequest, {**COMPLETION, "metadata": KEYS}, "metadata.k0 is 1; it should be a text"),
+    (ResponseRequest, {**RESPONSE, "metadata": KEYS}, "metadata.k0 is 1; it should be a text"),
     (CompletionRequest, {**COMPLETION, "prompt": [None] * MANY}, "prompt[0] is null; it should be a text"),
     (CompletionRequest, {**COMPLETION, "structured_outputs": KEYS}, "structured_outputs is an object; it should have"),
     (ChatRequest, {**CHAT, "messages": [KEYS] * 20}, "messages[0] is an object; it should have at most 100 keys"),

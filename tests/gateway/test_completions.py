@@ -138,9 +138,10 @@ def test_echo_without_logprobs_asks_for_no_scores(stream: bool, served: Served, 
 
 
 def test_of_tokens_with_the_same_text_the_likeliest_is_told() -> None:
-    """lm-eval takes an answer for greedy when no other log-probability is greater: halves of characters have no text."""
-    token = TokenLogProb("", -3.0, [0xF0], [TopToken("", -0.5, [0xE2]), TopToken("a", -1.0, [97])])
-    assert TextColumns()([token])["top_logprobs"] == [{"": -0.5, "a": -1.0}]
+    """lm-eval takes an answer for greedy when no other log-probability is greater: pieces of characters differ by their bytes."""
+    others = [TopToken("", -0.5, [0xE2]), TopToken("a", -1.0, [97]), TopToken("a", -2.0, [97])]
+    token = TokenLogProb("", -3.0, [0xF0], others)
+    assert TextColumns()([token])["top_logprobs"] == [{"\\xe2": -0.5, "a": -1.0, "\\xf0": -3.0}]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,7 +17,7 @@ from tests.gateway.test_keys import ALICE, LINES, Serve, keyed, write
 from tests.gateway.test_limits import COMPLETION, connect, post
 
 BODY = json.dumps(COMPLETION).encode()
-HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{}\r\n"
+HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{}\r\n"
 
 
 def answer(sock: socket.socket) -> bytes:
@@ -56,17 +56,17 @@ def test_half_bodies_of_strangers_take_no_places(path: str, serve: Serve, tmp_pa
 
 def test_health_with_half_a_body_is_answered_and_the_connection_ends(served: Served) -> None:
     with connect(served) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nhalf")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nhalf")
         assert status(answer(sock)) == 200
 
 
 def test_what_comes_behind_an_early_answer_is_no_request(served: Served) -> None:
     """The rest of the body, and a request that stands behind it."""
     with connect(served) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nhalf")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nhalf")
         assert status(answer(sock)) == 200
         before = served.gateway.counters.requests.copy()
-        sock.sendall(b"a body" + b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock.sendall(b"a body" + b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert served.request("GET", "/health")[0] == 200
     added = served.gateway.counters.requests - before
     assert not any(route == "/v1/models" for route, _ in added), added
@@ -89,7 +89,7 @@ def test_a_head_that_does_not_come_in_time_ends_the_connection(
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     with connect(served) as sock:
         if second:
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 200 " in sock.recv(1000)
         sock.sendall(sent)
         assert answer(sock).count(b"HTTP/1.1") == 0
@@ -120,7 +120,7 @@ def test_a_body_whose_end_is_ambiguous_is_refused_and_the_connection_ends(
     headers: str, sentence: str, served: Served, triton: FakeTriton
 ) -> None:
     """What follows is no second request."""
-    smuggled = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    smuggled = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with connect(served) as sock:
         sock.sendall(HEAD.format("/v1/completions", headers).encode() + b"0\r\n\r\n" + smuggled)
         data = answer(sock)

@@ -50,7 +50,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"messages": None}, "messages", "messages is null; it should be a list"),
     ("chat/completions", {"temperature": 3}, "temperature", "temperature is 3; it should be at most 2"),
     ("chat/completions", {"temperature": "hot"}, "temperature", "temperature is 'hot'; it should be a number"),
-    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be at least 1"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be a number of at least 1 or -1"),
     ("chat/completions", {"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it should be an integer"),
     ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "send one of them"),
     ("chat/completions", {"n": 0}, "n", "n is 0"),
@@ -153,7 +153,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": [-1]}, "prompt[0]", "it should be a text, a number of at least 0 or a list"),
     ("completions", {"prompt": ["a", 1]}, "prompt[1]", "it should be a text"),
     ("completions", {"prompt": ["a"] * 65, "n": 2}, "n", "prompts times n, or best_of, is 130, the limit is 128"),
-    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be at least 1"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be a number of at least 1 or -1"),
     ("completions", {"prompt": [1, "a"]}, "prompt[1]", "prompt[1] is 'a'; it should be an integer"),
     ("completions", {"prompt": [[1], []]}, "prompt[1]", "is empty; give at least one entry"),
     ("completions", {"messages": []}, "messages", "unknown parameter messages; did you mean prompt?"),
@@ -267,7 +267,13 @@ def test_each_code_of_the_model_has_its_own_status() -> None:
 def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
     others = {
         **{"prompt_token_ids": "prompt", "lora_name": "model", "LoRA": "model", "num_return_sequences": "n"},
-        **{"prompt_logprobs": "logprobs", "prompt_log_probs": "logprobs", "tokenize": None, "tell_prompt": None},
+        **{
+            "prompt_logprobs": "logprobs",
+            "prompt_log_probs": "logprobs",
+            "tokenize": None,
+            "tell_prompt": None,
+            "tell_tokenizer": None,
+        },
         **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
         **{"visible_tokens": None, "reasoning": None, "prompt_adapter_name": "model"},
     }

@@ -73,7 +73,7 @@ def test_the_same_in_responses_where_the_field_is_another() -> None:
     flat = {"type": "json_schema", **SCHEMA_FORMAT["json_schema"]}
     message = parse(
         ResponseRequest, json.dumps({"model": "everbatch", "input": "hi", "text": {"format": flat}}).encode()
-    )
+    )[0]
     refusal = from_triton("[INVALID_ARGUMENT] guide: it is bad", response(message, [], []).origin)
     assert (refusal.param, refusal.code) == ("text.format.schema", "invalid_json_schema")
     assert refusal.message == "text.format.schema: it is bad"
@@ -93,7 +93,7 @@ def test_the_engine_and_the_gateway_agree_on_the_place_of_a_tool(bad: int, choic
     tools = [tool | {"function": {"name": tool["function"]["name"]}} for tool in TWO_TOOLS]
     tools[bad] = TWO_TOOLS[bad]
     body = {**CHAT, "tools": tools, "tool_choice": choice}
-    asked = chat(parse(ChatRequest, json.dumps(body).encode()))
+    asked = chat(parse(ChatRequest, json.dumps(body).encode())[0])
     with pytest.raises(GuideError) as caught:
         compiled(asked.request["guide"]["type"], asked.request["guide"]["text"])
     said = InvalidGuide(str(caught.value), caught.value.place)

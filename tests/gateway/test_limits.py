@@ -27,7 +27,7 @@ def connect(served: Served) -> socket.socket:
 
 
 def post(body: bytes, path: str = "/v1/completions", headers: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -171,7 +171,7 @@ def test_triton_hears_one_question_about_its_readiness_however_many_ask(served: 
     while len(connections) < held + len(threads) and time.monotonic() < deadline:
         time.sleep(0.01)
     with connect(served) as connection:  # it has been read when its answer comes, and so have those before it
-        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in connection.recv(1000)
     triton.may_answer.set()
     for thread in threads:

@@ -224,19 +224,6 @@ def test_views_are_for_keys_with_the_word_metrics(triton: FakeTriton, serve: Ser
             assert viewer.until("view") == view()
 
 
-@pytest.mark.parametrize("site", ["cross-site", "same-site", ""])
-def test_a_page_of_another_server_cannot_have_the_engine_asked(served: Served, triton: FakeTriton, site: str) -> None:
-    found, body, _ = served.request("GET", "/everbatch/live", headers={"Sec-Fetch-Site": site})
-    assert found == 403 and "a page of another server may not watch" in body["error"]["message"]
-    assert not looks(triton)
-
-
-@pytest.mark.parametrize("site", ["same-origin", "none"])
-def test_the_page_of_this_server_may_watch(served: Served, site: str) -> None:
-    with watching(served, **{"Sec-Fetch-Site": site}) as viewer:
-        viewer.until("view")
-
-
 def test_a_stream_ends_after_the_time_of_a_request_so_that_keys_are_compared_again(serve: Serve) -> None:
     with serve(request_timeout_s=0.5) as served:
         served.wait_healthy()

@@ -52,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature MARKED": 1}, ", unknown_parameter (like temperature)"),
     ({"MARKED alice-key-0123456789": 1}, ", unknown_parameter"),
     ({"logit_bias": {"marked text": 1}}, ", invalid_value (logit_bias)"),
-    ({"metadata": {"marked text": 1}}, ", invalid_value (metadata)"),
+    ({"chat_template": "MARKED"}, ", unsupported_parameter (chat_template)"),
     ({"messages": PART}, ", invalid_value (messages[0].content[0].type)"),
     ({"messages": MISSPELLED}, ", unknown_parameter (like content)"),
     ({"functions": [{"MARKED": 1}]}, ", unsupported_parameter (functions)"),

@@ -46,6 +46,7 @@ OPERATIONS = [
     ("POST", "/rerank"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"),
     ("POST", "/v1/chat/interactive"),
     ("POST", "/v1/encode"),
     ("GET", "/version"),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.gateway.conftest import Served
-from tests.gateway.fake_triton import FakeTriton
+from tests.gateway.fake_triton import TOKENIZER, FakeTriton
+from tests.gateway.test_browsers import routes
 
 MODEL = {"model": "everbatch"}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -82,3 +83,28 @@ def test_a_token_id_that_is_none_is_one_sentence(number: bytes, served: Served, 
     assert status == 400 and "\n" not in answer["error"]["message"] and len(answer["error"]["message"]) < 400
     assert triton.requests == []
     assert served.request("POST", "/detokenize", MODEL | {"tokens": [3]})[0] == 200
+
+
+def test_what_is_known_of_the_tokenizer_is_told_as_vllm_does(served: Served, triton: FakeTriton) -> None:
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 2048, **TOKENIZER}
+    for path in ("/tokenizer_info", "/tokenizer_info?model=everbatch"):
+        assert served.request("GET", path)[:2] == (200, found)
+    asked = {"prompt_token_ids": [0], "tokenize": True, "tell_tokenizer": True}
+    assert asked.items() <= triton.last().body.items()
+    assert served.request("GET", "/tokenizer_info?model=nobody")[0] == 404
+
+
+def test_head_is_answered_wherever_get_is(served: Served) -> None:
+    app: Any = served.server.config.app
+    paths = [path for method, path in routes(app) if method == "GET" and "name" not in path and "_id" not in path]
+    assert {"/health", "/ping", "/v1/models", "/metrics", "/version", "/everbatch/live"} <= set(paths)
+    for path in (*paths, "/", "/page/index.html", "/v1/models/everbatch"):
+        (head, text, of_head) = served.request("HEAD", path)
+        if path == "/everbatch/live":
+            assert (head, text, of_head["content-type"]) == (200, "", "text/event-stream; charset=utf-8")
+            continue
+        get, _, of_get = served.request("GET", path)
+        assert (head, text) == (get, "") and of_head.get("content-type") == of_get.get("content-type"), path
+        if path in ("/health", "/v1/models", "/version"):
+            assert of_head["content-length"] == of_get["content-length"]
+    assert served.request("HEAD", "/v1/chat/completions")[0] == 405

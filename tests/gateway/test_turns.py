@@ -16,6 +16,7 @@ from gateway.answers import BLOCK, Outlet
 from gateway.choices import Reply, total_usage
 from gateway.chunks import ChatChunks, Head, chat_body, completion_body
 from gateway.logprobs import SLICE, TextColumns, chat_columns, encoded
+from gateway.messages import StreamOptions
 from gateway.parts import PlainReader
 from gateway.tool_formats.reader import CallReader
 from gateway.tool_formats.table import TOOL_FORMATS
@@ -90,7 +91,7 @@ def told(index: int, text: str, usage: Usage | None = None) -> Piece:
 def test_streamed_choices_read_their_own_calls_and_have_their_own_usage() -> None:
     """The pieces of two choices take turns."""
     readers = [CallReader(TOOL_FORMATS["hermes"].format, {}) for _ in range(2)]
-    chunks = ChatChunks(Head("id", "x", "m"), 2, include_usage=True, readers=readers)
+    chunks = ChatChunks(Head("id", "x", "m"), 2, StreamOptions(include_usage=True), readers=readers)
     calls = [
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "g", "arguments": {}}</tool_call>',

@@ -22,7 +22,7 @@ from compat.llm import (
     NotHere,
     SamplingParams,
 )
-from compat.llm.mapping import core_request, text_params
+from compat.llm.mapping import core_request, sampling_config, text_params
 from tests.llm.helpers import make_tokenizer
 
 MODEL = ModelInfo("scripted", 1000, 64, eos_ids=(5, 6))
@@ -63,6 +63,19 @@ def test_beams_are_for_beam_search_only() -> None:
     sampled = mapped(n=2, best_of=4, top_k=9)
     assert (sampled.sampling_config.beam_width, sampled.sampling_config.num_return_sequences) == (1, 4)
     assert not sampled.return_all_generated_tokens
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.7}, {"top_k": 9}, {"top_p": 0.9, "n": 2}])
+def test_a_request_that_samples_without_a_seed_gets_a_new_one(asked: dict) -> None:
+    assert len({mapped(**asked).sampling_config.seed for _ in range(8)}) == 8
+    assert mapped(**asked, seed=0).sampling_config.seed == 0
+    phases = [sampling_config(SamplingParams(**asked), is_phase=True) for _ in range(2)]
+    assert phases[0] == phases[1], "the engine of the second phase samples the first tokens again"
+
+
+@pytest.mark.parametrize("greedy", [{}, {"temperature": 0.0}, {"use_beam_search": True, "n": 2}])
+def test_a_request_that_does_not_sample_keeps_the_seed_of_the_engine(greedy: dict) -> None:
+    assert mapped(**greedy).sampling_config.seed == SamplingConfig().seed
 
 
 @pytest.mark.parametrize("greedy", [{"top_k": 1, "temperature": 2.0}, {"top_p": 0.0}, {"temperature": 0.0, "top_k": 7}])

@@ -25,6 +25,7 @@ from tests.llm.helpers import (
     params,
     part,
 )
+from tests.text.random_sequences import text_in_characters
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -54,8 +55,7 @@ def test_a_result_knows_its_request_and_is_not_done_before_it_is_asked(worker: G
 def test_the_result_is_the_text_of_the_tokens(worker: GenerationExecutorWorker, tokenizer: Tokenizer) -> None:
     output = worker.generate_async(PROMPT, params(20)).result(PATIENCE_S).outputs[0]
     assert output.token_ids == expected(PROMPT, 20, tokenizer)
-    before = tokenizer.decode(PROMPT)
-    assert before + output.text == tokenizer.decode(PROMPT + output.token_ids)
+    assert output.text == text_in_characters(tokenizer, PROMPT, output.token_ids, True)
     assert (output.finish_reason, output.stop_reason, output.length) == ("length", None, 20)
 
 
@@ -150,7 +150,7 @@ def test_diffs_make_the_text_and_the_reason_comes_last(
         assert step.text == text
         assert step.token_ids == ids
     assert ids == expected(prompt, 40, tokenizer)
-    assert tokenizer.decode(prompt, False) + text == tokenizer.decode(prompt + ids, False)
+    assert text == text_in_characters(tokenizer, prompt, ids, False)
     assert reasons == [None] * (len(reasons) - 1) + ["length"] and len(reasons) > 1
     assert list(result) == [], "it has ended"
 
@@ -261,7 +261,7 @@ def test_the_prompt_stands_in_front_where_it_is_asked_for(
 ) -> None:
     output = worker.generate_async(PROMPT, params(5, exclude_input_from_output=False)).result(PATIENCE_S).outputs[0]
     assert output.token_ids == PROMPT + expected(PROMPT, 5, tokenizer)
-    assert output.text == tokenizer.decode(output.token_ids)
+    assert output.text == text_in_characters(tokenizer, [], output.token_ids, True)
 
 
 @pytest.mark.feature("002-09")

@@ -115,7 +115,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ERRORS,
     ),
     "only_who_names_the_version_speaks_this_api": (
-        change(Middleware, "_answer", ('scope["path"].startswith(MESSAGES) or', "")),
+        change(Middleware, "_check", ('scope["path"].startswith(MESSAGES) or', "")),
         ERRORS,
     ),
     "an_image_is_another_unknown_type": (

@@ -40,7 +40,9 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         COMPLETIONS,
     ),
     "the_less_likely_of_the_same_text_is_told": (
-        change(logprobs, "_top", ("found.setdefault(one.token, one.logprob or 0.0)", "found[one.token] = one.logprob")),
+        change(
+            logprobs, "_top", ("found.setdefault(_name(one), one.logprob or 0.0)", "found[_name(one)] = one.logprob")
+        ),
         COMPLETIONS,
     ),
     "no_tokens_are_the_default_number": (change(translate, "_limits", ("if given:", "if any(given):")), COMPLETIONS),

@@ -1,14 +1,21 @@
-"""Planted bugs: the stream of views costs too much, shows too much or ends, and the files of the page are served loosely."""
+"""Planted bugs: the walls against web pages have holes, the stream of views costs too much, shows too much or ends, the files of
+the page are served loosely, and clients' keys are read as something else.
+"""
 
 from __future__ import annotations
 
-from gateway import live, middleware, page_routes
+from gateway import app, browsers, choices, live, logprobs, middleware, page_routes, without_effect
 from gateway.answers import Running
+from gateway.browsers import Wall
 from gateway.live import LiveFeed
 from gateway.server import GatewayServer
 from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
 
+BROWSERS = ["tests/gateway/test_browsers.py"]
+KEYS = ["tests/gateway/test_without_effect.py"]
 LIVE = ["tests/gateway/test_live.py"]
+TEXT_TOKENS = ["tests/gateway/test_text_tokens.py"]
+TOKENS = ["tests/gateway/test_tokens.py"]
 PAGE = ["tests/gateway/test_page.py"]
 
 
@@ -60,9 +67,39 @@ MUTANTS = {
         ),
         LIVE,
     ),
-    "pages_of_other_servers_have_the_engine_asked": (
-        change_everywhere(page_routes._check_site, ('("none", "same-origin")', '("none", "same-origin", "same-site")')),
-        LIVE,
+    "pages_of_other_servers_are_let_in_by_their_origin": (
+        change(Wall, "_check_origin", ("not _is_own(origin, headers)", "False")),
+        BROWSERS,
+    ),
+    "images_of_other_servers_pages_are_let_in": (
+        change(Wall, "_check_origin", ('("none", "same-origin")', '("none", "same-origin", "same-site")')),
+        BROWSERS,
+    ),
+    "any_name_of_the_server_will_do": (change(Wall, "_check_host", ("name not in self._names", "False")), BROWSERS),
+    "a_page_without_an_origin_is_the_own_one": (
+        change_everywhere(browsers._is_own, ('place != "" and ', "")),
+        BROWSERS,
+    ),
+    "preflights_of_any_origin_are_answered": (change(Wall, "check", ("is_preflight or", "")), BROWSERS),
+    "head_is_refused_where_get_is_answered": (
+        change_everywhere(app._answer_head, ('route.methods.add("HEAD")', "pass")),
+        TOKENS,
+    ),
+    "values_that_change_the_answer_are_passed_over": (
+        change_everywhere(without_effect._check, ("if not allows(key.values, value):", "if False:")),
+        KEYS,
+    ),
+    "an_answer_does_not_name_what_had_no_effect": (
+        change(middleware.Middleware, "__call__", ("_noting(send, context)", "send")),
+        KEYS,
+    ),
+    "the_token_that_ends_an_answer_is_listed": (
+        change_everywhere(choices._ended_by_last, ("return ended and", "return False and")),
+        TEXT_TOKENS,
+    ),
+    "half_a_character_is_listed": (
+        change(logprobs.TextTokens, "push", ("if not self._torn:", "if True:")),
+        TEXT_TOKENS,
     ),
     "a_stream_never_ends": (
         change_everywhere(page_routes.add_page_routes, ("asyncio.timeout(longest_s)", "asyncio.timeout(None)")),

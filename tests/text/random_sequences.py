@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import random
 from collections.abc import Iterator, Sequence
 from os.path import commonprefix
 
+from backend.text.decoding import byte_level_bytes, fallback_byte
 from backend.text.tokenizer import Tokenizer
 
 SCRIPTS = [
@@ -53,6 +56,27 @@ def text_of_output(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[in
     """
     start, full = tokenizer.decode(prompt, skip), tokenizer.decode([*prompt, *ids], skip)
     return full[len(commonprefix([start, full])) :]
+
+
+def text_in_characters(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], skip: bool) -> str:
+    """The same without the character that the output begins and does not end: the library decodes its bytes to U+FFFD."""
+    shown = [one for one in (*prompt, *ids) if tokenizer.visible_token(one, skip) is not None]
+    tail = b"".join(_bytes_of(tokenizer, one, skip) for one in shown[-8:])
+    torn = len(tail) - codecs.utf_8_decode(tail, "replace", False)[1]
+    if torn == 0:
+        return text_of_output(tokenizer, prompt, ids, skip)
+    start = tokenizer.decode(prompt, skip)
+    full = tokenizer.decode(shown, skip)[:-1] if tokenizer.is_byte_level else tokenizer.decode(shown[:-torn], skip)
+    return full[len(commonprefix([start, full])) :]
+
+
+def _bytes_of(tokenizer: Tokenizer, token_id: int, skip: bool) -> bytes:
+    """The bytes of a token that may end inside a character; a full stop for one that cannot."""
+    token = tokenizer.visible_token(token_id, skip) or ""
+    if tokenizer.is_byte_level:
+        return byte_level_bytes(token)
+    byte = fallback_byte(token) if "ByteFallback" in json.dumps(json.loads(tokenizer.to_json())["decoder"]) else None
+    return b"." if byte is None else bytes([byte])
 
 
 def random_stops(rng: random.Random, text: str, tokens: Sequence[str]) -> list[str]:

@@ -128,6 +128,15 @@ def test_a_file_without_a_name_has_llama_cpp_s_default_words(tmp_path: Path) -> 
     assert words == ["Hello", ",", "Ġx", "=", "123", "45", "!"]
 
 
+def test_a_file_without_a_name_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for pre, count in (("gpt-2", 0), (None, 1)):
+        named = {} if pre is None else {"pre": pre}
+        Tokenizer.from_directory(write_file(tmp_path / "a.gguf", *byte_level(WORDS), **named))
+        assert len(caplog.records) == count
+    assert "a.gguf has no tokenizer.ggml.pre" in caplog.text and "serve its Hugging Face checkpoint" in caplog.text
+    assert str(tmp_path) not in caplog.text
+
+
 def pieces_and_scores() -> tuple[Backend, dict[str, Any], list[float]]:
     """Pieces in the order in which they were learned; the earlier, the higher the score."""
     backend, config = sentencepiece_bpe()

@@ -17,7 +17,14 @@ from transformers import PreTrainedTokenizerFast
 
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
-from tests.text.random_sequences import first_stop, random_cuts, random_ids, random_stops, text_of_output
+from tests.text.random_sequences import (
+    first_stop,
+    random_cuts,
+    random_ids,
+    random_stops,
+    text_in_characters,
+    text_of_output,
+)
 from tests.text.tokenizers_made import FAMILIES, MORE_FAMILIES, made, write_directory
 
 NUM_SEQUENCES = int(os.environ.get("EVERBATCH_SEQUENCES", "200"))
@@ -41,7 +48,7 @@ def test_streamed_text_is_the_text_in_one_piece_and_the_full_decode(name: str) -
         skip = rng.random() < 0.7
         case = (prompt, ids, skip)
 
-        expected = text_of_output(tokenizer, prompt, ids, skip)
+        expected = text_in_characters(tokenizer, prompt, ids, skip)
         parts = list(random_cuts(rng, ids))
         texts, stop, kept = streamed(TextStream(tokenizer, prompt, skip_special_tokens=skip), parts)
         whole, _, _ = streamed(TextStream(tokenizer, prompt, skip_special_tokens=skip), [ids])
@@ -70,7 +77,7 @@ def test_no_stop_string_is_streamed_and_no_text_is_lost(name: str) -> None:
         prompt = random_ids(rng, tokenizer, rng.choice(PROMPT_LENGTHS))
         ids = random_ids(rng, tokenizer, rng.randrange(1, 30))
         skip, include = rng.random() < 0.7, rng.random() < 0.4
-        text = text_of_output(tokenizer, prompt, ids, skip)
+        text = text_in_characters(tokenizer, prompt, ids, skip)
         stops = random_stops(rng, text, [tokenizer.decode([token], skip) for token in ids])
         case = (prompt, ids, skip, stops, include)
 

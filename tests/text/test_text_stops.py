@@ -13,6 +13,7 @@ from backend.api.errors import InvalidRequest
 from backend.text.stop_strings import StopMatcher
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
+from tests.text.random_sequences import text_in_characters
 
 SMALL = st.text(alphabet="abé🙂", max_size=40)
 STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=6), min_size=1, max_size=16)
@@ -142,7 +143,7 @@ def test_the_stream_of_tokens_ends_where_the_whole_text_has_its_stop(tokenizer: 
         start, full = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
         if not full.startswith(start):
             continue
-        text = full[len(start) :]
+        text = text_in_characters(tokenizer, prompt, ids, True)
         stops = [text[at : at + rng.randrange(1, 6)] for at in [rng.randrange(len(text) + 1)] * 2] + ["zzz"]
         stops = [stop for stop in stops if stop]
         include = rng.random() < 0.5

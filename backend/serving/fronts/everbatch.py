@@ -98,6 +98,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompt_adapter_name: str | None = None  # one of prompt_adapters.adapters
     tell_prompt: Literal["counts", "token_ids"] | None = None  # facts in the first object of each sequence
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
+    tell_tokenizer: bool = False  # with `tokenize`: its special tokens and the chat template
     resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
 
 
@@ -152,6 +153,7 @@ class Generated(Struct, frozen=True):
     usage: Usage | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
+    tokenizer: dict[str, str] | UnsetType = UNSET
 
 
 class _Prompt(NamedTuple):
@@ -181,7 +183,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     prompt = _read_prompt(asked, context, tools)
     reasoning = None if asked.reasoning is None else asked.reasoning.found(prompt.text, tools.tokenizer)
     if asked.tokenize:
-        return [Work(None, Answer(_tokenized(asked, prompt, context)))]
+        return [Work(None, Answer(_tokenized(asked, prompt, context, tools)))]
     table = None
     if asked.prompt_adapter_name is not None:
         named = context.config.prompt_adapters.directories
@@ -248,7 +250,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     return [Work(request, output, delivered)]
 
 
-def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext) -> Arrays:
+def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext, tools: TextTools) -> Arrays:
     """`text` is that of the tokens where `echo` asks for it."""
     reply = Generated(
         prompt.text if asked.echo else "",
@@ -257,8 +259,14 @@ def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext) -> Arr
         stop_reason=None,
         usage=Usage(len(prompt.ids), 0, 0),
         max_model_len=most_tokens(context),
+        tokenizer=_of_tokenizer(tools, context) if asked.tell_tokenizer else UNSET,
     )
     return [("response", text_array([msgspec.json.encode(reply)]))]
+
+
+def _of_tokenizer(tools: TextTools, context: ServingContext) -> dict[str, str]:
+    source = tools.template_for(context.model).source
+    return tools.tokenizer.special_tokens | ({} if source is None else {"chat_template": source})
 
 
 def _not_negative(max_tokens: int) -> int:

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from backend.serving.fronts.front import TextTools
 from backend.text.tokenizer import Tokenizer
 from tests.simulation.setups import VOCAB
+from tests.text.random_sequences import text_in_characters
 
 PAD_ID, BEGIN_ID, END_ID = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -48,6 +49,6 @@ class TinyTools:
 
 def text_of(ids: list[int], stop: str = "") -> tuple[str, bool]:
     """The text of output tokens, up to the end of the stop string; and whether that is in it."""
-    text = tokenizer().decode(ids)
+    text = text_in_characters(tokenizer(), [], ids, True)
     at = text.find(stop) if stop else -1
     return (text, False) if at < 0 else (text[: at + len(stop)], True)
