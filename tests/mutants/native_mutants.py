@@ -132,7 +132,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ],
     ),
     "four_bits_are_not_rotated": (
-        change(LinearOptions, "rounding", ('format != "int8" and', 'format == "w8a8" and')),
+        change(LinearOptions, "rounding", ('format == "w4a8" and self.has_two_levels', "False")),
         [_ROTATION + "test_four_bits_of_other_columns_are_levels_of_two"],
     ),
     "rotated_columns_of_four_bits_get_eight": (
