@@ -31,6 +31,9 @@ class RequestContext:
     error: GatewayError | None = None  # the error that the client got, as a status or as the last event of a stream
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    guide_notes: list[str] = field(
+        default_factory=list
+    )  # keywords of the client's schemas that are not held, with their places
 
     @property
     def namespace(self) -> str:
@@ -48,6 +51,7 @@ class RequestContext:
 
     def count(self, piece: Piece) -> None:
         self.completion_tokens += len(piece.token_ids)
+        self.guide_notes += piece.guide_notes
         if piece.usage is not None and piece.index == 0:  # the other replies have the same prompt
             self.prompt_tokens += piece.usage.prompt_tokens
             self.completion_tokens += piece.usage.discarded_tokens
