@@ -107,7 +107,7 @@ class InputTurn(Wire):
 
 
 class CustomTool(Wire):
-    """A tool that the client runs. `strict` changes nothing: the input satisfies the schema in any case."""
+    """A tool that the client runs. `strict`: as of a function in chat completions."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
     input_schema: Tree

@@ -119,7 +119,9 @@ def _tools(message: CountTokensRequest) -> dict[str, Any]:
 
 
 def _tool(tool: CustomTool) -> Tool:
-    function = Function.model_construct(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    function = Function.model_construct(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
     return Tool.model_construct(type="function", function=function)
 
 

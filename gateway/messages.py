@@ -190,7 +190,7 @@ FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Function(Wire):
-    """`strict` changes nothing: arguments satisfy the schema in any case."""
+    """`strict`: refused where the schema cannot be held in full; otherwise arguments satisfy as much of it as can be held."""
 
     name: FunctionName
     description: str | None = None

@@ -29,6 +29,7 @@ from gateway.without_effect import IGNORED
 OPEN_TO_ALL = ("/", "/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
 MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
 ANTHROPIC_VERSION = "anthropic-version"
+MAX_HEADER = 2000  # bytes of a header with words of the client
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
 NO_KEY = "there is no API key; send the header Authorization: Bearer KEY, or x-api-key: KEY"
 WRONG_KEY = "the API key is none of this server's; send one of its file of API keys"
@@ -167,10 +168,19 @@ def _noting(send: Send, context: RequestContext) -> Send:
             own = [(name, context.request_id.encode()) for name in names]
             if context.ignored:
                 own.append((IGNORED.encode(), ", ".join(key.path for key in context.ignored).encode()))
+            if context.guide_notes:
+                own.append((b"x-everbatch-not-held", _header_value(context.guide_notes)))
             message["headers"] = [*message.get("headers", []), *own]
         await send(message)
 
     return noting
+
+
+def _header_value(notes: list[str]) -> bytes:
+    """Notes in the characters that a header may have, and not too many."""
+    text = ", ".join(dict.fromkeys(notes))
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text.encode("ascii", "backslashreplace")[:MAX_HEADER]
 
 
 def _after_body(receive: Receive) -> Receive:

@@ -26,6 +26,12 @@ class GuideOrigin:
         found = _STRUCTURE.match(place)
         return self.field if found is None else self.structures[int(found[1])]
 
+    def named(self, note: str) -> str:
+        """A note of the model about a place in the guide, as in `.structures[1].schema.properties.a: pattern`, of the field."""
+        place, _, keyword = note.rpartition(": ")
+        _, schema, inner = place.partition(".schema")
+        return f"{self.field_at(place)}{inner if schema else ''}: {keyword}"
+
 
 @dataclass(frozen=True)
 class Form:

@@ -33,6 +33,9 @@ class RequestContext:
     ignored: list[Key] = field(default_factory=list)  # what of the body has no effect here
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    guide_notes: list[str] = field(
+        default_factory=list
+    )  # keywords of the client's schemas that are not held, with their places
 
     @property
     def namespace(self) -> str:
@@ -50,6 +53,7 @@ class RequestContext:
 
     def count(self, piece: Piece) -> None:
         self.completion_tokens += len(piece.token_ids)
+        self.guide_notes += piece.guide_notes
         if piece.usage is not None and piece.index == 0:  # the other replies have the same prompt
             self.prompt_tokens += piece.usage.prompt_tokens
             self.completion_tokens += piece.usage.discarded_tokens

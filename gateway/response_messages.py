@@ -132,7 +132,7 @@ InputItem = Annotated[
 
 
 class ResponseFunction(Function):
-    """A tool as this API writes it. `strict` changes nothing: arguments satisfy the schema in any case."""
+    """A tool as this API writes it. `strict`: as of a function in chat completions."""
 
     type: Literal["function"]
 

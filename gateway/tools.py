@@ -76,7 +76,8 @@ def form_of_tools(message: ChatRequest | Asking, format: ToolFormat) -> Form | N
     chosen = _chosen(asked)
     if asked.choice == "auto" and not format.trigger:
         return None
-    tag: dict[str, Any] = {"type": "structural_tag", "structures": [format.structure(one) for one in chosen.values()]}
+    structures = [format.structure(one) | _holding(one, asked) for one in chosen.values()]
+    tag: dict[str, Any] = {"type": "structural_tag", "structures": structures}
     if any(format.group):
         tag["group"] = format.group._asdict()
     tag |= {"triggers": [format.trigger]} if asked.choice == "auto" else {"free_text": False}
@@ -85,6 +86,14 @@ def form_of_tools(message: ChatRequest | Asking, format: ToolFormat) -> Form | N
     fields = tuple(f"tools[{i}]{asked.place}.parameters" for i in chosen)
     guide = {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}
     return Form(guide, GuideOrigin("tools", OF_FUNCTIONS, fields))
+
+
+def _holding(function: Function, asked: Toolset) -> dict[str, Any]:
+    """How far the schema of a function is held: all of it where the client says `strict`, else what can be held. A call that must
+    be made has declared arguments only.
+    """
+    held = {} if function.strict else {"hold": "most"}
+    return held if asked.choice == "auto" else {**held, "closed": True}
 
 
 def shown_tools(message: ChatRequest | Asking) -> dict[str, Any]:

@@ -92,6 +92,9 @@ class Piece(msgspec.Struct):
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
     seed: int | None = None  # in the first piece of a stream that samples, where the request names none
     score: float = 0.0  # how relevant a document is to a query, 0 to 1
+    guide_notes: list[
+        str
+    ] = []  # in the first piece: what of the guide's schemas is not held, by fields of the client's request
     live: msgspec.Raw = msgspec.Raw(
         b"null"
     )  # in the answer to a look: a LiveView (backend/api/live_view.py), not decoded
@@ -135,6 +138,8 @@ class TritonLink:
                     if len(data) > LARGE_RESPONSE:
                         await self._turns.next()
                     open_choices -= piece.finish_reason is not None
+                    if piece.guide_notes and job.origin is not None:
+                        piece.guide_notes = [job.origin.named(note) for note in piece.guide_notes]
                     yield piece
         except GatewayError:
             open_choices = 0  # an error is the last response of a stream: there is nothing to stop

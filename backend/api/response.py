@@ -56,6 +56,7 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     """Times in nanoseconds of the engine's monotonic clock (0 = has not happened); blocks and tokens are counts."""
 
     arrival_ns: int = 0
+    prepared_ns: int = 0  # its guide was compiled and its adapter read; 0: it did not wait for them
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
@@ -72,6 +73,12 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     num_accepted_draft_tokens: int = 0  # draft tokens that verification accepted
     first_iteration: int = 0  # the engine's step, from 0 on, that sampled the first token
     interruptions: tuple[Interruption, ...] = ()  # the first of them; num_pauses and num_evictions count all
+    guide_notes: tuple[str, ...] = ()  # what of its guide's schemas is not held, where the guide lets that be
+
+    @property
+    def queued_ns(self) -> int:
+        """When it came into the queue of the batch."""
+        return self.prepared_ns or self.arrival_ns
 
     @property
     def acceptance_rate(self) -> float:

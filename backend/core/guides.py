@@ -29,6 +29,10 @@ class Guides(Protocol):
         """
         ...
 
+    def notes(self, request_id: RequestId) -> tuple[str, ...]:
+        """What of the schemas of a live request's compiled guide is not held, each a place and a keyword."""
+        ...
+
     def end(self, request_id: RequestId) -> None:
         """Note that a request has ended. Unknown ids are ignored."""
         ...

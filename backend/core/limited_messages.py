@@ -56,6 +56,7 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     ending: Ending
     result: bytes = b""  # if DONE
     num_bytes: int = 0  # if DONE: memory that the result holds, where that is measured
+    notes: tuple[str, ...] = ()  # if DONE: what the result leaves out of what was asked
     text: str = ""  # if REFUSED: a sentence for the client; if FAILED: lines for the log, the last with the exception
     place: str = ""  # if REFUSED: the place in what was given
 

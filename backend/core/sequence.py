@@ -131,6 +131,8 @@ class Sequence:
     cum_log_prob: float
     log_probs: list[float]
     top_log_probs: list[list[tuple[int, float]]]
+    prepared_ns: int
+    guide_notes: tuple[str, ...]
     first_scheduled_ns: int
     num_cached_tokens: int
     num_context_tokens: int
@@ -200,6 +202,8 @@ class Sequence:
         self.cum_log_prob = 0.0
         self.log_probs = []
         self.top_log_probs = []
+        self.prepared_ns = 0
+        self.guide_notes = ()
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
         self.first_iteration = 0

@@ -120,7 +120,7 @@ class EngineCore:
     def admit(self) -> None:
         """Accept or refuse requests whose guide or adapter has become ready. Every step begins with this."""
         self.cache.advance(self.has_work)
-        for waiting in self.preparation.take_ready():
+        for waiting in self.preparation.take_ready(self.clock.monotonic_ns()):
             if waiting.error is None:
                 with self._contained(waiting.request_id, waiting.request):
                     self._accept(waiting)
@@ -129,6 +129,7 @@ class EngineCore:
 
     def _accept(self, waiting: Waiting) -> None:
         seq = self.intake.accept(waiting.request_id, waiting.request, waiting.arrived_ns, waiting.resume)
+        self.preparation.note(waiting, groups.members(seq))
         self._live[seq.request_id] = seq
         self._deadlines.note(seq, self._live)
         self.statistics.count_accepted(seq.num_prompt_tokens - seq.num_history_tokens)
@@ -365,8 +366,7 @@ class EngineCore:
     def _leave(self, seq: Sequence) -> None:
         """Remove the sequence from queue, slot and blocks. The KV of a session stays in its block table."""
         self.scheduler.remove(seq)
-        another = groups.leave(seq)
-        if another is None:
+        if (another := groups.leave(seq)) is None:
             self._recorder.note_end(seq)
             del self._live[seq.request_id]
             self.preparation.end(seq.request_id, seq.request)

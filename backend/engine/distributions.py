@@ -28,7 +28,7 @@ def note_sequence(to: Distributions, seq: Sequence, now_ns: int) -> None:
     to.add("total_s", (now_ns - seq.arrival_ns) / 1e9)
     to.add("output_tokens", num_output)
     if seq.first_scheduled_ns:
-        to.add("queue_s", max(0, seq.first_scheduled_ns - seq.arrival_ns) / 1e9)
+        to.add("queue_s", max(0, seq.first_scheduled_ns - (seq.prepared_ns or seq.arrival_ns)) / 1e9)
     if seq.first_token_ns and seq.last_token_ns:
         generation_s = (seq.last_token_ns - seq.first_token_ns) / 1e9
         to.add("context_s", (seq.first_token_ns - seq.first_scheduled_ns) / 1e9)

@@ -19,7 +19,7 @@ from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, Sessi
 from backend.api.request import Request, RequestId
 from backend.core.adapter import PreparedAdapter
 from backend.core.messages import Resume
-from backend.core.sequence import SessionKey
+from backend.core.sequence import Sequence, SessionKey
 from backend.core.step import WorkerGroup
 from backend.engine.callbacks import Callbacks
 from backend.engine.read_ahead import Coming, Outcome, ReadAhead
@@ -37,6 +37,7 @@ class Waiting:
     lacks_trial: bool = False  # it is to run alone (engine/trials.py), and its turn has not come
     adapter: Coming | None = None  # the adapter that it brings
     error: EverbatchError | None = None  # why it cannot be queued
+    prepared_ns: int = 0  # when it was ready; 0: it did not wait here
     has_left: bool = False  # it has ended, and stays in its line because later requests refer to its adapter
 
     @property
@@ -123,14 +124,16 @@ class Preparation:
             self._reading.add(waiting.adapter)
         return True
 
-    def take_ready(self) -> Iterator[Waiting]:
+    def take_ready(self, now_ns: int) -> Iterator[Waiting]:
         """Yield the requests that are ready. Accept each, or refuse it for its `error`, before taking the next: an accepted one
         keeps its adapter in the cache.
         """
         self._callbacks.run()
         for line in list(self._due):
             del self._due[line]
-            yield from self._advance(line)
+            for waiting in self._advance(line):
+                waiting.prepared_ns = now_ns
+                yield waiting
 
     def leave(self, request_id: RequestId) -> Waiting | None:
         """Remove a request that has ended. None for ids that do not wait here."""
@@ -177,6 +180,13 @@ class Preparation:
         """Let the guide of a request go that has ended, whether it has waited here or not."""
         if self._guides is not None and request.guide is not None:
             self._guides.end(request_id)
+
+    def note(self, waiting: Waiting, sequences: list[Sequence]) -> None:
+        """Let the sequences of a request tell when it was ready, and what of its guide's schemas is not held."""
+        for seq in sequences:
+            seq.prepared_ns = waiting.prepared_ns
+            if self._guides is not None and waiting.request.guide is not None:
+                seq.guide_notes = self._guides.notes(waiting.request_id)
 
     def close(self) -> list[Waiting]:
         """End the reader threads. Removes and returns all waiting requests."""

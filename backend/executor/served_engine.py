@@ -68,6 +68,7 @@ class ServedEngine:
         workers = workers_of(
             config, None, None, lambda line: tell({"phase": line}), point, keeps_pool=kept.pool is not None
         )
+        workers.starts_guides = True
         core = self._core = EngineCore(config, workers, kv_events=kv_events, pool_descriptor=kept.pool)
         mark = mark_of(Path(workers.model_path))
         session_files = in_directory(config.sessions.directory) if config.sessions.directory else kept.sessions
@@ -88,6 +89,8 @@ class ServedEngine:
             ),
             present_iteration=lambda: loop.present_iteration,
         )
+        if workers.guides is not None:
+            workers.guides.wait_until_ready()
         kv = core.kv.stats()
         if kv.cached_num_blocks:
             log.info("%d KV blocks of the engine before this one are kept", kv.cached_num_blocks)
@@ -101,8 +104,6 @@ class ServedEngine:
             kv.max_num_blocks,
             kv.tokens_per_block,
         )
-        if workers.guides is not None:
-            workers.guides.start()
         calm_garbage_collector()
         for remark in core.model.remarks:
             tell({"remark": remark})

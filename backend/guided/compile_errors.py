@@ -44,7 +44,10 @@ def no_process() -> EngineUnavailable:
 def lateness(is_begun: bool, limit_s: float) -> EverbatchError:
     """The error at the end of `compile_timeout_s`. is_begun: compiling had begun; otherwise the guide still waited its turn."""
     if is_begun:
-        return InvalidGuide(f"it was not compiled within {limit_s:g} s (guided.compile_timeout_s); simplify it")
+        return Overloaded(
+            f"the guide was not compiled within {limit_s:g} s (guided.compile_timeout_s), for the machine is busy; "
+            f"try again later"
+        )
     return Overloaded(
         f"the guide has waited {limit_s:g} s for others to be compiled (guided.compile_timeout_s); try again later"
     )

@@ -25,6 +25,7 @@ from backend.guided.compile_jobs import Setup, decode_guide
 from backend.guided.protocol import GuideBackend, GuideError
 
 NICENESS = 5
+MOST_NOTES, LONGEST_NOTE = 16, 160  # limits for the notes of a guide that is not held in full
 _libc = ctypes.CDLL(None)
 
 
@@ -57,7 +58,8 @@ def compile_guide(backend: GuideBackend, begin: Begin) -> Outcome:
     except GuideError as error:
         return Outcome(begin.job, Ending.REFUSED, text=str(error), place=error.place)
     held = max(0, allocated_bytes() - before)
-    return Outcome(begin.job, Ending.DONE, compiled.portable, held)
+    notes = tuple(note[:LONGEST_NOTE] for note in compiled.notes[:MOST_NOTES])
+    return Outcome(begin.job, Ending.DONE, compiled.portable, held, notes)
 
 
 def main() -> int:

@@ -27,9 +27,11 @@ from backend.core.limited_process import Job
 from backend.core.round_robin import RoundRobin, Taken
 from backend.guided.compile_errors import error_of, failure, lateness, no_process
 from backend.guided.compile_jobs import Jobs
+from backend.guided.held import loosest
 from backend.guided.protocol import CompiledGuide, GuideBackend, Matcher
 
 log = logging.getLogger("everbatch.guided")
+_OVER = (Ending.OVER_CPU, Ending.OVER_MEMORY, Ending.FAILED)
 MAX_LOSSES = 2  # deaths of the process after which the guide that it was compiling is refused
 
 
@@ -42,6 +44,7 @@ class _Entry:
     is_begun: bool = False
     compiled: CompiledGuide | None = None
     num_bytes: int = 0  # memory that the compiled guide holds
+    notes: tuple[str, ...] = ()  # keywords of its schemas that are not held, with their places
     users: dict[RequestId, str] = field(
         default_factory=dict
     )  # live requests, for whose sake it is kept; their namespaces
@@ -70,6 +73,7 @@ class GuideCompiler:
         self._someone_waits = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
+        self._warming: threading.Thread | None = None
         self._is_closed = False
         self._tell: OnCompiled = lambda request_id, error: None
 
@@ -77,9 +81,20 @@ class GuideCompiler:
         self._tell = tell
 
     def start(self) -> None:
-        """Start the process in advance, so that the first guide need not wait for it."""
-        with contextlib.suppress(OSError):  # the first guide tries again and reports the failure
+        """Start the process, and make the library in this one, in advance. Both take seconds where the vocabulary is large."""
+        self._warming = threading.Thread(target=self._warm, name="guide-start", daemon=True)
+        self._warming.start()
+
+    def wait_until_ready(self) -> None:
+        """Wait until `start` is done. A failure is told to the requests of the first guide."""
+        if self._warming is not None:
+            self._warming.join()
+
+    def _warm(self) -> None:
+        with contextlib.suppress(OSError, EverbatchError):
             self._jobs.start()
+            self._made_backend()
+            self._jobs.wait_until_ready()
 
     def begin(self, request_id: RequestId, guide: Guide, namespace: str) -> bool:
         key = _digest(guide)
@@ -100,6 +115,11 @@ class GuideCompiler:
             self._someone_waits.notify()
         self._start_threads()
         return False
+
+    def notes(self, request_id: RequestId) -> tuple[str, ...]:
+        with self._lock:
+            entry = self._entries.get(self._keys.get(request_id, b""))
+            return () if entry is None else entry.notes
 
     def end(self, request_id: RequestId) -> None:
         with self._lock:
@@ -130,6 +150,7 @@ class GuideCompiler:
         self._jobs.close()
         for thread in self._threads:
             thread.join()
+        self.wait_until_ready()
 
     @property
     def num_bytes(self) -> int:
@@ -190,6 +211,10 @@ class GuideCompiler:
             if outcome.ending is not Ending.DONE or not entry.waiting:
                 return None, error_of(outcome, self._config)
             self._book(entry, outcome.num_bytes)
+            entry.notes = outcome.notes
+            if outcome.notes:
+                keywords = sorted({note.rpartition(":")[2].strip() for note in outcome.notes})
+                log.warning("a guide is held without %s, which cannot be held", ", ".join(keywords))
             return backend.load(outcome.result), None
         except EverbatchError as error:
             return None, error
@@ -214,14 +239,23 @@ class GuideCompiler:
             return self._backend
 
     def _outcome(self, entry: _Entry) -> Outcome:
-        """Run a job and return its outcome. It is run again if the process died."""
-        outcome = self._jobs.run(entry.job, entry.guide)
-        for _ in range(MAX_LOSSES - 1):
+        """Run a job and return its outcome. It is run again if the process died, and with the loosest form of its guide, if that
+        has one, if it went over a limit.
+        """
+        guide, num_losses = entry.guide, 0
+        outcome = self._jobs.run(entry.job, guide)
+        while outcome.ending in _OVER or (outcome.ending is Ending.LOST and num_losses < MAX_LOSSES - 1):
+            if outcome.ending is Ending.LOST:
+                num_losses += 1
+            elif (looser := loosest(guide)) is not None:
+                guide = looser
+            else:
+                break
             with self._lock:
-                if outcome.ending is not Ending.LOST or not entry.waiting or self._is_closed:
+                if not entry.waiting or self._is_closed:
                     break
                 entry.job = Job()
-            outcome = self._jobs.run(entry.job, entry.guide)
+            outcome = self._jobs.run(entry.job, guide)
         return outcome
 
     def _book(self, entry: _Entry, num_bytes: int) -> None:

@@ -18,7 +18,10 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from backend.api.guide import Guide, GuideType
+from backend.guided.held import Held, compile_held
+from backend.guided.holdable import LLGUIDANCE
 from backend.guided.json_text import check_schema, parse_json
+from backend.guided.loosening import Note
 from backend.guided.protocol import GuideError, bits_of
 from backend.guided.schema_parts import hold_formats
 from backend.guided.sentences import LINE, is_gbnf, sentence
@@ -97,6 +100,17 @@ class LLGuidanceBackend:
         self._special = {text: i for text, i in named.items() if text}
 
     def compile(self, guide: Guide) -> LLGuidanceGuide:
+        return compile_held(guide, LLGUIDANCE._replace(holds=self._holds), self._compiled)
+
+    def _holds(self, schema: Any) -> bool:
+        try:
+            grammar = _of_schema(schema)
+        except GuideError:
+            return False
+        return not self._matcher(grammar).is_error()
+
+    def _compiled(self, held: Held) -> LLGuidanceGuide:
+        guide = held.guide
         grammar, lines = _grammar(guide, self._special)
         matcher = self._matcher(grammar)
         if matcher.is_error():
@@ -107,7 +121,7 @@ class LLGuidanceBackend:
         warnings = matcher.get_grammar_warnings()
         if warnings:
             raise GuideError(f"it cannot be held in full: {sentence(warnings[0], guide)}")
-        return self._warmed(matcher, grammar, guide)
+        return self._warmed(matcher, grammar, guide, held.notes)
 
     def load(self, portable: bytes) -> LLGuidanceGuide:
         """Its grammar is all that a guide can be carried over by; this compiles it again, while others run."""
@@ -117,19 +131,27 @@ class LLGuidanceBackend:
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
-    def _warmed(self, matcher: llguidance.LLMatcher, grammar: str, guide: Guide | None = None) -> LLGuidanceGuide:
+    def _warmed(
+        self, matcher: llguidance.LLMatcher, grammar: str, guide: Guide | None = None, notes: Sequence[Note] = ()
+    ) -> LLGuidanceGuide:
         """The first mask builds most of the lexer, which copies then have."""
         twin = matcher.deep_copy()
         twin.compute_bitmask()
         if twin.is_error():
             raise GuideError(f"it cannot be compiled: {sentence(twin.get_error(), guide)}")
-        return LLGuidanceGuide(twin, self._stop_bits, grammar.encode())
+        return LLGuidanceGuide(twin, self._stop_bits, grammar.encode(), tuple(map(str, notes)))
 
 
 class LLGuidanceGuide:
-    def __init__(self, matcher: llguidance.LLMatcher, stop_bits: list[tuple[int, np.int32]], portable: bytes) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        stop_bits: list[tuple[int, np.int32]],
+        portable: bytes,
+        notes: tuple[str, ...] = (),
+    ) -> None:
         self._matcher, self._stop_bits = matcher, stop_bits
-        self.portable = portable
+        self.portable, self.notes = portable, notes
 
     def matcher(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._stop_bits)

@@ -63,6 +63,7 @@ def bits_of(token_ids: Sequence[int]) -> list[tuple[int, np.int32]]:
 
 class CompiledGuide(Protocol):
     portable: bytes
+    notes: tuple[str, ...]  # keywords of its schemas that are not held, with their places
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of the output."""

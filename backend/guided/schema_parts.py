@@ -1,4 +1,4 @@
-"""The parts of a JSON schema, each with its place; and patterns for the formats that llguidance holds too widely."""
+"""The parts of a JSON schema, each with its place; and what libraries have to be told besides."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def parts(schema: Any, place: str = "") -> Iterator[Part]:
     for key, value in schema.items():
         if key in _OF_NAMES and isinstance(value, dict):
             for name, each in value.items():
-                yield from parts(each, _beyond(_beyond(place, key), name))
+                yield from parts(each, beyond(beyond(place, key), name))
         elif key not in _OF_VALUES:
-            yield from parts(value, _beyond(place, key))
+            yield from parts(value, beyond(place, key))
 
 
 def hold_formats(schema: Any) -> None:
@@ -56,7 +56,19 @@ def hold_formats(schema: Any) -> None:
             part["allOf"] = [*others, {"pattern": _PATTERNS[part.pop("format")]}]
 
 
-def _beyond(place: str, key: str) -> str:
+def open_parts(schema: Any) -> None:
+    """Say that objects and arrays may have further parts where a schema says nothing of them: xgrammar would close them."""
+    for _, part in list(parts(schema)):
+        types = part.get("type")
+        listed = types if isinstance(types, list) else [types]
+        if "properties" in part or "object" in listed:
+            part.setdefault("additionalProperties", True)
+        if "prefixItems" in part or "array" in listed:
+            part.setdefault("items", True)
+
+
+def beyond(place: str, key: str) -> str:
+    """The place of what a key leads to."""
     if not _PLAIN.fullmatch(key):
         return f"{place}[{json.dumps(key, ensure_ascii=False)[:80]}]"
     return f"{place}.{key[:80]}" if place else key[:80]

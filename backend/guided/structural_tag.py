@@ -3,11 +3,13 @@
 {"type": "structural_tag", "triggers": ["<function="],
  "structures": [{"begin": "<function=add>", "schema": {...}, "end": "</function>"}]}
 
-Four keys are this project's own. With `"free_text": false` the output is one of the structures and nothing else (triggers are
+Six keys are this project's own. With `"free_text": false` the output is one of the structures and nothing else (triggers are
 then left out), with `"at_most_one": true` it ends with the first structure. `"group"` has `begin`, `separator` and `end`, texts
 that stand around structures which follow each other. `"parts"` of a structure is in the place of `"schema"` where there is more
 between begin and end than one value: a TEXT, {"schema": SCHEMA}, {"until": TEXT}, which is any text up to and with the first
-TEXT, or {"optional": [the parts that may be left out]}.
+TEXT, or {"optional": [the parts that may be left out]}. With `"hold": "most"` the schemas of a structure are held as far as
+they can be, with `"object"` not at all, and with `"closed": true` objects that declare properties have no others, unless they
+say so (guided/held.py).
 
 Where the texts name special tokens of the model, these tokens are meant.
 """
@@ -23,6 +25,7 @@ from backend.guided.protocol import GuideError
 _FORM = '{"type": "structural_tag", "structures": [{"begin": TEXT, "schema": SCHEMA, "end": TEXT}], "triggers": [TEXT]}'
 _PARTS = 'TEXT, {"schema": SCHEMA}, {"until": TEXT} or {"optional": [PARTS]}'
 _KEYS = {"type", "structures", "triggers", "free_text", "at_most_one", "group"}
+HOLD, MOST, OBJECT = "hold", "most", "object"
 MAX_STRUCTURES = 128
 MAX_PARTS = 512  # in one structure, with those that are optional
 
@@ -113,10 +116,14 @@ def _group(tree: Any) -> Group | None:
 
 
 def _structure(tree: Any, place: str) -> Structure:
-    keys = {"begin", "end", "parts" if isinstance(tree, dict) and "parts" in tree else "schema"}
+    keys = {"begin", "end", HOLD, "closed", "parts" if isinstance(tree, dict) and "parts" in tree else "schema"}
     is_right = isinstance(tree, dict) and set(tree) <= keys and isinstance(tree.get("begin"), str)
     if not is_right or not isinstance(tree.get("end", ""), str) or not tree.keys() & {"schema", "parts"}:
         raise GuideError(f"a structure of the structural tag has not its form: {_FORM}")
+    if tree.get(HOLD, MOST) not in (MOST, OBJECT) or not isinstance(tree.get("closed", False), bool):
+        raise GuideError(
+            f"a structure has `{HOLD}`, which is {MOST} or {OBJECT}, and `closed`, which is true or false", place
+        )
     if "schema" in tree:
         parts: list[Part] = [Json(tree["schema"], f"{place}.schema")]
     else:

@@ -1,12 +1,13 @@
 """XGrammarBackend: grammars by xgrammar, which is installed besides (requirements/xgrammar.txt).
 
-It is here to be compared with and for who wants it. It drops keywords of JSON Schema that it does not hold, so its outputs are
-not promised to satisfy a schema (docs/guided-decoding.md has the figures).
+It is here to be compared with and for who wants it. It drops keywords of JSON Schema that it does not hold: those that are known
+are refused here by name (guided/holdable.py). docs/guided-decoding.md has the figures.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +15,11 @@ import xgrammar
 from numpy.typing import NDArray
 
 from backend.api.guide import Guide, GuideType
+from backend.guided.held import Held, compile_held
+from backend.guided.holdable import XGRAMMAR
 from backend.guided.json_text import check_schema, parse_json
 from backend.guided.protocol import GuideError, bits_of
+from backend.guided.schema_parts import open_parts
 from backend.guided.structural_tag import Json, StructuralTag, parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
@@ -34,8 +38,19 @@ class XGrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, guide: Guide) -> XGrammarGuide:
+        return compile_held(guide, XGRAMMAR._replace(holds=self._holds), self._of_held)
+
+    def _holds(self, schema: Any) -> bool:
         try:
-            return XGrammarGuide(self._compiled(guide), self._stop_bits, msgspec.msgpack.encode(guide))
+            self._of_held(Held(Guide(GuideType.JSON_SCHEMA, json.dumps(schema)), []))
+        except GuideError:
+            return False
+        return True
+
+    def _of_held(self, held: Held) -> XGrammarGuide:
+        try:
+            portable = msgspec.msgpack.encode(held.guide)
+            return XGrammarGuide(self._compiled(held.guide), self._stop_bits, portable, tuple(map(str, held.notes)))
         except GuideError:
             raise
         except Exception as error:  # whatever the library raises for a guide that it cannot read
@@ -44,7 +59,7 @@ class XGrammarBackend:
 
     def load(self, portable: bytes) -> XGrammarGuide:
         """The guide itself is carried over, for what the library writes of a compiled one takes longer than to compile it."""
-        return self.compile(msgspec.msgpack.decode(portable, type=Guide))
+        return self._of_held(Held(msgspec.msgpack.decode(portable, type=Guide), []))
 
     def _compiled(self, guide: Guide) -> xgrammar.CompiledGrammar:
         match guide.type:
@@ -65,6 +80,7 @@ class XGrammarBackend:
         for each in tag.structures:
             match each.parts:
                 case [Json(schema, _)]:
+                    open_parts(schema)
                     items.append(xgrammar.StructuralTagItem(begin=each.begin, schema=json.dumps(schema), end=each.end))
                 case _:
                     own["parts"] = True
@@ -82,10 +98,14 @@ class XGrammarBackend:
 
 class XGrammarGuide:
     def __init__(
-        self, compiled: xgrammar.CompiledGrammar, stop_bits: list[tuple[int, np.int32]], portable: bytes
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        stop_bits: list[tuple[int, np.int32]],
+        portable: bytes,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self._compiled, self._stop_bits = compiled, stop_bits
-        self.portable = portable
+        self.portable, self.notes = portable, notes
 
     def matcher(self) -> XGrammarMatcher:
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._stop_bits)

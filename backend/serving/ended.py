@@ -44,10 +44,17 @@ class EndedRow(NamedTuple):
 
     @property
     def queue_s(self) -> float | None:
-        """Waiting for the first admission to the batch; None when it never came."""
+        """Waiting for the first admission to the batch, once it was prepared; None when that never came."""
         if self.account is None or not self.account.first_scheduled_ns:
             return None
-        return (self.account.first_scheduled_ns - self.account.arrival_ns) / 1e9
+        return max(0, self.account.first_scheduled_ns - self.account.queued_ns) / 1e9
+
+    @property
+    def prepare_s(self) -> float | None:
+        """Waiting for its guide to be compiled or its adapter to be read; None when it did not."""
+        if self.account is None or not self.account.prepared_ns:
+            return None
+        return (self.account.prepared_ns - self.account.arrival_ns) / 1e9
 
     @property
     def first_token_s(self) -> float | None:

@@ -80,8 +80,14 @@ HISTOGRAMS = (
         lambda row: row.total_s,
     ),
     Histogram(
+        "everbatch_prepare_seconds",
+        "Waiting for a guide to be compiled or an adapter to be read",
+        FIRST_TOKEN_BUCKETS,
+        lambda row: row.prepare_s,
+    ),
+    Histogram(
         "everbatch_queue_seconds",
-        "Waiting in the engine for the first admission to the batch",
+        "Waiting in the engine for the first admission to the batch, once it was prepared",
         FIRST_TOKEN_BUCKETS,
         lambda row: row.queue_s,
     ),

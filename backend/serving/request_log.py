@@ -55,6 +55,7 @@ def describe(model: str, row: EndedRow) -> dict[str, Value]:
         "cached_tokens": None if account is None else account.num_cached_tokens,
         "recomputed_tokens": None if account is None else account.num_recomputed_tokens,
         "output_tokens": row.num_output_tokens,
+        "prepare_ms": _ms(row.prepare_s),
         "queue_ms": _ms(row.queue_s),
         "first_token_ms": _ms(row.first_token_s),
         "total_ms": _ms(row.total_s),

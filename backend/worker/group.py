@@ -63,6 +63,8 @@ _DUMMY_BLOCK_SIZE = 32  # tokens
 class InProcessWorkerGroup:
     """Implements core.step.WorkerGroup."""
 
+    starts_guides = False  # True: the compiler of guides starts while weights are loaded, else with the first guide
+
     def __init__(
         self,
         model: ModelConfigSection,
@@ -142,6 +144,7 @@ class InProcessWorkerGroup:
         section = self._section
         torch.set_num_threads(section.num_threads or physical_cores())
         checkpoint, eos_ids = self._open()
+        refusal = self._make_guides(checkpoint.config.vocab_size, eos_ids)
         loaded = self._loaded = LoadedModel(
             checkpoint, section, self._kv_cache, self.device, self._progress, self._lora
         )
@@ -162,12 +165,6 @@ class InProcessWorkerGroup:
         if self._lora.enabled:
             loaded.model.takes_adapters = True
             self._adapter_reader = AdapterReader(loaded.whole_projections, dtype, self._lora.max_rank, self._pack)
-        refusal = NOT_SET_UP
-        if self._guided is not None:
-            from backend.guided.setup import make_guides  # only here: GPU benchmarks run without what it needs
-
-            tokenizer = None if self._buffers is not None else self.model_path
-            self.guides, refusal = make_guides(self._guided, tokenizer, config.vocab_size, eos_ids)
         return ModelInfo(
             name=self.model_path.name.removesuffix(SUFFIX) or config.architecture,
             vocab_size=config.vocab_size,
@@ -198,6 +195,18 @@ class InProcessWorkerGroup:
             kv_layers=loaded.config.num_layers if self._keeps_pool and tier_name == "native" else 0,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
         )
+
+    def _make_guides(self, vocab_size: int, eos_ids: tuple[int, ...]) -> str:
+        """Returns why requests with guides are refused, or ''."""
+        if self._guided is None:
+            return NOT_SET_UP
+        from backend.guided.setup import make_guides  # only here: GPU benchmarks run without what it needs
+
+        tokenizer = None if self._buffers is not None else self.model_path
+        self.guides, refusal = make_guides(self._guided, tokenizer, vocab_size, eos_ids)
+        if self.guides is not None and self.starts_guides:
+            self.guides.start()
+        return refusal
 
     def _open(self) -> tuple[loader.Checkpoint | HostedCheckpoint, tuple[int, ...]]:
         """The checkpoint, and the ids that end a text."""

@@ -10,6 +10,16 @@ from gateway.parts import Call, new_call
 from gateway.tool_formats.source import NotACall, Parsing, Source
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_LISTED = 150  # parameters of one function
+_FURTHER = {
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "if",
+    "dependentSchemas",
+    "patternProperties",
+}  # keywords that may declare further parameters
 Functions = Mapping[str, Function]  # by their names
 
 
@@ -43,6 +53,13 @@ class ToolFormat:
 def schema_of(function: Function) -> dict[str, Any]:
     """Without parameters a function takes an empty object."""
     return function.parameters or NO_PARAMETERS
+
+
+def has_listed_parameters(function: Function) -> bool:
+    """True if the schema lists all parameters, and few enough for a guide that takes each by itself."""
+    schema = schema_of(function)
+    properties = schema.get("properties")
+    return isinstance(properties, dict) and len(properties) <= MAX_LISTED and not schema.keys() & _FURTHER
 
 
 class Parameter(NamedTuple):

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.messages import Function
-from gateway.tool_formats.format import Functions, ToolFormat, call_of, parameters_of, schema_of
+from gateway.tool_formats.format import Functions, ToolFormat, call_of, has_listed_parameters, parameters_of, schema_of
 from gateway.tool_formats.source import NotACall, Parsing, Source, Waiting, json_value
 
+MOST_UNLISTED = 32  # arguments of one call that no schema lists
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
@@ -74,6 +75,16 @@ class _Tagged(ToolFormat):
         except NotACall:
             return text  # only a guide makes sure of the schema
 
+    def written(self, function: Function, begin: str, end: str) -> dict[str, Any]:
+        """The structure of a call. Where its schema does not list the arguments, they have any names and are any texts."""
+        if function.strict or has_listed_parameters(function):
+            return {"begin": begin, "parts": self.parts(function), "end": end}
+        line_break = "\n" if self.trims else ""
+        words = self.argument_begin("\0") + line_break
+        name_begin, _, name_end = words.partition("\0")
+        argument = [name_begin, {"until": name_end}, {"until": f"{line_break}{self.value_end}\n"}]
+        return {"begin": begin, "parts": [{"optional": argument}] * MOST_UNLISTED, "end": end}
+
     def parts(self, function: Function) -> list[Any]:
         """The arguments in the order of the schema; those that are not required may be left out."""
         parts: list[Any] = []
@@ -105,7 +116,7 @@ class QwenTags(_Tagged):
 
     def structure(self, function: Function) -> dict[str, Any]:
         begin, end = f"{OPENING}\n<function={function.name}>\n", f"</function>\n{CLOSING}"
-        return {"begin": begin, "parts": self.parts(function), "end": end}
+        return self.written(function, begin, end)
 
 
 class GlmTags(_Tagged):
@@ -124,7 +135,7 @@ class GlmTags(_Tagged):
         return f"<arg_key>{key}</arg_key>\n<arg_value>"
 
     def structure(self, function: Function) -> dict[str, Any]:
-        return {"begin": f"{OPENING}{function.name}\n", "parts": self.parts(function), "end": CLOSING}
+        return self.written(function, f"{OPENING}{function.name}\n", CLOSING)
 
 
 def is_text(schema: Any) -> bool:

@@ -8,6 +8,7 @@ from backend.api.errors import EngineUnavailable, InvalidRequest
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId, SessionId
 from backend.api.response import FinishReason
+from backend.api.sampling import OutputConfig
 from backend.core.guides import OnCompiled
 from backend.engine.core import EngineCore
 from tests.engine.driver import Driver
@@ -34,6 +35,9 @@ class FakeGuides:
         self.begun.append(request_id)
         self.namespaces.append(namespace)
         return self.is_ready
+
+    def notes(self, request_id: RequestId) -> tuple[str, ...]:
+        return (".here: pattern",)
 
     def end(self, request_id: RequestId) -> None:
         self.ended.append(request_id)
@@ -72,6 +76,19 @@ def test_nobody_waits_for_a_guide() -> None:
     assert set(finish(core)) == {2}
     compiled(driver, 1)
     assert set(finish(core)) == {1} and guides.ended == [1] and core.num_live == 0
+
+
+def test_a_request_tells_how_long_it_was_prepared_and_what_of_its_guide_is_not_held() -> None:
+    driver, guides, core = make()
+    wanted = OutputConfig(return_perf_metrics=True)
+    enqueue(core, 1, output_config=wanted)
+    enqueue(core, 2, None, output_config=wanted)
+    driver.clock.advance(0.005)
+    compiled(driver, 1)
+    found = {number: responses[-1].result.perf_metrics for number, responses in finish(core).items()}
+    assert found[1].prepared_ns - found[1].arrival_ns == 5_000_000 and found[1].guide_notes == (".here: pattern",)
+    assert found[1].queued_ns == found[1].prepared_ns
+    assert (found[2].prepared_ns, found[2].guide_notes) == (0, ()) and found[2].queued_ns == found[2].arrival_ns
 
 
 def test_a_guide_is_compiled_for_the_namespace_of_its_request() -> None:

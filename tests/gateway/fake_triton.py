@@ -3,7 +3,7 @@
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "lose N" breaks the
 connection after N responses, `losses` times; "cut" ends the stream without a last response; "silent" says nothing until it is
-cancelled; "junk" says a token and then what is no JSON.
+cancelled; "junk" says a token and then what is no JSON. "noted NOTE" has that note of its guide beside WORDS.
 "step S" says a token, and when it is stopped ends after the S seconds that its step still takes.
 "say TEXT" says it; "linger TEXT" says it, and ends the stream some time later; "full" ends at the model's length, "stopped
 by STOP" at a stop string. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else
@@ -350,6 +350,8 @@ def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> di
     if is_first and (asked := seen.body.get("tell_prompt")):
         value["prompt"] = {"prompt_tokens": 7, "cached_tokens": 6 if index else 3}
         value["prompt"] |= {"token_ids": PROMPT_IDS} if asked == "token_ids" else {}
+    if is_first and not index and seen.text().startswith("noted "):
+        value["guide_notes"] = [seen.text().removeprefix("noted ")]
     if seen.body.get("n", 1) > 1:
         value["index"] = index
     count = seen.body.get("logprobs")

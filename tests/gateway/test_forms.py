@@ -80,7 +80,7 @@ def test_auto_leaves_text_free_and_binds_calls(client: openai.OpenAI, triton: Fa
     tag = guide_of(triton)
     assert tag["triggers"] == ["<tool_call>"] and "free_text" not in tag
     assert tag["structures"][0] == {
-        "begin": '<tool_call>{"name": "add", "arguments": ', "schema": SCHEMA, "end": "}</tool_call>"
+        "begin": '<tool_call>{"name": "add", "arguments": ', "schema": SCHEMA, "end": "}</tool_call>", "hold": "most"
     }  # fmt: skip
     assert tag["structures"][1]["schema"] == {"type": "object", "properties": {}, "additionalProperties": False}
     assert [tool["function"]["name"] for tool in triton.last().body["tools"]] == ["add", "now"]

@@ -91,7 +91,7 @@ def test_where_no_guide_is_taken_the_field_is_named_too() -> None:
 def test_the_engine_and_the_gateway_agree_on_the_place_of_a_tool(bad: int, choice: str) -> None:
     """What the engine's own compiler says of the gateway's own tag."""
     tools = [tool | {"function": {"name": tool["function"]["name"]}} for tool in TWO_TOOLS]
-    tools[bad] = TWO_TOOLS[bad]
+    tools[bad] = {**TWO_TOOLS[bad], "function": {**TWO_TOOLS[bad]["function"], "strict": True}}
     body = {**CHAT, "tools": tools, "tool_choice": choice}
     asked = chat(parse(ChatRequest, json.dumps(body).encode())[0])
     with pytest.raises(GuideError) as caught:

@@ -17,7 +17,10 @@ from backend.guided.protocol import CompiledGuide, GuideError, Matcher
 
 
 class Stub:
-    """A backend. A text of `bad` cannot be compiled, `crash` is a library's bug, and so is `panic` when it is loaded."""
+    """A backend. What follows `noted` are notes.
+
+    A text of `bad` cannot be compiled, `crash` is a library's bug, and so is `panic` when it is loaded.
+    """
 
     name = "stub"
 
@@ -37,6 +40,7 @@ class Stub:
 class _Compiled:
     def __init__(self, text: str) -> None:
         self.portable = text.encode()
+        self.notes = tuple(text.split()[1:]) if text.startswith("noted ") else ()
 
     def matcher(self) -> Matcher:
         raise NotImplementedError(self.portable.decode())

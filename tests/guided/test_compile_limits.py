@@ -72,7 +72,7 @@ class Rogue:
 
 class _Held:
     def __init__(self, portable: bytes, held: object = None) -> None:
-        self.portable, self.held = portable, held
+        self.portable, self.held, self.notes = portable, held, ()
 
     def matcher(self) -> Matcher:
         raise NotImplementedError

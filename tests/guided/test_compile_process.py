@@ -164,7 +164,6 @@ HOSTILE = {
     "pattern_properties": _schema(type="object", patternProperties={f"^a{i}.*b{i}$": {} for i in range(1500)}),
     "optional_letters": Guide(GuideType.REGEX, "a?" * 16000 + "a" * 16000),
     "letters_of_unicode": Guide(GuideType.REGEX, "".join(rf"(\pL+{i})?" for i in range(4000))),
-    "optional_properties": _schema(type="object", properties={f"p{i}": {} for i in range(4900)}),
     "keys_twice": Guide(GuideType.JSON_SCHEMA, TWICE),
 }
 

@@ -95,6 +95,30 @@ def test_arguments_satisfy_their_schema(name: str) -> None:
         assert accepts(tokenizer, guide, f"{group.begin}{call_text(name, n=n)}{group.end}") == is_right
 
 
+ROOTS: list[dict[str, Any]] = [
+    {"type": "object", "anyOf": [SCHEMA, {"required": ["n"]}]},
+    {"type": "object", "allOf": [SCHEMA]},
+    {"$ref": "#/$defs/x", "$defs": {"x": SCHEMA}},
+    {"type": "object", "properties": [SCHEMA]},
+    {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, **{f"n{i}": {"type": "integer"} for i in range(200)}},
+    },
+    {"type": "object"},
+]
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: ",".join(root))
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "pythonic"])
+def test_arguments_are_possible_whatever_their_schema_looks_like(name: str, root: dict[str, Any]) -> None:
+    tokenizer, backend = special()
+    format = TOOL_FORMATS[name].format
+    structure = format.structure(ADD.model_copy(update={"parameters": root})) | {"hold": "most"}
+    tag = {"type": "structural_tag", "structures": [structure], "free_text": False, "group": format.group._asdict()}
+    guide = backend.compile(Guide(GuideType.STRUCTURAL_TAG, json.dumps(tag)))
+    assert accepts(tokenizer, guide, f"{format.group.begin}{call_text(name)}{format.group.end}")
+
+
 @pytest.mark.parametrize("name", ["kimi", "deepseek_v31", "mistral", "hermes"])
 def test_at_most_one_ends_with_the_first_call(name: str) -> None:
     tokenizer, backend = special()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from backend.api import EngineConfig, ErrorCode, FinishReason, PerfMetrics, RequestId, Response, Result
@@ -68,6 +69,14 @@ def test_a_line_of_json_tells_who_why_how_much_and_how_long() -> None:
         "first_token_ms": 100.0,
         "total_ms": 1000.0,
     }
+
+
+def test_preparation_and_queue_are_told_apart() -> None:
+    """Of a request that waited for its guide 15 ms and then 5 ms for the batch."""
+    prepared = msgspec.structs.replace(BOOKS, prepared_ns=1_025_000_000)
+    (line,) = lines_of(True, ROW._replace(account=prepared))
+    told = json.loads(line)
+    assert (told["prepare_ms"], told["queue_ms"]) == (15.0, 5.0)
 
 
 def test_a_line_of_text_has_the_same_in_pairs() -> None:

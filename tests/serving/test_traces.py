@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from backend.api import PerfMetrics
@@ -20,6 +21,7 @@ from backend.serving.model_server import ModelServer
 from backend.serving.trace_context import Caller, TraceContext, begin_trace
 from backend.serving.tracing import export
 from backend.serving.tracing.export import Exporter
+from backend.serving.tracing.spans import spans_of
 from tests.otlp_collector import DEADLINE_S, Collector, attributes, collecting
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import token_inputs
@@ -93,6 +95,14 @@ def test_the_stages_of_a_request_lie_under_its_span_and_that_under_the_callers(
     assert all(span.parent_span_id == request.span_id and span.trace_id == request.trace_id for span in stages)
     assert len({span.span_id for span in collector.spans}) == len(collector.spans)
     assert (request.start_time_unix_nano, request.end_time_unix_nano) == (49_900 * MS, 50_000 * MS)
+
+
+def test_the_queue_begins_where_preparation_ends() -> None:
+    account = msgspec.structs.replace(ACCOUNT, prepared_ns=1007 * MS)
+    spans = {
+        span.name: (span.start_ns // MS, span.end_ns // MS) for span in spans_of(ended(None, account=account), "m")
+    }
+    assert (spans["prepare"], spans["queue"]) == ((1002, 1007), (1007, 1010))
 
 
 def test_spans_bear_the_names_of_the_semantic_conventions(collector: Collector, exporter: Exporter) -> None:

@@ -133,6 +133,9 @@ class SlowGuides:
         self.waiting.setdefault(guide.text, []).append(request_id)
         return False
 
+    def notes(self, request_id: RequestId) -> tuple[str, ...]:
+        return ()
+
     def end(self, request_id: RequestId) -> None:
         text = self.users.pop(request_id, None)
         if text is None:

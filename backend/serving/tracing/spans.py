@@ -32,8 +32,10 @@ def spans_of(row: EndedRow, model: str) -> list[Span]:
 
 
 def _stages(account: PerfMetrics) -> Iterator[Span]:
+    if account.prepared_ns:
+        yield Span("prepare", account.arrival_ns, account.prepared_ns, {})
     if account.first_scheduled_ns:
-        yield Span("queue", account.arrival_ns, account.first_scheduled_ns, {})
+        yield Span("queue", account.queued_ns, account.first_scheduled_ns, {})
         if account.first_token_ns:
             about: dict[str, Value] = {
                 "everbatch.context_tokens": account.num_context_tokens,
