@@ -71,7 +71,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ("chat/completions", {"tools": [FUNCTION, FUNCTION]}, "tools", "the same name"),
     ("chat/completions", {"tools": [FUNCTION], "tool_choice": OTHER}, "tool_choice.function.name", "none of the tools"),
-    ("chat/completions", {"tools": [FUNCTION], "response_format": OBJECT}, "response_format", "leave one out"),
+    ("chat/completions", {"tools": [FUNCTION], "guided_choice": ["a"]}, "guided_choice", "leave one out"),
     (
         "chat/completions",
         {"tools": [FUNCTION], "structured_outputs": {"regex": "a"}},

@@ -11,7 +11,7 @@ from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from backend.worker import guided_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
-from gateway import errors, translate
+from gateway import errors, tools
 from tests.mutants.changes import change, change_everywhere
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
@@ -122,7 +122,7 @@ MUTANTS = {
         COMPILER,
     ),
     "the_tool_is_counted_among_the_chosen": (
-        change(translate, "form_of_tools", ("for i in chosen)", "for i in range(len(chosen)))")),
+        change_everywhere(tools.form_of_tools, ("for i in asked.callable", "for i in range(len(asked.callable))")),
         GATEWAY,
     ),
     "what_was_written_is_not_told": (
