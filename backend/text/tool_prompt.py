@@ -11,9 +11,9 @@ from typing import Any
 import jinja2.nodes
 
 Message = dict[str, Any]
-_INTRODUCTION = "You can call these tools. Each line describes one of them, with the JSON schema of its arguments:"
+_INTRODUCTION = "You can call these functions. Each line describes one of them, with the JSON schema of its arguments:"
 _HOW = (
-    'To call a tool, answer with a JSON object and nothing else: {"name": NAME OF THE TOOL, "arguments": OBJECT OF ARGUMENTS}. '
+    'To call one, answer with a JSON object and nothing else: {"name": NAME OF THE FUNCTION, "arguments": OBJECT OF ARGUMENTS}. '
     "To call several, answer with a list of such objects. You are then told the results. Otherwise answer as usual."
 )
 
@@ -71,7 +71,7 @@ def _calls(message: Message, names: dict[str, str]) -> Message:
 
 
 def _result(message: Message, names: dict[str, str]) -> Message:
-    name = message.get("name") or names.get(str(message.get("tool_call_id")), "the tool")
+    name = message.get("name") or names.get(str(message.get("tool_call_id")), "the function")
     return {"role": "user", "content": _joined(f"Result of {name}:", message.get("content"), "\n")}
 
 

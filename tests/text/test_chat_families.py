@@ -239,7 +239,7 @@ def test_calls_and_their_results_become_text() -> None:
         {"role": "assistant", "content": f"I look.\n\n[{first}, {second}]"},
         {"role": "user", "content": [{"type": "text", "text": text} for text in texts]},
         {"role": "assistant", "content": first},
-        {"role": "user", "content": "Result of the tool:"},
+        {"role": "user", "content": "Result of the function:"},
     ]
     hostile: Chat = [{"role": "assistant", "content": 5, "tool_calls": [None, {"function": 7}, {}]}, {"role": "tool"}]
     assert len(without_calls(hostile)) == 2
