@@ -27,7 +27,8 @@ def with_tools(messages: list[Message], tools: list[Message], takes_system: bool
     """The messages with a description of the tools behind the system message, or ahead of the first message where the template
     takes no system message.
     """
-    text = "\n".join([_INTRODUCTION, *(json.dumps(tool, ensure_ascii=False) for tool in tools), "", _HOW])
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    text = "\n".join([_INTRODUCTION, *(json.dumps(each, ensure_ascii=False) for each in functions), "", _HOW])
     first, rest = messages[0], messages[1:]
     if first["role"] == "system":
         return [{**first, "content": _joined(first.get("content"), text)}, *rest]
