@@ -37,11 +37,11 @@ HERMES = TOOL_FORMATS["hermes"].format
 
 
 def chat_of(**added: Any) -> ChatRequest:
-    return parse(ChatRequest, json.dumps({**CHAT, **added}).encode())
+    return parse(ChatRequest, json.dumps({**CHAT, **added}).encode())[0]
 
 
 def response_of(**added: Any) -> ResponseRequest:
-    return parse(ResponseRequest, json.dumps({**RESPONSE, **added}).encode())
+    return parse(ResponseRequest, json.dumps({**RESPONSE, **added}).encode())[0]
 
 
 def allowed(wire: str, mode: str, *names: str) -> dict[str, Any]:
