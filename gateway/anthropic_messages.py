@@ -9,11 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from gateway.messages import ModelRequest, Nothing, Text, Tree, Wire, Words
+from gateway.messages import TAG, ModelRequest, Nothing, Text, Tree, Wire, Words
 from gateway.response_messages import Item
 
 MOST_TOOLS = 512  # agents with several tool servers send hundreds
-BLOCK = "-block"  # ends the tags of the kinds of blocks, so that none of them is the name of a field
 BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -71,11 +70,11 @@ class ToolUseBlock(_Block):
 
 def _kind_of(block: Any) -> str | None:
     found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return f"{found}{BLOCK}" if isinstance(found, str) else None
+    return f"{found}{TAG}" if isinstance(found, str) else None
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text" + BLOCK)] | Annotated[SearchResultBlock, Tag("search_result" + BLOCK)],
+    Annotated[TextBlock, Tag("text" + TAG)] | Annotated[SearchResultBlock, Tag("search_result" + TAG)],
     Discriminator(_kind_of),
 ]
 
@@ -91,12 +90,12 @@ class ToolResultBlock(_Block):
 
 AnyBlock = TextBlock | SearchResultBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 Block = Annotated[
-    Annotated[TextBlock, Tag("text" + BLOCK)]
-    | Annotated[SearchResultBlock, Tag("search_result" + BLOCK)]
-    | Annotated[ThinkingBlock, Tag("thinking" + BLOCK)]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking" + BLOCK)]
-    | Annotated[ToolUseBlock, Tag("tool_use" + BLOCK)]
-    | Annotated[ToolResultBlock, Tag("tool_result" + BLOCK)],
+    Annotated[TextBlock, Tag("text" + TAG)]
+    | Annotated[SearchResultBlock, Tag("search_result" + TAG)]
+    | Annotated[ThinkingBlock, Tag("thinking" + TAG)]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking" + TAG)]
+    | Annotated[ToolUseBlock, Tag("tool_use" + TAG)]
+    | Annotated[ToolResultBlock, Tag("tool_result" + TAG)],
     Discriminator(_kind_of),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gateway.errors import GatewayError
+from gateway.formats import forms_asked
 from gateway.messages import ChatRequest, Thinking
 from gateway.parts import PartReader, PlainReader
 from gateway.reasoning import HARMONY, REASONING_FORMATS, Marks, ReasoningReader, WithoutReasoning
@@ -41,7 +42,8 @@ class Dialect(NamedTuple):
             reader = HarmonyReader()
         else:
             if asked.may_be_called:
-                reader = CallReader(self.tools, {one.name: one for one in asked.functions})
+                callable = {one.name: one for one in asked.callable.values()}
+                reader = CallReader(self.tools, callable, not forms_asked(message), asked.are_parallel)
             if marks is not None:
                 reader = ReasoningReader(marks, reader or PlainReader())
         if reader is not None and message.include_reasoning is False:

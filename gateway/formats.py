@@ -41,6 +41,13 @@ def asked_form(message: Completing) -> Form | None:
     return _of_kind(name.removeprefix("guided_"), getattr(message, name), name)
 
 
+def form_of_text(message: Completing | Asking) -> Form | None:
+    """The form of an answer that is text. Raises GatewayError."""
+    if isinstance(message, Asking):
+        return form_of(None if message.text is None else message.text.format, "text.format")
+    return asked_form(message)
+
+
 def forms_asked(message: Completing | Asking) -> list[str]:
     """The fields that say what the answer looks like."""
     if isinstance(message, Asking):

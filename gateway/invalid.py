@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from gateway.anthropic_messages import BLOCK
 from gateway.bodies import decoded
 from gateway.errors import GatewayError
 from gateway.formats import OLDER_FORMS
-from gateway.messages import Wire
+from gateway.messages import TAG, Wire
 from gateway.without_effect import Key, keys_of, take_out
 
 LONGEST_VALUE = 80
@@ -64,7 +63,7 @@ _SAME = (
 )
 _TOLD_BY_TYPE = ("response_format", "format")  # objects whose `type` says their form; pydantic names that behind them
 _FORM = re.compile(
-    r"str|int|float|bool|none|literal|message|function_call(?:_output)?|constrained-\w+|\w+\[.*\]|function-.*|\w+-block|[A-Z]\w+"
+    r"str|int|float|bool|none|literal|message|function_call(?:_output)?|constrained-\w+|[\w-]+\[.*\]|function-.*|\w+-block|[A-Z]\w+"
 )
 _OBJECT = re.compile(r"a valid dictionary(?: or instance of \w+)?")
 _TEXT_ONLY_FORMS = ("image", "document", "container_upload")  # types of content that is no text
@@ -147,11 +146,11 @@ def _other_form(name: str, context: dict[str, Any]) -> GatewayError:
     place = f"{name}.{key}"
     if "tag" not in context:
         return GatewayError(400, f"{place} is missing", place, "missing_required_parameter")
-    tag = context["tag"].removesuffix(BLOCK)
+    tag = context["tag"].removesuffix(TAG)
     if tag in _TEXT_ONLY_FORMS:
         text = f"{place} is {_shown(tag)}, which is not served: the models read and write text only; send text"
         return GatewayError(400, text, place, "unsupported_parameter")
-    forms = context["expected_tags"].replace("'", "").replace(BLOCK, "")
+    forms = context["expected_tags"].replace("'", "").replace(TAG, "")
     text = f"{place} is {_shown(tag)}; it is one of {forms}"
     return GatewayError(400, text, place, "invalid_value")
 
@@ -192,7 +191,7 @@ def _rank(error: Any, fields: Fields) -> tuple[bool, bool, int, list[int]]:
     of the form that fitted the most items of a list.
     """
     path = _path(error, fields)
-    other_type = error["type"] == "literal_error" and path[-1:] == ["type"]
+    other_type = (error["type"] == "literal_error" and path[-1:] == ["type"]) or error["type"].startswith("union_tag")
     indices = [part for part in path if isinstance(part, int)]
     return other_type, error["type"] == "extra_forbidden", len(path), indices
 

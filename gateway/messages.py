@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 MOST_KEYS = 100  # in one object; twice as many as the largest message has
@@ -212,6 +212,33 @@ class ToolChoice(Wire):
     function: FunctionChoice
 
 
+class AllowedTools(Wire):
+    """The only tools that may be called, of those that the model is shown."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+class AllowedToolsChoice(Wire):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+TAG = "-block"  # ends the tags of forms that are told apart by their type, so that none of them is the name of a field
+
+
+def kind_of_choice(choice: Any) -> str:
+    """The tag of an object in `tool_choice`; what is no object is refused as one that names a function."""
+    found = choice.get("type", "function") if isinstance(choice, dict) else getattr(choice, "type", "function")
+    return f"{found}{TAG}" if isinstance(found, str) else f"function{TAG}"
+
+
+ChosenTools = Annotated[
+    Annotated[ToolChoice, Tag("function" + TAG)] | Annotated[AllowedToolsChoice, Tag("allowed_tools" + TAG)],
+    Discriminator(kind_of_choice),
+]
+
+
 class CalledFunction(Wire):
     name: str
     arguments: Text
@@ -249,7 +276,7 @@ class ChatRequest(Completing, Thinking):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     # Variables of the chat template besides the messages.
     add_generation_prompt: bool | None = None  # vLLM's, as the two below
     continue_final_message: bool | None = None

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.messages import (
     MOST_KEYS,
+    TAG,
     Effort,
     Function,
     FunctionChoice,
@@ -23,6 +24,7 @@ from gateway.messages import (
     Thinking,
     Verbosity,
     Wire,
+    kind_of_choice,
 )
 
 ResponseId = Annotated[str, Field(max_length=64)]
@@ -141,6 +143,20 @@ class ResponseToolChoice(FunctionChoice):
     type: Literal["function"]
 
 
+class ResponseAllowedTools(Wire):
+    """The only tools that may be called, of those that the model is shown."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+ResponseChosenTools = Annotated[
+    Annotated[ResponseToolChoice, Tag("function" + TAG)] | Annotated[ResponseAllowedTools, Tag("allowed_tools" + TAG)],
+    Discriminator(kind_of_choice),
+]
+
+
 class ConversationRef(Wire):
     id: ResponseId
 
@@ -173,7 +189,7 @@ class Asking(ModelRequest):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[ResponseFunction], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseChosenTools | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None  # any other value is known, and refused
     conversation: ResponseId | ConversationRef | None = None

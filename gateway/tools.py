@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from gateway.errors import GatewayError
-from gateway.formats import forms_asked
-from gateway.messages import ChatMessage, ChatRequest, Function, Tool, ToolChoice
+from gateway.formats import form_of_text
+from gateway.messages import AllowedToolsChoice, ChatMessage, ChatRequest, Function, Tool, ToolChoice
 from gateway.origin import OF_FUNCTIONS, Form, GuideOrigin
-from gateway.response_messages import Asking, ResponseToolChoice
+from gateway.response_messages import Asking, ResponseAllowedTools, ResponseToolChoice
 from gateway.tool_formats.format import ToolFormat
 
 
@@ -30,7 +30,7 @@ class Toolset:
 
     functions: tuple[Function, ...]
     choice: str  # none, auto or required
-    named: str | None  # the only function that may be called
+    named: dict[str, str] | None  # the only functions that may be called, with the fields that name them
     place: str
     are_parallel: bool
 
@@ -38,20 +38,57 @@ class Toolset:
     def may_be_called(self) -> bool:
         return bool(self.functions) and self.choice != "none"
 
+    @property
+    def callable(self) -> dict[int, Function]:
+        """The functions that may be called, by their places among all."""
+        return {i: one for i, one in enumerate(self.functions) if self.named is None or one.name in self.named}
+
+    def check(self) -> None:
+        """Raises GatewayError for tools and a choice that do not fit each other."""
+        names = [function.name for function in self.functions]
+        if not names and (self.choice == "required" or self.named is not None):
+            text = "tool_choice asks for a call, and there are no tools; send tools, or leave it out"
+            raise GatewayError(400, text, "tool_choice", "invalid_value")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise GatewayError(400, f"two tools have the same name, {twice}; rename one", "tools", "invalid_value")
+        for name, field in (self.named or {}).items():
+            if name not in names:
+                text = f"tool_choice names {name!r}, which is none of the tools"
+                raise GatewayError(400, text, field, "invalid_value")
+
 
 def toolset(message: ChatRequest | Asking) -> Toolset:
     """The tools of a request of either API."""
-    wanted = message.tool_choice or "auto"
-    named = None
-    if isinstance(wanted, ToolChoice):
-        named = wanted.function.name
-    elif isinstance(wanted, ResponseToolChoice):
-        named = wanted.name
-    choice = wanted if isinstance(wanted, str) else "required"
+    choice, named = _choice(message.tool_choice or "auto")
     given = message.tools or []
     functions = tuple(tool.function if isinstance(tool, Tool) else tool for tool in given)
     place = "" if isinstance(message, Asking) else ".function"
     return Toolset(functions, choice, named, place, message.parallel_tool_calls is not False)
+
+
+def _choice(
+    wanted: str | ToolChoice | AllowedToolsChoice | ResponseToolChoice | ResponseAllowedTools,
+) -> tuple[str, dict[str, str] | None]:
+    """(none, auto or required, Toolset.named)"""
+    match wanted:
+        case str():
+            return wanted, None
+        case ToolChoice():
+            return "required", {wanted.function.name: "tool_choice.function.name"}
+        case ResponseToolChoice():
+            return "required", {wanted.name: "tool_choice.name"}
+        case AllowedToolsChoice(allowed_tools=allowed):
+            place = "tool_choice.allowed_tools.tools[{}].function.name"
+            return allowed.mode, {one.function.name: place.format(i) for i, one in enumerate(allowed.tools)}
+        case ResponseAllowedTools():
+            place = "tool_choice.tools[{}].name"
+            return wanted.mode, {one.name: place.format(i) for i, one in enumerate(wanted.tools)}
+
+
+def form_of_answer(message: ChatRequest | Asking, format: ToolFormat) -> Form | None:
+    """The form of an answer: a call, text, or either. Raises GatewayError."""
+    return form_of_tools(message, format) or form_of_text(message)
 
 
 def form_of_tools(message: ChatRequest | Asking, format: ToolFormat) -> Form | None:
@@ -59,33 +96,59 @@ def form_of_tools(message: ChatRequest | Asking, format: ToolFormat) -> Form | N
     Raises GatewayError.
     """
     asked = toolset(message)
-    if not asked.functions:
-        if asked.choice == "required":
-            text = "tool_choice asks for a call, and there are no tools; send tools, or leave it out"
-            raise GatewayError(400, text, "tool_choice", "invalid_value")
+    asked.check()
+    if not asked.may_be_called:
         return None
-    names = [function.name for function in asked.functions]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise GatewayError(400, f"two tools have the same name, {twice}; rename one", "tools", "invalid_value")
-    if asked.choice == "none":
+    text = form_of_text(message)
+    if text is not None and text.guide["type"] not in ("json", "json_schema"):
+        field = text.origin.field
+        told = f"{field} and tools both say what the answer looks like; leave one out, or send tool_choice none"
+        raise GatewayError(400, told, field, "invalid_value")
+    if asked.choice == "auto" and text is not None:
+        tag = _either(asked, format, text)
+    elif asked.choice == "auto" and not format.trigger:
         return None
-    if other := next(iter(forms_asked(message)), None):
-        text = f"{other} and tools both say what the answer looks like; leave one out, or send tool_choice none"
-        raise GatewayError(400, text, other, "invalid_value")
-    chosen = _chosen(asked)
-    if asked.choice == "auto" and not format.trigger:
-        return None
-    structures = [format.structure(one) | _holding(one, asked) for one in chosen.values()]
-    tag: dict[str, Any] = {"type": "structural_tag", "structures": structures}
+    else:
+        tag = _calls(asked, format)
+    fields = [f"tools[{i}]{asked.place}.parameters" for i in asked.callable]
+    guide = {"type": "structural_tag", "text": msgspec.json.encode({"type": "structural_tag", **tag}).decode()}
+    return Form(
+        guide, GuideOrigin("tools", OF_FUNCTIONS, (*fields, *([text.origin.field] if text is not None else [])))
+    )
+
+
+def _calls(asked: Toolset, format: ToolFormat) -> dict[str, Any]:
+    """A structural tag of calls: in free text, or one that must be made."""
+    tag: dict[str, Any] = {"structures": _structures(asked, format)}
     if any(format.group):
         tag["group"] = format.group._asdict()
-    tag |= {"triggers": [format.trigger]} if asked.choice == "auto" else {"free_text": False}
-    if not asked.are_parallel and "triggers" in tag:
-        tag["at_most_one"] = True
-    fields = tuple(f"tools[{i}]{asked.place}.parameters" for i in chosen)
-    guide = {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}
-    return Form(guide, GuideOrigin("tools", OF_FUNCTIONS, fields))
+    if asked.choice == "required":
+        return tag | {"free_text": False}
+    return tag | {"triggers": [format.trigger]} | ({} if asked.are_parallel else {"at_most_one": True})
+
+
+def _either(asked: Toolset, format: ToolFormat, text: Form) -> dict[str, Any]:
+    """A structural tag of one call, or a text of the form that was asked for."""
+    begin, _, end = format.group
+    calls = [{**one, "begin": begin + one["begin"], "end": one["end"] + end} for one in _structures(asked, format)]
+    try:
+        schema = msgspec.json.decode(text.guide.get("text", '{"type": "object"}'))
+    except msgspec.DecodeError:
+        raise GatewayError(
+            400, f"{text.origin.field} is no JSON; correct it", text.origin.field, text.origin.code
+        ) from None
+    is_object = isinstance(schema, dict) and schema.get("type") == "object"
+    if calls[0]["begin"].startswith("{") or (begin == "[" and not is_object):
+        told = "is not served beside tools here, for this model writes its calls as JSON too; leave one out"
+        raise GatewayError(
+            400, f"{text.origin.field} {told}, or send tool_choice none", text.origin.field, "invalid_value"
+        )
+    return {"structures": [*calls, {"begin": format.answer, "schema": schema, "end": ""}], "free_text": False}
+
+
+def _structures(asked: Toolset, format: ToolFormat) -> list[dict[str, Any]]:
+    """A structure of the tag for each function that may be called."""
+    return [format.structure(one) | _holding(one, asked) for one in asked.callable.values()]
 
 
 def _holding(function: Function, asked: Toolset) -> dict[str, Any]:
@@ -104,15 +167,6 @@ def shown_tools(message: ChatRequest | Asking) -> dict[str, Any]:
     keys = set(Function.model_fields)
     functions = [function.model_dump(include=keys, exclude_none=True) for function in asked.functions]
     return {"tools": [{"type": "function", "function": function} for function in functions]}
-
-
-def _chosen(asked: Toolset) -> dict[int, Function]:
-    """The functions that may be called, by their places among all. Raises GatewayError."""
-    found = {i: one for i, one in enumerate(asked.functions) if asked.named in (None, one.name)}
-    if not found:
-        text = f"tool_choice names {asked.named!r}, which is none of the tools"
-        raise GatewayError(400, text, f"tool_choice{asked.place}.name", "invalid_value")
-    return found
 
 
 def template_fields(turn: ChatMessage) -> dict[str, Any]:
@@ -137,8 +191,10 @@ def called_function(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 def _arguments(text: str) -> Any:
     """The arguments of a call as the object that chat templates expect. Text that is not JSON, and JSON with an infinite number
-    or a lone surrogate, stays text.
+    or a lone surrogate, stays text. An empty text, as some models and clients write it for none, is an empty object.
     """
+    if not text.strip():
+        return {}
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from gateway.dialect import DEFAULT, Dialect
 from gateway.errors import GatewayError
-from gateway.formats import asked_form, form_of
+from gateway.formats import asked_form
 from gateway.items import Item, turns_of
 from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
 from gateway.origin import Form, GuideOrigin
 from gateway.response_messages import LOGPROBS, Asking, ResponseRequest
-from gateway.tools import form_of_tools, shown_tools, template_fields
+from gateway.tools import form_of_answer, form_of_tools, shown_tools, template_fields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of /v1/completions
 _SAME_NAME = (
@@ -46,10 +46,10 @@ def chat(message: ChatRequest, dialect: Dialect = DEFAULT) -> Asked:
         **_told(message),
         **dialect.fields(message),
     }
-    form = asked_form(message)
+    form = form_of_answer(message, dialect.tools)
     if message.logprobs:
         request["logprobs"] = message.top_logprobs or 0
-    return _asked(request, form_of_tools(message, dialect.tools) or form)
+    return _asked(request, form)
 
 
 def conversation(message: ChatRequest) -> dict[str, Any]:
@@ -183,8 +183,7 @@ def response(message: ResponseRequest, earlier: list[Item], items: list[Item], d
         request["max_tokens"] = message.max_output_tokens
     if message.top_logprobs or LOGPROBS in (message.include or []):
         request["logprobs"] = message.top_logprobs or 0
-    form = form_of_tools(message, dialect.tools)
-    return _asked(request, form or form_of(None if message.text is None else message.text.format, "text.format"))
+    return _asked(request, form_of_answer(message, dialect.tools))
 
 
 def counting(message: Asking, earlier: list[Item], items: list[Item], dialect: Dialect = DEFAULT) -> Asked:

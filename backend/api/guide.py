@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -40,6 +41,18 @@ class InvalidGuide(InvalidRequest):
 
     def __init__(self, reason: str, place: str = "") -> None:
         super().__init__(f"guide{place}: {reason}")
+
+
+def no_token_left(bans: Sequence[str], guide: Guide | None, has_reasoning: bool = False) -> InvalidRequest:
+    """What a client is told when no token may follow an output. `bans`: the parameters of its request that forbid tokens."""
+    forms = [*(["the guide"] if guide is not None else []), *(["the end of the reasoning"] if has_reasoning else [])]
+    if not bans:
+        return InvalidGuide(
+            "the model has no token that goes on with the form behind this output; use other characters"
+        )
+    return InvalidRequest(
+        f"{' and '.join([*bans, *forms])} leave no token {'together' if forms else 'over'}; forbid less"
+    )
 
 
 def choice_guide(name: str, choices: object) -> Guide:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from backend.api.errors import InvalidRequest
+from backend.api.guide import no_token_left
+from backend.api.request import Request
 from backend.api.response import FinishReason
 from backend.api.stats import EngineCounters
 from backend.core.sequence import BeamSequence
@@ -12,8 +14,6 @@ from backend.engine.beams import BeamSearch, search_of
 from backend.engine.flight import Flight
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
-
-_STUCK = "bad_words (or min_tokens) and the guide leave no token together; forbid less"
 
 
 def apply(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
@@ -50,5 +50,10 @@ def take_further(
     if not search.is_ready:
         return None
     if beams.advance(search, kv, scheduler, now_ns):
-        return search.ended[0].reason if search.ended else InvalidRequest(_STUCK)
+        return search.ended[0].reason if search.ended else _stuck(first.request)
     return FinishReason.NOT_FINISHED
+
+
+def _stuck(request: Request) -> InvalidRequest:
+    bans = {"bad_words": bool(request.bad_words), "min_tokens": bool(request.sampling_config.min_tokens)}
+    return no_token_left([name for name, is_sent in bans.items() if is_sent], request.guide)

@@ -25,7 +25,7 @@ from backend.guided.loosening import Note
 from backend.guided.protocol import GuideError, bits_of
 from backend.guided.schema_parts import hold_formats
 from backend.guided.sentences import LINE, is_gbnf, sentence
-from backend.guided.structural_tag import Json, Maybe, Part, StructuralTag, Until, each_part, parse_structural_tag
+from backend.guided.structural_tag import Json, Maybe, Part, StructuralTag, Until, parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
 WHITESPACE = r" ?|\n[ ]{0,32}"  # one space, or a line break with an indentation
@@ -48,8 +48,15 @@ _LIMITS: dict[str, Any] = {
 }
 
 
+# The last line of each grammar: a text that must follow may be written in any tokens that spell it, an added token or its
+# letters, and not only in those that a tokenizer would make of it. So masks allow what matchers accept.
+_ANY_SPELLING = '%llguidance {"no_forcing": true}'
+
+
 class _Tokens:
-    """The interface that llguidance expects of a tokenizer."""
+    """The vocabulary as llguidance takes it from a tokenizer. From the text of tokenizer.json it would itself decide which added
+    tokens are special (all that are written <...>), and then allow ones that it refuses afterwards.
+    """
 
     is_tokenizer_wrapper = True
 
@@ -58,31 +65,10 @@ class _Tokens:
         self.bos_token_id = None
         self.tokens: Sequence[bytes] = vocabulary.tokens
         self.special_token_ids = sorted(vocabulary.special_ids)
-        self._greedy = _Greedy(vocabulary)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._greedy(text.encode() if isinstance(text, str) else text)
-
-
-class _Greedy:
-    """The longest token first. llguidance asks only for text that a guide leaves no choice about."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        special = vocabulary.special_ids
-        self._ids = {token: i for i, token in enumerate(vocabulary.tokens) if i not in special}
-        self._longest = max(map(len, self._ids), default=1)
-
-    def __call__(self, text: bytes) -> list[int]:
-        ids, start = [], 0
-        while start < len(text):
-            for end in range(min(len(text), start + self._longest), start, -1):
-                if (token := self._ids.get(text[start:end])) is not None:
-                    ids.append(token)
-                    start = end
-                    break
-            else:
-                start += 1  # a byte that no token stands for
-        return ids
+        """Asked only for text that a guide leaves no choice about, in grammars without _ANY_SPELLING."""
+        raise NotImplementedError
 
 
 class LLGuidanceBackend:
@@ -91,13 +77,11 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         """`vocabulary.stop_ids` must not be empty."""
         ends = vocabulary.stop_ids
-        source: Any = vocabulary.tokenizer_str or _Tokens(vocabulary, ends[0])
-        self._tokenizer = llguidance.LLTokenizer(source, n_vocab=vocabulary.size, eos_token=list(ends))
+        tokens: Any = _Tokens(vocabulary, ends[0])
+        self._tokenizer = llguidance.LLTokenizer(tokens, n_vocab=vocabulary.size, eos_token=list(ends))
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._stop_bits = bits_of(ends)
-        marks = vocabulary.special_ids - frozenset(ends)
-        named = {vocabulary.tokens[i].decode(errors="replace"): i for i in marks if i < len(vocabulary.tokens)}
-        self._special = {text: i for text, i in named.items() if text}
+        self._special = vocabulary.special_texts
 
     def compile(self, guide: Guide) -> LLGuidanceGuide:
         return compile_held(guide, LLGUIDANCE._replace(holds=self._holds), self._compiled)
@@ -114,7 +98,7 @@ class LLGuidanceBackend:
         grammar, lines = _grammar(guide, self._special)
         matcher = self._matcher(grammar)
         if matcher.is_error():
-            error, line = matcher.get_error(), lines.get(0, _Line(""))
+            error, line = matcher.get_error(), lines.get(1, _Line(""))
             if guide.type is not GuideType.EBNF_GRAMMAR and (found := LINE.match(error)):
                 error, line = error[found.end() :], lines.get(int(found[1]), line)
             raise GuideError(f"it cannot be compiled: {sentence(error, guide, line.schema)}", line.place)
@@ -181,35 +165,31 @@ class LLGuidanceMatcher:
 
 
 def _grammar(guide: Guide, special: Mapping[str, int]) -> tuple[str, dict[int, _Line]]:
-    """The guide in llguidance's terms, and some of its lines, from 1, with what they are made of; 0 stands for all of them.
+    """The guide in llguidance's terms, and its lines, from 1, with what they are made of, unless the client has written them.
     Raises GuideError.
     """
     match guide.type:
         case GuideType.JSON:
-            return _of_schema({"type": "object"}), {}
+            lines = [_json_rule("start", Json({"type": "object"}, ""))]
         case GuideType.JSON_SCHEMA:
-            schema = parse_json(guide.text)
-            return _of_schema(schema), {0: _Line("", schema=schema)}
+            lines = [_json_rule("start", Json(_schema(guide.text), ""))]
         case GuideType.REGEX:
-            return llguidance.LLMatcher.grammar_from_regex(guide.text), {}
+            tree = json.loads(llguidance.LLMatcher.grammar_from_regex(guide.text))
+            lines = [_Line(tree["grammars"][0]["lark_grammar"])]
         case GuideType.EBNF_GRAMMAR:
-            return llguidance.LLMatcher.grammar_from_lark(_lark(guide)), {}
+            return f"{_lark(guide)}\n{_ANY_SPELLING}", {}
         case GuideType.STRUCTURAL_TAG:
             lines = list(_TagGrammar(parse_structural_tag(guide.text), special).lines())
-            return "\n".join(line.text for line in lines), dict(enumerate(lines, 1))
+    return "\n".join([*(line.text for line in lines), _ANY_SPELLING]), dict(enumerate(lines, 1))
 
 
-def _of_schema(schema: Any) -> str:
-    check_schema(schema)
+def _schema(text: str) -> Any:
+    schema = parse_json(text)
     if schema is True:
         raise GuideError(
             "the schema is true, which any value satisfies; use type json for any object, or give a schema"
         )
-    hold_formats(schema)
-    try:
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise GuideError(f"it cannot be compiled: {sentence(str(error), schema=schema)}") from None
+    return schema
 
 
 def _lark(guide: Guide) -> str:
@@ -235,16 +215,12 @@ class _TagGrammar:
     def __init__(self, tag: StructuralTag, special: Mapping[str, int]) -> None:
         """`special`: ids of the special tokens, by their texts."""
         self._tag = tag
-        texts = [tag.group or (), *tag.triggers, *(structure.begin + structure.end for structure in tag.structures)]
-        for part in (part for structure in tag.structures for part in each_part(structure.parts)):
-            texts += [part] if isinstance(part, str) else [part.text] if isinstance(part, Until) else []
-        written = "\n".join(map(str, texts))
+        written = "\n".join(tag.texts())
         self._special = {text: token_id for text, token_id in special.items() if text in written}
         self._split = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
 
     def lines(self) -> Iterator[_Line]:
         tag = self._tag
-        yield _Line("%llguidance {}")
         if not tag.triggers:
             yield from self._run("start", list(range(len(tag.structures))), "", is_one=True)
             return

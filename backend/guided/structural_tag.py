@@ -70,6 +70,15 @@ class StructuralTag(NamedTuple):
             return list(range(len(self.structures))) if self.group.begin.startswith(trigger) else []
         return [i for i, structure in enumerate(self.structures) if structure.begin.startswith(trigger)]
 
+    def texts(self) -> Iterator[str]:
+        """All texts that the output may have to hold."""
+        yield from (*self.triggers, *(self.group or ()))
+        for structure in self.structures:
+            yield from (structure.begin, structure.end)
+            for part in each_part(structure.parts):
+                if not isinstance(part, Json):
+                    yield part.text if isinstance(part, Until) else part
+
 
 def parse_structural_tag(text: str) -> StructuralTag:
     """Raises GuideError for another form, and for triggers and beginnings that do not fit each other."""

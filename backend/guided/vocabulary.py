@@ -58,7 +58,6 @@ class Vocabulary(NamedTuple):
     tokens: list[bytes]  # by id; of special tokens their names
     special_ids: frozenset[int]  # no grammar's text ever means them
     stop_ids: tuple[int, ...]
-    tokenizer_str: str | None
     size: int  # number of logits of the model, which may exceed the number of tokens
 
     @classmethod
@@ -84,7 +83,14 @@ class Vocabulary(NamedTuple):
             for i, entry in enumerate(entries)
         ]
         unused = frozenset(i for i, token in enumerate(tokens) if not token)
-        return cls(tokens, frozenset(special) | frozenset(stop_ids) | unused, stop_ids, info.tokenizer_str, size)
+        return cls(tokens, frozenset(special) | frozenset(stop_ids) | unused, stop_ids, size)
+
+    @property
+    def special_texts(self) -> dict[str, int]:
+        """The ids of special tokens that a guide may ask for, by their names. Those that end an output are not among them."""
+        ids = sorted(self.special_ids - frozenset(self.stop_ids))
+        named = {self.tokens[i].decode(errors="replace"): i for i in ids if i < len(self.tokens)}
+        return {text: i for text, i in named.items() if text}
 
     def ending_with(self, end_ids: tuple[int, ...]) -> Vocabulary:
         """The same with other end ids. Raises ConfigError when there are none."""

@@ -35,6 +35,7 @@ class XGrammarBackend:
             tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.stop_ids)
         )
         self._stop_bits = bits_of(vocabulary.stop_ids)
+        self._special = vocabulary.special_texts
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, guide: Guide) -> XGrammarGuide:
@@ -76,6 +77,10 @@ class XGrammarBackend:
 
     def _of_tag(self, tag: StructuralTag) -> xgrammar.CompiledGrammar:
         own = {"free_text": not tag.triggers, "at_most_one": tag.at_most_one, "group": tag.group is not None}
+        if (
+            mark := next((text for text in self._special if any(text in each for each in tag.texts())), None)
+        ) is not None:
+            own[f"the special token {mark[:80]}"] = True
         items = list[xgrammar.StructuralTagItem]()
         for each in tag.structures:
             match each.parts:

@@ -11,20 +11,23 @@ The result is to be tokenised with add_special_tokens=False, because the templat
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.gguf import GgufHeader, gguf_file, read_header
 from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
-from backend.text.template import MakeRenderer, Renderer, Templates
+from backend.text.template import MakeRenderer, Renderer, Templates, environment
 from backend.text.tokenizer import CONFIG, Tokenizer
+from backend.text.tool_prompt import knows_tools, with_tools, without_calls
 
 FILE = "chat_template.jinja"
 FILES = {"default": FILE, "tool_use": "additional_chat_templates/tool_use.jinja"}
 GGUF_SETTINGS = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
 MAX_DEPTH = 16  # nesting of lists and objects in one message
+_SAMPLE = "a text of which only a system message speaks"
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of an answer's reasoning; the first one given counts
 
 
@@ -53,6 +56,9 @@ class ChatTemplate:
         templates = Templates(source, tools_source, dict(special_tokens or {}), max_chars)
         here = Renderer(templates)  # also where another one renders: it says what is wrong with a template
         self._render = here if make_renderer is Renderer else make_renderer(templates)
+        shown = source if tools_source is None else tools_source
+        self._shows_tools = shown is None or knows_tools(environment().parse(shown))
+        self._shows_calls = "tool_calls" in (shown or "tool_calls")
 
     @classmethod
     def from_directory(
@@ -108,13 +114,28 @@ class ChatTemplate:
             raise InvalidRequest(
                 "continue_final_message needs text in the last message; give it some, or leave the key out"
             )
-        given = [_as_given(message) for message in messages]
+        given = [_as_given(message) for message in self._with_tools(messages, tools)]
         variables = {"documents": None, **further, **own, "messages": given}
         try:
             text = self._render(tools is not None, variables)
         except MemoryError:
             raise InvalidRequest("rendering the chat takes more memory than there is; send fewer messages") from None
         return _up_to_final(text, messages[-1]) if continue_final else text
+
+    def _with_tools(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """The messages with tools, calls and results as text, as far as the template knows none of its own for them."""
+        if not self._shows_calls and any(message.get("tool_calls") for message in messages):
+            messages = without_calls(messages)
+        return messages if self._shows_tools or not tools else with_tools(messages, tools, self._takes_system)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """False for a template that refuses system messages or leaves them out."""
+        sample = [{"role": "system", "content": _SAMPLE}, {"role": "user", "content": "Hello"}]
+        try:
+            return _SAMPLE in self._render(True, {"messages": sample, "add_generation_prompt": True})
+        except InvalidRequest:
+            return False
 
     def _check(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, further: dict[str, Any]

@@ -73,7 +73,7 @@ class Renderer:
 def _compile(source: str) -> jinja2.Template:
     """Raises ConfigError when `source` is no valid Jinja."""
     try:
-        return _environment().from_string(source)
+        return environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {shown(error.message)}"
         raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
@@ -82,21 +82,21 @@ def _compile(source: str) -> jinja2.Template:
         raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def environment() -> ImmutableSandboxedEnvironment:
     """A sandbox with the names and filters that transformers gives to templates (its utils/chat_template_utils.py)."""
-    environment = ImmutableSandboxedEnvironment(
+    made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         optimized=False,
     )
-    environment.code_generator_class = _CodeGenerator
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
+    made.code_generator_class = _CodeGenerator
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = _strftime_now
+    made.globals["dict"] = _Dict()
+    made.globals["namespace"] = _Namespace
+    return made
 
 
 class _Dict:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.guide import Guide, InvalidGuide
+from backend.api.guide import Guide, InvalidGuide, no_token_left
 from backend.api.thinking import Thinking
 from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher, bits_of
@@ -33,7 +33,6 @@ from kernels.common.transfer import place
 NOT_ALLOWED = -9999.0  # published log-probability of forbidden tokens: JSON has no infinity
 Further = dict[SlotId, list[SampledToken]]  # StepOutput.further
 Failure = tuple[int, str]  # index of the step's row, a sentence for its client
-_STUCK = "bad_words (or no_repeat_ngram_size) and the guide (or the end of the reasoning) leave no token together; forbid less"
 
 
 class MatcherSource(Protocol):
@@ -43,10 +42,13 @@ class MatcherSource(Protocol):
 class GuidedRow:
     """One output."""
 
-    __slots__ = ("_begin", "_end_bits", "_end_ids", "_matcher", "_output", "error", "is_over")
+    __slots__ = ("_begin", "_end_bits", "_end_ids", "_matcher", "_output", "_stuck", "error", "is_over")
 
-    def __init__(self, begin: Callable[[], Matcher], end_ids: Sequence[int], output: Sequence[int]) -> None:
-        """begin: makes a matcher that has seen nothing; output: its tokens so far."""
+    def __init__(self, begin: Callable[[], Matcher], end_ids: Sequence[int], output: Sequence[int], stuck: str) -> None:
+        """begin: makes a matcher that has seen nothing; output: its tokens so far; stuck: what the client is told where no
+        token is left.
+        """
+        self._stuck = stuck
         self._begin = begin
         self._end_ids = frozenset(end_ids)
         self._end_bits = bits_of(end_ids)
@@ -97,7 +99,7 @@ class GuidedRow:
         elif not self._matcher.accept(token_id):
             limit = self._matcher.error
             too_much = InvalidGuide(f"it cannot be followed any further: {limit}").message
-            self.error = too_much if self.is_limit(limit) else _STUCK
+            self.error = too_much if self.is_limit(limit) else self._stuck
         else:
             self._output.append(token_id)
 
@@ -105,6 +107,18 @@ class GuidedRow:
     def is_limit(error: str) -> bool:
         """True if a matcher's error is a limit of its work, not a forbidden token."""
         return any(word in error.lower() for word in ("max is", "too complex", "fuel", "limit", "too large"))
+
+
+def _stuck(row: NewRow) -> str:
+    sampling = row.sampling
+    bans = {
+        "bad_words": any(row.bad_words),
+        "min_tokens": bool(sampling.min_tokens),
+        "no_repeat_ngram_size": bool(sampling.no_repeat_ngram_size),
+        "logits_post_processor": bool(row.post_processor),
+    }
+    sent = [name for name, is_sent in bans.items() if is_sent]
+    return no_token_left(sent, row.guide, has_reasoning=row.thinking is not None).message
 
 
 # For each byte of a mask what is added to the logits of its eight tokens: 0, or -inf where a bit is not set.
@@ -138,7 +152,9 @@ class GuidedRows:
         self._slots.pop(row.slot, None)
         if row.is_guided:
             output = row.token_ids[row.num_prompt_tokens :]
-            self._slots[row.slot] = GuidedRow(partial(self._matcher, row.guide, row.thinking), row.end_ids, output)
+            self._slots[row.slot] = GuidedRow(
+                partial(self._matcher, row.guide, row.thinking), row.end_ids, output, _stuck(row)
+            )
 
     def _matcher(self, guide: Guide | None, thinking: Thinking | None) -> Matcher:
         matcher = None

@@ -17,6 +17,7 @@ CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
 
 
 class DeepSeekV31(ToolFormat):
+    is_json = True
     openings = (CALLS,)
     special = (CALLS, CALLS_END, CALL, SEPARATOR, CALL_END)
     trigger = CALLS

@@ -38,7 +38,9 @@ class ToolFormat:
     first: tuple[str, ...] = ()  # single characters that begin them where nothing but white space is ahead
     special: tuple[str, ...] = ()  # marks that are special tokens of some tokenizers, whose text must not be hidden
     trigger = ""  # in free text the guide holds what follows it; '': free text is not guided
+    is_json = False  # calls are JSON objects, which models of this format also write without its marks (whole.py)
     start = ""  # the text between the reasoning and a call that must be made
+    answer = ""  # what stands ahead of an answer that is no call, where its form is given
     group = Group()
 
     def read(self, source: Source, functions: Functions) -> Parsing:

@@ -13,6 +13,7 @@ OPENINGS = ("<|tool_call|>", "<tool_call>")
 
 
 class Granite(ToolFormat):
+    is_json = True
     openings = OPENINGS
     special = OPENINGS
     trigger = OPENINGS[0]

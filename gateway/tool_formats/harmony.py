@@ -29,6 +29,7 @@ class Harmony(ToolFormat):
 
     special = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
     start = f"{START}assistant"
+    answer = f"{CHANNEL}final{MESSAGE}"
 
     def read(self, source: Source, functions: Functions) -> Parsing:
         raise NotACall

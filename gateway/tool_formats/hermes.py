@@ -13,6 +13,7 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class Hermes(ToolFormat):
+    is_json = True
     openings = (OPENING,)
     special = (OPENING, CLOSING)
     trigger = OPENING

@@ -13,6 +13,7 @@ CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>
 
 
 class Kimi(ToolFormat):
+    is_json = True
     openings = (SECTION,)
     special = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END)
     trigger = SECTION

@@ -15,6 +15,7 @@ TAG = "<|python_tag|>"
 
 
 class LlamaJson(ToolFormat):
+    is_json = True
     openings = (TAG,)
     first = ("{",)
     special = (TAG,)

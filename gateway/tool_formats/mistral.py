@@ -15,6 +15,7 @@ OPENING, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class Mistral(ToolFormat):
+    is_json = True
     openings = (OPENING,)
     special = (OPENING, ARGUMENTS, ID)
     trigger = OPENING

@@ -34,7 +34,7 @@ def test_a_function_is_called_and_its_result_read(stream: bool, client: openai.O
     (call,) = response.output
     assert (call.type, call.name) == ("function_call", "weather") and json.loads(call.arguments)["unit"] in ("C", "F")
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "20"}]
-    counted = client.responses.input_tokens.count(**ASKED, input=result)
+    counted = client.responses.input_tokens.count(**ASKED, input=result, tool_choice="none")
     again = client.responses.create(
         **ASKED, input=result, previous_response_id=response.id, tool_choice="none", max_output_tokens=4
     )

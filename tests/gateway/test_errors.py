@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from backend.engine import beam_step
-from backend.worker import guided_rows
+from backend.api.guide import Guide, GuideType, no_token_left
 from gateway.errors import from_triton
+from gateway.origin import GuideOrigin
 from tests.gateway.conftest import Served, serving
 from tests.gateway.fake_triton import KEYS, FakeTriton
 
@@ -71,7 +71,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ("chat/completions", {"tools": [FUNCTION, FUNCTION]}, "tools", "the same name"),
     ("chat/completions", {"tools": [FUNCTION], "tool_choice": OTHER}, "tool_choice.function.name", "none of the tools"),
-    ("chat/completions", {"tools": [FUNCTION], "response_format": OBJECT}, "response_format", "leave one out"),
+    ("chat/completions", {"tools": [FUNCTION], "guided_choice": ["a"]}, "guided_choice", "leave one out"),
     (
         "chat/completions",
         {"tools": [FUNCTION], "structured_outputs": {"regex": "a"}},
@@ -248,8 +248,9 @@ def test_an_error_of_the_model_becomes_a_status(
 def test_the_parameter_that_the_model_names_is_called_as_openai_does() -> None:
     assert from_triton("[INVALID_ARGUMENT] prompt_token_ids holds 99").param == "prompt"
     assert from_triton("[INVALID_ARGUMENT] timeout_s is 0").param is None
-    for stuck in (guided_rows._STUCK, beam_step._STUCK):
-        assert from_triton(f"[INVALID_ARGUMENT] {stuck}").param == "bad_words"
+    guide, origin = Guide(GuideType.REGEX, "a"), GuideOrigin("structured_outputs.regex")
+    for bans, field in ((["bad_words"], "bad_words"), (["min_tokens"], "min_tokens"), ([], origin.field)):
+        assert from_triton(f"[INVALID_ARGUMENT] {no_token_left(bans, guide).message}", origin).param == field
     assert from_triton("[INVALID_ARGUMENT] LoRA adapter 'doll': doll: adapter_config.json: ...").param == "model"
 
 

@@ -168,7 +168,6 @@ def test_the_text_beside_calls_keeps_its_log_probabilities(client: openai.OpenAI
         ({"tool_choice": "required"}, "tool_choice", "there are no tools; send tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "none of the tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools have the same name, weather"),
-        ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", "and tools both say"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", "is missing"),
         ({"input": [{"type": "computer_call", "call_id": "c"}]}, "input[0].type", "is 'computer_call'; it is one of"),
         ({"input": [{"type": ["x"]}]}, "input[0]", ""),

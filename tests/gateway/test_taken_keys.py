@@ -122,7 +122,7 @@ def test_the_answer_tells_the_service_tier_where_one_is_asked_for(path: str, ser
         ("completions", {"reasoning_effort": "low"}, "reasoning_effort", "is told to a chat template"),
         ("responses", {"reasoning_effort": "low"}, "reasoning_effort", "use reasoning.effort"),
         (CHATS, {"reasoning": {"effort": "low"}}, "reasoning", "use reasoning_effort"),
-        (CHATS, {"tools": [TOOL], "guided_json": {}}, "guided_json", "guided_json and tools both say"),
+        (CHATS, {"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "guided_regex and tools both say"),
         ("completions", TWO_FORMS, "guided_regex", "structured_outputs and guided_regex both say"),
         ("responses", {"guided_json": {}}, "guided_json", "use text.format"),
         (CHATS, CONTINUED | {"add_generation_prompt": True}, "continue_final_message", "exclude each other"),

@@ -196,6 +196,77 @@ def simple(part: Any) -> str:
     return '"hi"'
 
 
+JSON_FORMATS = [name for name in TOOL_FORMATS if TOOL_FORMATS[name].format.is_json]
+ADD, GET = '{"name": "add", "arguments": {"text": "}] ```"}}', '{ "arguments" : {"text": 1}, "name": "get-weather" }'
+ADDED, GOT = ("add", '{"text": "}] ```"}'), ("get-weather", '{"text": 1}')
+WHOLE_ANSWERS = {
+    ADD: [ADDED],
+    GET: [GOT],
+    f"```json\n{ADD}\n```": [ADDED],
+    f"\n```\n{GET}```\n\n": [GOT],
+    f"[{ADD},\n {GET}]": [ADDED, GOT],
+    f"```json\n[{ADD}]\n``` \n": [ADDED],
+    '{"name": "add", "parameters": {}}': [("add", "{}")],
+}
+
+
+@pytest.mark.parametrize("name", JSON_FORMATS)
+@pytest.mark.parametrize(("text", "calls"), WHOLE_ANSWERS.items())
+def test_a_whole_answer_of_objects_that_name_offered_functions_is_calls(
+    name: str, text: str, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in ([text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))):
+        content, found = told(name, pieces)
+        assert (content.strip(), found) == ("", calls), pieces
+
+
+# Answers that only begin like calls, with the beginning at which that is known; None: only at the end.
+NO_CALLS = {
+    '{"answer": 5}': '{"an',
+    '{"name": "Bob", "arguments": {}}': '{"name": "B',
+    '{"name": "added", "arguments": {}}': '{"name": "adde',
+    '{"name": "add", "arguments": {}} is how to call it': '{"name": "add", "arguments": {}} i',
+    "```json\n{}\n``` and more": "```json\n{}",
+    f"```json\n{ADD}\n```\nThis adds.": f"```json\n{ADD}\n```\nT",
+    "```python\nprint()\n```": "```p",
+    f"[{ADD}] <tool_call": f"[{ADD}] <",
+    "[1, 2]": "[1",
+    "[]": "[]",
+    '{"name": "add", "arguments": "text"}': '{"name": "add", "arguments": "text"}',
+    '{"name": "add"}': '{"name": "add"}',
+    f"{ADD}\n{GET}": f"{ADD}\n{{",
+    '{"name": "add", "arguments": {}': None,
+    f"```json\n{ADD}": None,
+    "`": None,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in JSON_FORMATS if name != "llama"])
+@pytest.mark.parametrize(("text", "known"), NO_CALLS.items())
+def test_an_answer_that_only_begins_like_a_call_is_text_and_held_no_longer_than_it_may_become_one(
+    name: str, text: str, known: str | None
+) -> None:
+    for pieces in ([text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))):
+        assert told(name, pieces) == (text, []), pieces
+    reader = CallReader(TOOL_FORMATS[name].format, FUNCTIONS)
+    first = next((i for i, character in enumerate(text) if reader.push(character)), None)
+    assert (None if first is None else text[: first + 1]) == known
+
+
+def test_a_call_with_its_marks_is_read_behind_what_only_began_like_one() -> None:
+    marked = '<tool_call>{"name": "add", "arguments": {"text": "a"}}</tool_call>'
+    for begun in ('{"name": "add" ', ADD, "[", "```json\n{", f"```json\n{ADD}"):
+        for pieces in ([begun + marked], list(begun + marked)):
+            assert told("hermes", pieces) == (begun, [("add", '{"text": "a"}')])
+
+
+def test_other_formats_and_answers_of_a_given_form_are_left_as_they_are() -> None:
+    for name in ("qwen_tags", "glm", "pythonic"):
+        assert told(name, [ADD]) == (ADD, [])
+    reader = CallReader(TOOL_FORMATS["hermes"].format, FUNCTIONS, may_be_whole=False)
+    assert reader.push(ADD) == [ADD]
+
+
 HOSTILE: list[Any] = [
     {"properties": {"a": 5}, "required": 7},
     {"properties": [1], "required": ["a"]},

@@ -101,17 +101,17 @@ def test_a_client_s_draft_under_a_guide(plain: Executor, changes: dict[int, int]
 def test_a_model_s_other_end_id_is_no_text(plain: Executor) -> None:
     """The model has two, the request names one: the other one is not allowed where the guide is complete."""
     assert len(tokenizer().eos_ids) == 2
-    for result in answers(plain, [asked(LIST, seed) for seed in range(8)]):
+    for result in answers(plain, [asked(guide, seed) for guide in (LIST, JSON_SCHEMA) for seed in range(4)]):
         ids = result.output_token_ids[0]
         assert tokenizer().eos_ids[1] not in ids
         assert (ids[-1] == END) == (result.finish_reasons == (FinishReason.END_ID,))
 
 
 def test_a_draft_may_go_beyond_the_end(plain: Executor) -> None:
-    (expected,) = answers(plain, [asked(LIST, 5)])
+    (expected,) = answers(plain, [asked(JSON_SCHEMA, 5)])
     assert expected.finish_reasons == (FinishReason.END_ID,)
     draft = [*expected.output_token_ids[0], END, 17, 18]
-    (measured,) = answers(plain, [msgspec.structs.replace(asked(LIST, 5), draft_tokens=draft)])
+    (measured,) = answers(plain, [msgspec.structs.replace(asked(JSON_SCHEMA, 5), draft_tokens=draft)])
     assert told(measured) == told(expected)
 
 
@@ -125,7 +125,7 @@ def test_masks_ahead_are_those_of_their_positions() -> None:
     """
     compiled = backend().compile(Guide(GuideType.JSON_SCHEMA, '{"type":"object"}'))
     draft = tokenizer().encode('{"a":"b"}', add_special_tokens=False)
-    row, masks = GuidedRow(compiled.matcher, [END], []), np.zeros((len(draft) + 3, 128), dtype=np.int32)
+    row, masks = GuidedRow(compiled.matcher, [END], [], "stuck"), np.zeros((len(draft) + 3, 128), dtype=np.int32)
     for _ in range(2):
         row.fill_ahead(masks, 1, [*draft, END])
         matcher = compiled.matcher()
@@ -164,7 +164,7 @@ class Limited:
 
 def test_a_limit_that_a_wrong_draft_meets_is_none_for_the_output() -> None:
     """After two tokens, a draft of two breaks the matcher. The output goes on otherwise, and meets the limit by itself."""
-    row, masks = GuidedRow(Limited, [], [5, 6]), np.zeros((3, 4), dtype=np.int32)
+    row, masks = GuidedRow(Limited, [], [5, 6], "stuck"), np.zeros((3, 4), dtype=np.int32)
     for _ in range(2):
         row.fill_ahead(masks, 0, [7, 8])
         assert masks[:, 3].tolist() == [2, 3, -1] and not row.error

@@ -179,7 +179,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         RESPONSES,
     ),
     "the_first_tool_is_meant": (
-        change(tools, "_chosen", ("asked.named in (None, one.name)", "asked.named is None or i == 0")),
+        change(tools.Toolset, "callable", ("one.name in self.named", "i == 0")),
         FORMS,
     ),
     # The fronts.

@@ -9,8 +9,9 @@ from backend.guided import compiler, llguidance_backend, schema_parts, sentences
 from backend.guided.compile_errors import error_of
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
+from backend.worker import guided_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
-from gateway import errors, translate
+from gateway import errors, tools
 from tests.mutants.changes import change, change_everywhere
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
@@ -21,6 +22,8 @@ WAITING = ["tests/engine/test_preparation_guides.py"]
 SCHEMAS = ["tests/guided/test_schemas.py"]
 GRAMMARS = ["tests/guided/test_grammars.py"]
 GATEWAY = ["tests/gateway/test_guides.py"]
+ADDED_TOKENS = ["tests/guided/test_added_tokens.py"]
+NO_TOKEN = ["tests/guided/test_no_token_left.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
 
 MUTANTS = {
@@ -79,8 +82,24 @@ MUTANTS = {
         WAITING,
     ),
     "a_client_s_options_hold": (
-        change(llguidance_backend, "_of_schema", (", overrides=_OPTIONS", "")),
+        change(
+            llguidance_backend,
+            "_json_rule",
+            ("{**schema, 'x-guidance': _OPTIONS}", "{'x-guidance': _OPTIONS, **schema}"),
+        ),
         SCHEMAS,
+    ),
+    "a_literal_is_written_in_one_way": (
+        lambda set_attribute: set_attribute(llguidance_backend, "_ANY_SPELLING", ""),
+        ADDED_TOKENS,
+    ),
+    "every_added_token_is_special": (
+        change(vocabulary.Vocabulary, "of", ('if token["special"]', "")),
+        ADDED_TOKENS,
+    ),
+    "all_that_could_forbid_is_told": (
+        change_everywhere(guided_rows._stuck, ("if is_sent", "")),
+        NO_TOKEN,
     ),
     "the_line_of_a_grammar_is_not_told": (
         change_everywhere(sentences.sentence, ("{line}{sentence_of(found, find)}", "{sentence_of(found, find)}")),
@@ -103,7 +122,7 @@ MUTANTS = {
         COMPILER,
     ),
     "the_tool_is_counted_among_the_chosen": (
-        change(translate, "form_of_tools", ("for i in chosen)", "for i in range(len(chosen)))")),
+        change_everywhere(tools.form_of_tools, ("for i in asked.callable", "for i in range(len(asked.callable))")),
         GATEWAY,
     ),
     "what_was_written_is_not_told": (

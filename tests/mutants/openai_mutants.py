@@ -23,6 +23,7 @@ EVERBATCH = ["tests/serving/test_everbatch_model.py"]
 KEYS = ["tests/gateway/test_keys.py"]
 RESPONSE_TOOLS = ["tests/gateway/test_response_tools.py"]
 TAKEN = ["tests/gateway/test_taken_keys.py"]
+FAMILIES = ["tests/text/test_chat_families.py"]
 TEMPLATES = ["tests/text/test_text_chat.py"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
@@ -67,6 +68,18 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "template_variables_replace_the_messages": (
         change(ChatTemplate, "render", ('({"messages"} | own.keys())', "set()")),
         TEMPLATES,
+    ),
+    "a_model_without_tools_is_told_of_none": (
+        change(ChatTemplate, "_with_tools", ("self._shows_tools or not tools", "True")),
+        FAMILIES,
+    ),
+    "a_system_message_that_is_left_out_holds_the_tools": (
+        lambda set_attribute: set_attribute(ChatTemplate, "_takes_system", True),
+        FAMILIES,
+    ),
+    "calls_of_earlier_turns_are_left_out": (
+        change(ChatTemplate, "_with_tools", ("if not self._shows_calls", "if False")),
+        FAMILIES,
     ),
     "template_variables_are_not_counted": (
         change(ChatTemplate, "_check", ("(messages, tools, further)", "(messages, tools)")),

@@ -17,6 +17,7 @@ from gateway import items
 from gateway.dialect import Dialect
 from gateway.reasoning import ReasoningReader
 from gateway.response_output import Output
+from gateway.tool_formats import whole
 from gateway.tool_formats.harmony import HarmonyReader
 from gateway.tool_formats.reader import CallReader
 from gateway.tool_formats.source import Source
@@ -100,7 +101,21 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FORMATS,
     ),
     "what_is_no_call_is_lost": (
-        change(CallReader, "_parts", ("yield source.take(max(1, source.at))", "source.take(max(1, source.at))")),
+        change(CallReader, "_parts", ("yield source.take(size)", "source.take(size)")),
+        FORMATS,
+    ),
+    "a_marked_call_in_what_only_began_like_one_is_lost": (
+        change(CallReader, "_parts", ("1 if self._reads_whole else max", "max")),
+        FORMATS,
+    ),
+    "any_name_is_a_call_without_marks": (
+        change(
+            whole, "_head", ("if not (yield from source.takes(*(f'{name}\"' for name in functions))):", "if False:")
+        ),
+        FORMATS,
+    ),
+    "text_behind_a_call_without_marks_is_lost": (
+        change_everywhere(whole.read_whole, ("source.at < len(source.text)", "False")),
         FORMATS,
     ),
     "the_last_calls_of_a_list_are_lost": (

@@ -19,7 +19,7 @@ def error_class(response: Response) -> str:
         "KV pool was lost": "worker",
         "Maximum queue size": "queue",
         "scheduler.max_num_tokens": "step",
-        "leave no token together": "stuck",
+        "leave no token": "stuck",
         "the guide is bad": "guide",
         "was not compiled within": "guide",
         "guides wait to be compiled": "compiling",

@@ -5,6 +5,7 @@ The templates in chat_templates/ were written from memory: its README.md.
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from backend.api.errors import ConfigError, InvalidRequest
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer
+from backend.text.tool_prompt import with_tools, without_calls
 from tests.text.tokenizers_made import word_level, write_directory
 
 Chat = list[dict[str, Any]]
@@ -69,6 +71,7 @@ TOOLS = [
 ]
 TOOL_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "wetter", "arguments": {"city": "Köln <1>"}}}
 
+KNOWING = ("qwen2_5", "llama3_1", "mistral_v3")  # families whose templates show tools
 SPECIAL = ("image_token", "audio_token", "image", "eoi_token", "boi_token", "odd_token", "plain_token")
 
 every_family = pytest.mark.parametrize("name", list(HI))
@@ -181,21 +184,65 @@ def test_a_message_without_text_is_rendered_or_refused_as_in_transformers(
         assert_same(ours, theirs, [{"role": role, **last}], True)
 
 
-@every_family
+TOOL_CHAT: Chat = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "How is it in Köln?"},
+    {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "wetter", "content": '{"temperature": "4 °C"}'},
+    {"role": "assistant", "content": "Cold."},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+@pytest.mark.parametrize("name", KNOWING)
 def test_tools_and_calls_render_as_in_transformers(name: str, backend: Any) -> None:
     ours, theirs = both(name, backend)
-    chat = [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "How is it in Köln?"},
-        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
-        {"role": "tool", "tool_call_id": "abcdefghi", "name": "wetter", "content": '{"temperature": "4 °C"}'},
-        {"role": "assistant", "content": "Cold."},
-        {"role": "user", "content": "Thanks"},
-    ]
-    for turns in range(1, len(chat) + 1):
+    for turns in range(1, len(TOOL_CHAT) + 1):
         for tools in (None, TOOLS, TOOLS[:1], []):
-            outcome = assert_same(ours, theirs, chat[:turns], True, tools)
+            outcome = assert_same(ours, theirs, TOOL_CHAT[:turns], True, tools)
             assert outcome == "text" or turns > 2 or name in {*refusing, "llama3_1"}
+
+
+@pytest.mark.parametrize("name", [name for name in HI if name not in KNOWING])
+def test_a_template_that_knows_no_tools_is_given_them_as_text(name: str, backend: Any) -> None:
+    """No template refuses that, and what it makes of it is what transformers makes of the same messages."""
+    ours, theirs = both(name, backend)
+    has_calls = "tool_calls" in source_of(name)
+    takes_system = name not in ("gemma2", "mistral_v1")
+    for first in (0, 1) if takes_system else (1,):
+        for turns in range(2, len(TOOL_CHAT) + 1):
+            for tools in (None, TOOLS, []):
+                chat = TOOL_CHAT[first:turns]
+                told = chat if has_calls or turns < 3 else without_calls(chat)
+                text = ours.render(chat, True, tools)
+                given = with_tools(told, tools, takes_system) if tools else told
+                assert text == theirs.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
+                assert ('"name": "wetter", "description"' in text) == bool(tools)
+                assert ("Köln <1>" in text) == (turns > 2) and ("4 °C" in text) == (turns > 3)
+
+
+def test_calls_and_their_results_become_text() -> None:
+    calls = [{"id": i, "function": {"name": name, "arguments": {"n": 1}}} for i, name in (("1", "a"), ("2", "b"))]
+    chat: Chat = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "2", "content": "two"},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "one"}]},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "tool_calls": calls[:1]},
+        {"role": "tool", "tool_call_id": "x", "content": ""},
+    ]
+    first, second = (json.dumps({"name": name, "arguments": {"n": 1}}) for name in "ab")
+    texts = ["Result of b:\ntwo", "Result of a:", "one", "and?"]
+    assert without_calls(chat) == [
+        chat[0],
+        {"role": "assistant", "content": f"I look.\n\n[{first}, {second}]"},
+        {"role": "user", "content": [{"type": "text", "text": text} for text in texts]},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "Result of the function:"},
+    ]
+    hostile: Chat = [{"role": "assistant", "content": 5, "tool_calls": [None, {"function": 7}, {}]}, {"role": "tool"}]
+    assert len(without_calls(hostile)) == 2
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -234,7 +281,7 @@ def test_templates_of_their_own_files_win_over_the_config(tmp_path: Path, backen
             (more / "tool_use.jinja").write_text(source_of("command_r_tool_use"), encoding="utf-8")
         ours = ChatTemplate.from_directory(tmp_path, Tokenizer.from_directory(tmp_path))
         theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-        for tools in (None, TOOLS):
+        for tools in (None, TOOLS) if with_tool_file else (None,):
             assert assert_same(ours, theirs, [{"role": "user", "content": "x"}], True, tools) == "text"
 
 
