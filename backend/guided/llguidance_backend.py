@@ -88,10 +88,10 @@ class LLGuidanceBackend:
 
     def _holds(self, schema: Any) -> bool:
         try:
-            grammar = _of_schema(schema)
+            rule = _json_rule("start", Json(schema, ""))
         except GuideError:
             return False
-        return not self._matcher(grammar).is_error()
+        return not self._matcher(f"{rule.text}\n{_ANY_SPELLING}").is_error()
 
     def _compiled(self, held: Held) -> LLGuidanceGuide:
         guide = held.guide
