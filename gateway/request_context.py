@@ -53,7 +53,7 @@ class RequestContext:
 
     def count(self, piece: Piece) -> None:
         self.completion_tokens += len(piece.token_ids)
-        self.guide_notes += piece.guide_notes
+        self.guide_notes = self.guide_notes or piece.guide_notes
         if piece.usage is not None and piece.index == 0:  # the other replies have the same prompt
             self.prompt_tokens += piece.usage.prompt_tokens
             self.completion_tokens += piece.usage.discarded_tokens

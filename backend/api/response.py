@@ -73,7 +73,7 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     num_accepted_draft_tokens: int = 0  # draft tokens that verification accepted
     first_iteration: int = 0  # the engine's step, from 0 on, that sampled the first token
     interruptions: tuple[Interruption, ...] = ()  # the first of them; num_pauses and num_evictions count all
-    guide_notes: tuple[str, ...] = ()  # what of its guide's schemas is not held, where the guide lets that be
+    guide_notes: tuple[str, ...] = ()  # keywords of its guide that are not held, with their places
 
     @property
     def queued_ns(self) -> int:

@@ -30,7 +30,7 @@ class Guides(Protocol):
         ...
 
     def notes(self, request_id: RequestId) -> tuple[str, ...]:
-        """What of the schemas of a live request's compiled guide is not held, each a place and a keyword."""
+        """The keywords that the compiled guide of a live request does not hold, with their places."""
         ...
 
     def end(self, request_id: RequestId) -> None:

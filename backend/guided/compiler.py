@@ -86,7 +86,7 @@ class GuideCompiler:
         self._warming.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until `start` is done. A failure is told to the requests of the first guide."""
+        """Wait until `start` is done. The requests of the first guide hear of a failure."""
         if self._warming is not None:
             self._warming.join()
 

@@ -1,4 +1,4 @@
-"""The parts of a JSON schema, each with its place; and what libraries have to be told besides."""
+"""The parts of a JSON schema, each with its place; and rewritings for single libraries."""
 
 from __future__ import annotations
 

@@ -31,20 +31,20 @@ def of_chat(strict: bool | None, choice: str) -> Asked:
         "tools": [{"type": "function", "function": function}],
         "tool_choice": choice,
     }
-    return chat(parse(ChatRequest, json.dumps(body).encode()))
+    return chat(parse(ChatRequest, json.dumps(body).encode())[0])
 
 
 def of_responses(strict: bool | None, choice: str) -> Asked:
     tool = {"type": "function", "name": "f", "parameters": SCHEMA} | ({} if strict is None else {"strict": strict})
     body = {"model": "m", "input": "hi", "tools": [tool], "tool_choice": choice}
-    return response(parse(ResponseRequest, json.dumps(body).encode()), [], [])
+    return response(parse(ResponseRequest, json.dumps(body).encode())[0], [], [])
 
 
 def of_messages(strict: bool | None, choice: str) -> Asked:
     tool = {"name": "f", "input_schema": SCHEMA} | ({} if strict is None else {"strict": strict})
     of_choice = {"auto": "auto", "required": "any"}[choice]
     body = {"model": "m", "max_tokens": 5, "messages": SAYS, "tools": [tool], "tool_choice": {"type": of_choice}}
-    message = parse(MessagesRequest, json.dumps(body).encode())
+    message, _ = parse(MessagesRequest, json.dumps(body).encode())
     return messages(message, as_chat(message, DEFAULT), DEFAULT)
 
 

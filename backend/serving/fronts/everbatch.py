@@ -154,9 +154,7 @@ class Generated(Struct, frozen=True):
     seed: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
     tokenizer: dict[str, str] | UnsetType = UNSET
-    guide_notes: tuple[str, ...] | UnsetType = (
-        UNSET  # in the first object, where a guide lets a library not hold it in full
-    )
+    guide_notes: tuple[str, ...] | UnsetType = UNSET  # keywords of the guide that are not held
 
 
 class _Prompt(NamedTuple):
@@ -321,7 +319,6 @@ def renderer(
     seeds = iter(()) if seed is None else iter((seed,))  # for the first object
     of_prompt = _OfPrompt(prompt, tokenizer, asked.n) if asked.prompt_logprobs is not None else None
     untold = set(range(asked.n)) if asked.tell_prompt is not None else set()
-    notes = iter((True,) if asked.guide is not None else ())  # for the first object
 
     def render(deltas: Sequence[OutputDelta]) -> Arrays:
         kept = chosen(asked, deltas)
@@ -338,7 +335,7 @@ def renderer(
             untold.remove(delta.sequence)
             ids = prompt.ids if asked.tell_prompt == "token_ids" else UNSET
             more["prompt"] = PromptTold(len(prompt.ids), cached, ids)
-        if delta.perf is not None and delta.perf.guide_notes and next(notes, False):
+        if delta.perf is not None and delta.perf.guide_notes and delta.num_tokens == len(delta.ids):  # the first one
             more["guide_notes"] = delta.perf.guide_notes
         if counters:
             counters[delta.sequence].push(delta.ids)
