@@ -213,7 +213,7 @@ class ToolChoice(Wire):
 
 
 class AllowedTools(Wire):
-    """The only tools that may be called, of those that the model is shown."""
+    """A choice of tools: the model is shown all, and may call these."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=128, fail_fast=True)]
@@ -224,7 +224,7 @@ class AllowedToolsChoice(Wire):
     allowed_tools: AllowedTools
 
 
-TAG = "-block"  # ends the tags of forms that are told apart by their type, so that none of them is the name of a field
+TAG = "-block"  # suffix of the tags of a union's members, so that no tag is the name of a field
 
 
 def kind_of_choice(choice: Any) -> str:

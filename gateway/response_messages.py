@@ -144,7 +144,7 @@ class ResponseToolChoice(FunctionChoice):
 
 
 class ResponseAllowedTools(Wire):
-    """The only tools that may be called, of those that the model is shown."""
+    """A choice of tools: the model is shown all, and may call these."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

@@ -44,7 +44,7 @@ class InvalidGuide(InvalidRequest):
 
 
 def no_token_left(bans: Sequence[str], guide: Guide | None, has_reasoning: bool = False) -> InvalidRequest:
-    """What a client is told when no token may follow an output. `bans`: the parameters of its request that forbid tokens."""
+    """The refusal of a request whose output no token may follow. `bans`: its parameters that forbid tokens."""
     forms = [*(["the guide"] if guide is not None else []), *(["the end of the reasoning"] if has_reasoning else [])]
     if not bans:
         return InvalidGuide(

@@ -42,7 +42,7 @@ def without_calls(messages: list[Message]) -> list[Message]:
     to them, for templates may want users and assistants to take turns.
     """
     found: list[Message] = []
-    names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    names: dict[str, str] = {}  # id of a call -> name of its function
     was_result = False
     for message in messages:
         is_result = message["role"] == "tool"

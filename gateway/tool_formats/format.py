@@ -40,7 +40,7 @@ class ToolFormat:
     trigger = ""  # in free text the guide holds what follows it; '': free text is not guided
     is_json = False  # calls are JSON objects, which models of this format also write without its marks (whole.py)
     start = ""  # the text between the reasoning and a call that must be made
-    answer = ""  # what stands ahead of an answer that is no call, where its form is given
+    answer = ""  # the text ahead of an answer of a given form that is no call
     group = Group()
 
     def read(self, source: Source, functions: Functions) -> Parsing:
