@@ -27,7 +27,7 @@ class Broken(NamedTuple):
 
 
 def models_of(models: Sequence[Model]) -> set[str]:
-    """The names of those that are no clients of the engine, and of those that have come into their repositories since."""
+    """The names of models that are no clients of the engine, with models that have come into their repositories since."""
     found = [model for model in models if not model.is_ours]
     later = {path.parent.name for each in found for path in each.directory.parent.glob("*/config.pbtxt")}
     return {each.name for each in found} | (later - {model.name for model in models})
@@ -68,7 +68,7 @@ def forget_broken(models: Sequence[Model], url: str, admin_key: str, tell: Calla
 
 
 def broken_models(url: str, admin_key: str) -> list[Broken]:
-    """Those whose load has failed. None while Triton does not answer, which it does when all loads have ended."""
+    """The models whose load has failed. The list is empty while Triton does not answer; it answers when all loads have ended."""
     with suppress(probe.ProbeFailed, ValueError, KeyError, TypeError):
         headers = {ADMIN_HEADER: admin_key}
         status, text = probe.request(url, "POST", "/v2/repository/index", {"ready": False}, headers=headers)

@@ -62,7 +62,7 @@ class ServeOptions:
     openai_port: int = 0  # 0: no OpenAI endpoint
     openai_host: str = ""  # "": the same as `host`
     api_keys: Path | None = None
-    allow_origins: tuple[str, ...] = ()  # of web pages that may use the OpenAI endpoint
+    allow_origins: tuple[str, ...] = ()  # origins of the web pages that may use the OpenAI endpoint
     allow_hosts: tuple[str, ...] = ()  # further names that it answers to without keys
     chat_template: Path | None = None
     tool_format: str = "auto"  # how the model writes calls of tools

@@ -22,7 +22,7 @@ class Stubs:
         self._known: dict[Process, str] = {}  # with their models; '' where that is not known
 
     def take_in(self) -> None:
-        """Those that live now are missed when they die."""
+        """Record the stubs that live now, so that their deaths are noticed."""
         self._known = self._living()
 
     def dead(self, signs: Signs, *, is_watched: bool) -> list[Process]:
@@ -48,7 +48,7 @@ class Stubs:
         return {stub: model_of_stub(stub.pid) for stub in stubs_of(self._server_pid)}
 
     def _is_missed(self, stub: Process) -> bool:
-        """Whether one that has died without ever giving a sign ought to live."""
+        """True if a stub that has died without ever giving a sign of life is still needed."""
         if not (model := self._known[stub]):
             return True
         others = {other: name for other, name in self._living().items() if name == model}

@@ -20,7 +20,7 @@ SAMPLE = [{"role": "user", "content": "Hello"}]
 
 
 def wrong_with(path: Path) -> str:
-    """What keeps the model's text from being read or its chats from being rendered; empty if nothing does."""
+    """The fault that keeps the model's text from being read or its chats from being rendered; empty if there is none."""
     command = [sys.executable, "-m", "deploy.text_check", str(path)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

@@ -53,7 +53,7 @@ class TritonControl:
         return self.readiness(model) is True
 
     def readiness(self, model: str) -> bool | None:
-        """Whether a model is ready; None where Triton does not answer."""
+        """True if a model is ready, False if it is not; None where Triton does not answer."""
         try:
             return probe.request(self._url, "GET", f"/v2/models/{model}/ready", timeout_s=1.0)[0] == 200
         except probe.ProbeFailed:

@@ -138,7 +138,7 @@ class Answer(Response):
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "HEAD":  # of a stream: nothing is asked of the model
+        if scope["method"] == "HEAD":  # The reply to HEAD has the headers of a stream; the model does no work.
             await Outlet(send).end_of_events()
             return
         outlet, context = Outlet(send), visit_of(scope)

@@ -1,5 +1,5 @@
-"""What a web page that somebody has open in a browser may do here. Without keys everything else on this machine is trusted, and
-a browser runs the code of whoever's page it shows.
+"""Keeps web pages of other servers away. A server without keys trusts all programs of its machine, and a browser on that machine
+runs the code of any page that it shows.
 
 Two walls stand in front of all routes of a server without keys. A request that a browser sends for a page of another server
 is refused, unless `allow_origins` has that page's origin. And the server answers to its own names only, where it listens on
@@ -31,7 +31,7 @@ LONGEST_SHOWN = 80
 
 
 def fault_of(origins: tuple[str, ...], hosts: tuple[str, ...], has_keys: bool) -> str | None:
-    """What is wrong with the values of --allow-origin and --allow-host; None: nothing."""
+    """The fault in the values of --allow-origin and --allow-host; None if there is none."""
     for origin in origins:
         if origin == ANY_ORIGIN and not has_keys:
             return (
@@ -104,8 +104,8 @@ def _is_of_page(path: str) -> bool:
 
 
 def _is_own(origin: str, headers: Headers) -> bool:
-    """Whether a page of this origin came from the address that it now asks, directly or through a proxy that says so. Browsers
-    say by themselves whether it did (Sec-Fetch-Site), but not over plain HTTP to other machines.
+    """True if a page of this origin came from the address that the request goes to, directly or through a proxy that says so.
+    Browsers tell the same in Sec-Fetch-Site, but not over plain HTTP to other machines.
     """
     place = _lower(origin).partition("://")[2]
     return place != "" and place in (_lower(headers.get("host", "")), _lower(headers.get("x-forwarded-host", "")))

@@ -124,7 +124,7 @@ class Chunks:
     prompt_is_of_choice: bool
 
     def __init__(self, head: Head, choices: int, choices_per_prompt: int, options: StreamOptions | None) -> None:
-        """`options`: whether the usage is told at the end, and whether that so far of a choice is told in each of its events."""
+        """`options`: whether the last event has the usage of all choices, and each event that of its choice so far."""
         self._head, self._per_prompt = head, choices_per_prompt
         self._include_usage = include_usage = options is not None and bool(options.include_usage)
         self._tells_progress = options is not None and bool(options.continuous_usage_stats)

@@ -40,7 +40,7 @@ _decoder = msgspec.json.Decoder(TokenLogProb)
 
 
 class _Bytes(msgspec.Struct, gc=False):
-    """Of a token only what it adds to the text."""
+    """The bytes that a token adds to the text."""
 
     bytes: list[int]
 
@@ -49,7 +49,7 @@ _bytes_decoder = msgspec.json.Decoder(_Bytes)
 
 
 class TextTokens:
-    """Those of an answer's tokens that are its text, as they come: all of them together have the bytes of the text.
+    """The tokens that make up the text of an answer, as they come: joined, their bytes are the bytes of the text.
 
     The token that ended the answer is none of them, and neither are those that only begin a character. What may turn out to be
     the beginning of one is held back until it is whole. Of a token with text in front of the beginning of one, which is the

@@ -41,7 +41,7 @@ Biases = Annotated[
 ]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Budget = Annotated[int, Field(ge=0, lt=1 << 31)]
-NoLimit = Literal[-1]  # of LM Studio and llama.cpp: as many tokens as fit
+NoLimit = Literal[-1]  # clients of LM Studio and llama.cpp send it for as many tokens as fit
 Nothing = Annotated[list[Any], Field(max_length=0, fail_fast=True)]
 Empty = Annotated[dict[str, Any], Field(max_length=0)]
 Metadata = Annotated[dict[str, str], Field(max_length=16, fail_fast=True)]

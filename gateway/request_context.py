@@ -30,7 +30,7 @@ class RequestContext:
     left: bool = False  # the client went away before its reply was complete
     caller: Caller = ()  # the span that has sent the request, for the model's trace
     error: GatewayError | None = None  # the error that the client got, as a status or as the last event of a stream
-    ignored: list[Key] = field(default_factory=list)  # what of the body has no effect here
+    ignored: list[Key] = field(default_factory=list)  # keys of the body that have no effect here
     prompt_tokens: int = 0
     completion_tokens: int = 0
     guide_notes: list[str] = field(

@@ -38,7 +38,7 @@ class Settings:
     tool_format: str = "hermes"  # how the model writes calls of tools: a name of tool_formats/table.py
     reasoning_format: str = "none"  # how it marks its reasoning: a name of reasoning.py; none: that is not told apart
     api_keys: Path | None = None  # None: no key is needed
-    allow_origins: tuple[str, ...] = ()  # of web pages that may use the endpoint, as their browsers name them; *: any
+    allow_origins: tuple[str, ...] = ()  # origins of the web pages that may use the endpoint; *: any
     allow_hosts: tuple[str, ...] = ()  # further names of the server, which it answers to without keys
     server_version: str = "unknown"  # as /version and the routes for routers tell it
     metrics_url: str | None = None  # Triton's metrics page; None: only the gateway's own counters are served

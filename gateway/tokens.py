@@ -18,7 +18,7 @@ from gateway.request_context import RequestContext, visit_of
 from gateway.token_messages import DetokenizeBody, DetokenizeRequest, TokenizeBody, TokenizeRequest, TokenizerInfo
 from gateway.triton_client import Piece
 
-_CLASS = "PreTrainedTokenizerFast"  # what every tokenizer here can be read as
+_CLASS = "PreTrainedTokenizerFast"  # the class of transformers that reads every tokenizer here
 _OF_CHATS = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 

@@ -18,7 +18,7 @@ _SAME_NAME = (
     *("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "bad_words"),
     *("stop_token_ids", "presence_penalty", "frequency_penalty", "logit_bias"),
 )
-NO_LIMIT = -1  # of max_tokens
+NO_LIMIT = -1  # a value of max_tokens
 _OF_BEAMS = ("use_beam_search", "length_penalty", "early_stopping")
 
 
@@ -75,7 +75,10 @@ def _rendering(message: ChatRequest) -> dict[str, Any]:
 
 
 def _thinks(message: ChatRequest) -> bool | None:
-    """Whether the model is to reason, where that is said. Raises GatewayError for two names that differ."""
+    """True if the request asks for reasoning, False if it forbids it, None if it says neither.
+
+    Raises GatewayError for two names that differ.
+    """
     if message.thinking is None:
         return message.enable_thinking
     is_on = message.thinking.type == "enabled"

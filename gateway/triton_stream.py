@@ -2,8 +2,8 @@
 
 Triton writes to freed memory now and then when a client cancels a stream on which answers are being sent, and keeps a request
 whose stream is cancelled after its last response, with the instance of its model, which can then never be unloaded
-(docs/reliability.md). So whoever leaves lets `to_its_end` read on, for as long as the server needs: a step of a large model
-takes longer than any limit that one might set here. For the same reason no stream has a deadline.
+(docs/reliability.md). When a client has left, `to_its_end` therefore reads on for as long as the server needs: a step of a large
+model may take longer than any limit that could be set here. For the same reason no stream has a deadline.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TritonStream:
             grpc.RpcError,
             asyncio.InvalidStateError,
             asyncio.CancelledError,
-        ):  # The reply was complete, or nobody reads it.
+        ):  # The reply was complete, or its reader has left.
             pass
         finally:
             self._call.cancel()  # Nothing happens when the stream is over.

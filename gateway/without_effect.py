@@ -181,7 +181,7 @@ def allows(values: Values, value: Any) -> bool:
 
 
 def schema_of(key: Key) -> dict[str, Any]:
-    """Of its values, for the page /openapi.json."""
+    """The JSON schema of the key's values, for the page /openapi.json."""
     names = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
     about = {"description": f"{key.client}: no effect here"}
     if isinstance(key.values, tuple):

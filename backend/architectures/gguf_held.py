@@ -1,4 +1,4 @@
-"""In which form the tensors of a GGUF file are held in memory: what the loader follows, and what sizes are told by."""
+"""The forms in which memory holds the tensors of a GGUF file. The loader follows them, and sizes are computed from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HeldForms(NamedTuple):
     """The projections that keep their stored numbers; all others become floats. Names are those of the file."""
 
     kinds: Mapping[str, str]  # tensor -> its type; OUTPUT also where the embedding is the output head
-    four_bits: frozenset[str]  # those of Q4_0 that are held with 4 bits, not as int8
+    four_bits: frozenset[str]  # names of the Q4_0 tensors that are held with 4 bits, not as int8
 
     def bits(self, name: str, float_bytes: int, type_bits: float) -> float:
         """Bits of a weight in memory. `type_bits`: of its type in the file."""

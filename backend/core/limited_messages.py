@@ -41,10 +41,10 @@ class Ending(enum.StrEnum):
     """The way in which a job ended."""
 
     DONE = "done"
-    REFUSED = "refused"  # what was given is invalid
+    REFUSED = "refused"  # the job itself is invalid
     OVER_CPU = "over_cpu"  # it was killed at its limit of processor time
     OVER_MEMORY = "over_memory"
-    FAILED = "failed"  # what does it has failed
+    FAILED = "failed"  # the code that does the job has failed
     DROPPED = "dropped"
     LOST = "lost"  # the process ended before the job
 

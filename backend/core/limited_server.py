@@ -71,7 +71,7 @@ class LimitedServer:
         self._connection, self._frames = connection, frames
         self._perform, self._limits, self._niceness = perform, limits, niceness
         self._jobs_of_child = jobs_of_child
-        self._children: dict[int, _Child] = {}  # those with a job, by its number
+        self._children: dict[int, _Child] = {}  # children at work, by the numbers of their jobs
         self._idle: list[_Child] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._listen)

@@ -20,7 +20,7 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     """The first message to the process."""
 
     materials: Materials
-    limits: Limits  # of compiling one guide
+    limits: Limits  # for each guide
 
 
 class Jobs(Protocol):

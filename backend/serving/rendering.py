@@ -21,7 +21,7 @@ from backend.text.template import Templates
 log = logging.getLogger("everbatch.serving")
 LIMITS = Limits(cpu_s=2.0, num_bytes=256 << 20)
 PATIENCE_S = 8.0  # for one rendering, on a machine whose processors are busy
-MAX_STARTS = 2  # of the process, for one rendering
+MAX_STARTS = 2  # so often a process is started for one rendering
 REMEDY = "send other messages, or start the server with another --chat-template"
 
 
@@ -29,7 +29,7 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     """The first message to the process."""
 
     templates: Templates
-    limits: Limits  # of rendering one chat
+    limits: Limits  # for each chat
 
 
 class RenderProcess:
@@ -43,7 +43,7 @@ class RenderProcess:
         """Start the process in advance."""
         try:
             self.process.start()
-        except OSError as error:  # The first chat will be told.
+        except OSError as error:  # The first chat then fails with this error.
             log.error("no process to render chats can be started: %s", error)
 
     def __call__(self, with_tools: bool, variables: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """LeastTokens: a number of tokens that a text has at least, found at a hundredth of the cost of tokenising it.
 
-A token holds only so many digits, so a text with more of them has the more tokens; likewise letters, punctuation, and all three
-together. These are the visible ASCII characters, each of which is a token of its own in the tokenizers that this applies to:
-none of them becomes an unknown token, of which a whole run is one. Blanks and all other characters do not count, because a
-normalizer may compose or drop them.
+A token holds only so many digits, so a text with more digits has more tokens. The same count is made of letters, of punctuation,
+and of all three together. They are the visible ASCII characters, each of which is a token of its own in the tokenizers that this
+applies to: none of them becomes an unknown token, of which a whole run is one. Blanks and all other characters do not count,
+because a normalizer may compose or drop them.
 
 Steps that are not known to leave visible ASCII characters alone make the bound 0, which refuses nothing.
 """

@@ -23,7 +23,7 @@ from backend.api.model_files import shown
 
 
 class Templates(Struct, frozen=True, forbid_unknown_fields=True):
-    """What renders chats: the sources, and the texts of the special tokens, which templates see as variables."""
+    """The sources of chat templates, and the texts of the special tokens, which templates see as variables."""
 
     source: str | None
     tools_source: str | None  # for requests with tools, where they have a template of their own

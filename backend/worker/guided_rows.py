@@ -45,8 +45,8 @@ class GuidedRow:
     __slots__ = ("_begin", "_end_bits", "_end_ids", "_matcher", "_output", "_stuck", "error", "is_over")
 
     def __init__(self, begin: Callable[[], Matcher], end_ids: Sequence[int], output: Sequence[int], stuck: str) -> None:
-        """begin: makes a matcher that has seen nothing; output: its tokens so far; stuck: what the client is told where no
-        token is left.
+        """begin: makes a matcher that has seen nothing; output: its tokens so far; stuck: the client's error message
+        where no token is left.
         """
         self._stuck = stuck
         self._begin = begin
