@@ -313,10 +313,8 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
     one_response_per_token: bool = True  # streams only; off: tokens that wait for a busy sender share a response
     stream_interval_ms: float = 0.0  # least time between two publications of stream tokens, for all streams together
-    text_threads: int = (
-        2  # threads that tokenise texts of up to 32 KiB, at least 2; half as many more have the longer ones
-    )
-    text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
+    text_threads: int = 2  # threads that tokenise texts, at least 2; half as many more take those over 32 KiB
+    text_timeout_s: float = 10.0  # for tokenising and rendering; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again
     step_timeout_s: float = 300.0  # an engine that is in one step for so long is killed and started again too
     attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading, and requests for its return

@@ -253,7 +253,7 @@ def test_a_schema_that_cannot_be_held_is_a_400_that_names_why(
     schema: Any, sentence: str, client: openai.OpenAI
 ) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     free: Any = {"type": "function", "function": {"name": "free"}}
     of_tool = {"param": "tools[1].function.parameters", "code": "invalid_function_parameters"}
     of_form = {"param": "response_format.json_schema.schema", "code": "invalid_json_schema"}
