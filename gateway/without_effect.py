@@ -108,7 +108,12 @@ TABLE: tuple[Key, ...] = (
     *_keys("llama.cpp", CHAT, {"parse_tool_calls": (True,)}),
     *_keys("LM Studio", GENERATE, {"ttl": int, "draft_model": str}),
     *_keys("Ollama", (*GENERATE, *VECTORS), {"keep_alive": object}),
-    *_keys("Ollama", BOTH, {"options": ({},)}, "send its keys beside the others"),
+    *_keys(
+        "Ollama",
+        BOTH,
+        {"options": ({},)},
+        "send temperature, seed and others by themselves",
+    ),
     *_keys("OpenRouter", CHAT, {"provider": dict, "transforms": ([],), "usage": dict}),
     *_keys("LiteLLM, Aider, Cline", WITH_CHATS, {"cache_control": dict}, place="messages"),
     *_keys("LiteLLM, Aider, Cline", WITH_CHATS, {"cache_control": dict}, place="messages.content"),

@@ -23,6 +23,7 @@ from backend.guided.holdable import LLGUIDANCE
 from backend.guided.json_text import check_schema, parse_json
 from backend.guided.loosening import Note
 from backend.guided.protocol import GuideError, bits_of
+from backend.guided.regexes import with_ascii_digits
 from backend.guided.schema_parts import hold_formats
 from backend.guided.sentences import LINE, is_gbnf, sentence
 from backend.guided.structural_tag import Json, Maybe, Part, StructuralTag, Until, parse_structural_tag
@@ -174,7 +175,7 @@ def _grammar(guide: Guide, special: Mapping[str, int]) -> tuple[str, dict[int, _
         case GuideType.JSON_SCHEMA:
             lines = [_json_rule("start", Json(_schema(guide.text), ""))]
         case GuideType.REGEX:
-            tree = json.loads(llguidance.LLMatcher.grammar_from_regex(guide.text))
+            tree = json.loads(llguidance.LLMatcher.grammar_from_regex(with_ascii_digits(guide.text)))
             lines = [_Line(tree["grammars"][0]["lark_grammar"])]
         case GuideType.EBNF_GRAMMAR:
             return f"{_lark(guide)}\n{_ANY_SPELLING}", {}

@@ -1,4 +1,4 @@
-"""Regular expressions of schemas, rewritten."""
+"""Regular expressions of clients, rewritten."""
 
 from __future__ import annotations
 
@@ -15,6 +15,22 @@ _EDGES = (r"\b", r"\B")
 def of_names(names: Iterable[str]) -> str:
     """A pattern that these texts match, and no others."""
     return f"^({'|'.join(map(re.escape, names))})$"
+
+
+def with_ascii_digits(pattern: str) -> str:
+    r"""The pattern with `\d` for 0 to 9, as ECMAScript and xgrammar read it.
+
+    To Rust's `regex` it is any digit of Unicode, and models then begin with the bytes of emojis.
+    """
+    kept, at = list[str](), 0
+    while at < len(pattern):
+        atom = _ATOM.match(pattern, at)
+        text = atom[0] if atom else pattern[at]
+        at += len(text)
+        if text.startswith("["):
+            text = re.sub(r"\\(.)", lambda escape: "0-9" if escape[1] == "d" else escape[0], text, flags=re.DOTALL)
+        kept.append({r"\d": "[0-9]", r"\D": "[^0-9]"}.get(text, text))
+    return "".join(kept)
 
 
 def without_lookaround(pattern: str) -> str:

@@ -1,5 +1,6 @@
 """Calls that a model writes without the marks of its format: the whole answer is an object that names an offered function and has
-an object of arguments, or a list of such objects, bare or as a block of code (```json). Qwen2.5-Coder answers so.
+an object of arguments, or several of them (a list, or one behind the other), bare or as a block of code (```json). Qwen2.5-Coder
+answers so.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def read_whole(source: Source, functions: Functions, are_parallel: bool) -> Pars
         yield from source.space()
     is_list = yield from source.takes("[")
     calls = [(yield from _offered(source, functions))]
-    while is_list and are_parallel and (yield from source.takes(",")):
+    while are_parallel and (yield from source.takes("," if is_list else "{")):
+        source.at -= 0 if is_list else 1  # the brace is the object's own
         calls.append((yield from _offered(source, functions)))
     for closing in (["]"] if is_list else []) + ([FENCE] if is_block else []):
         yield from source.expect(closing)

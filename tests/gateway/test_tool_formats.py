@@ -206,6 +206,8 @@ WHOLE_ANSWERS = {
     f"\n```\n{GET}```\n\n": [GOT],
     f"[{ADD},\n {GET}]": [ADDED, GOT],
     f"```json\n[{ADD}]\n``` \n": [ADDED],
+    f"{ADD}\n{ADD}\n": [ADDED, ADDED],
+    f"```json\n{ADD}\n{GET}\n```": [ADDED, GOT],
     '{"name": "add", "parameters": {}}': [("add", "{}")],
 }
 
@@ -234,7 +236,8 @@ NO_CALLS = {
     "[]": "[]",
     '{"name": "add", "arguments": "text"}': '{"name": "add", "arguments": "text"}',
     '{"name": "add"}': '{"name": "add"}',
-    f"{ADD}\n{GET}": f"{ADD}\n{{",
+    f"{ADD}\n[{GET}]": f"{ADD}\n[",
+    f"{ADD}\n{{}}": f"{ADD}\n{{}}",
     '{"name": "add", "arguments": {}': None,
     f"```json\n{ADD}": None,
     "`": None,
