@@ -94,7 +94,8 @@ class Wall:
         elif ANY_ORIGIN in self._origins or _lower(origin) in self._origins:
             is_foreign = False
         else:
-            is_foreign = headers.get("sec-fetch-site") != "same-origin" and not _is_own(origin, headers)
+            site = headers.get("sec-fetch-site")  # what a browser says itself comes before what a page may have written
+            is_foreign = site != "same-origin" if site is not None else not _is_own(origin, headers)
         if is_foreign:
             raise GatewayError(403, _foreign(origin), code="permission_denied")
 

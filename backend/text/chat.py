@@ -27,6 +27,7 @@ FILES = {"default": FILE, "tool_use": "additional_chat_templates/tool_use.jinja"
 GGUF_SETTINGS = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
 MAX_DEPTH = 16  # nesting of lists and objects in one message
+MAX_TOOL_DEPTH = 80  # the same of all tools: more than a schema that a guide holds may have
 _SAMPLE = "a text of which only a system message speaks"
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of an answer's reasoning; the first one given counts
 
@@ -148,26 +149,34 @@ class ChatTemplate:
         for message in messages:
             if not isinstance(message.get("role"), str):
                 raise InvalidRequest("a message has no role; give it one such as user, assistant or system")
-        chars = sum(_count_chars(part, MAX_DEPTH + 2) for part in (messages, tools, further))
+        chars = (
+            _count_chars(messages, MAX_DEPTH + 2, f"a message is nested deeper than {MAX_DEPTH} levels; flatten it")
+            + _count_chars(
+                tools, MAX_TOOL_DEPTH, f"the tools are nested deeper than {MAX_TOOL_DEPTH} levels; flatten them"
+            )
+            + _count_chars(
+                further, MAX_DEPTH, f"chat_template_kwargs is nested deeper than {MAX_DEPTH} levels; flatten it"
+            )
+        )
         if chars > self._max_chars:
             raise InvalidRequest(f"the messages hold {chars} characters, allowed is {self._max_chars}; shorten them")
 
 
-def _count_chars(value: Any, depth: int) -> int:
+def _count_chars(value: Any, depth: int, too_deep: str) -> int:
     """Count the characters of all strings in a JSON value, and 1 for each other value.
 
-    Raises InvalidRequest for a value that is not JSON, and for one that is nested deeper than `depth`.
+    Raises InvalidRequest for a value that is not JSON, and with the message `too_deep` for one nested deeper than `depth`.
     """
     if type(value) is str:
         return len(value)
     if value is None or type(value) in (bool, int, float):
         return 1
     if depth == 0:
-        raise InvalidRequest(f"a message is nested deeper than {MAX_DEPTH} levels; flatten it")
+        raise InvalidRequest(too_deep)
     if type(value) is list:
-        return 1 + sum(_count_chars(item, depth - 1) for item in value)
+        return 1 + sum(_count_chars(item, depth - 1, too_deep) for item in value)
     if type(value) is dict and all(type(key) is str for key in value):
-        return 1 + sum(len(key) + _count_chars(item, depth - 1) for key, item in value.items())
+        return 1 + sum(len(key) + _count_chars(item, depth - 1, too_deep) for key, item in value.items())
     raise InvalidRequest(f"a message holds a {type(value).__name__}, allowed are JSON values; convert it")
 
 

@@ -31,6 +31,11 @@ FOREIGN: dict[str, dict[str, str]] = {  # what browsers send for pages of anothe
     "an extension": {"Origin": "chrome-extension://abc", "Sec-Fetch-Site": "none"},
     "an empty one": {"Sec-Fetch-Site": ""},
     "after DNS rebinding": {"Host": "evil.example:9000", "Sec-Fetch-Site": "same-origin"},
+    "with its own name as a proxy's": {
+        "Origin": "http://evil.example",
+        "X-Forwarded-Host": "evil.example",
+        "Sec-Fetch-Site": "cross-site",
+    },
     "after DNS rebinding, as if through a proxy": {"Host": "evil.example", "X-Forwarded-Host": HERE},
     "by a name that only begins well": {"Host": "localhost.evil.example:9000"},
     "by this machine's name": {"Host": "127.0.0.1.evil.example"},

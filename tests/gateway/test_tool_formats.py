@@ -206,7 +206,6 @@ WHOLE_ANSWERS = {
     f"\n```\n{GET}```\n\n": [GOT],
     f"[{ADD},\n {GET}]": [ADDED, GOT],
     f"```json\n[{ADD}]\n``` \n": [ADDED],
-    f"{ADD}\n{ADD}\n": [ADDED, ADDED],
     f"```json\n{ADD}\n{GET}\n```": [ADDED, GOT],
     '{"name": "add", "parameters": {}}': [("add", "{}")],
 }
@@ -220,6 +219,14 @@ def test_a_whole_answer_of_objects_that_name_offered_functions_is_calls(
     for pieces in ([text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))):
         content, found = told(name, pieces)
         assert (content.strip(), found) == ("", calls), pieces
+
+
+@pytest.mark.parametrize("name", [name for name in JSON_FORMATS if name != "llama"])  # whose own calls are such objects
+def test_objects_one_behind_the_other_are_calls(name: str) -> None:
+    text = f"{ADD}\n{GET}\n"
+    for pieces in ([text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))):
+        content, found = told(name, pieces)
+        assert (content.strip(), found) == ("", [ADDED, GOT]), pieces
 
 
 # Answers that only begin like calls, with the beginning at which that is known; None: only at the end.

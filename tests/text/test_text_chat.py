@@ -197,6 +197,20 @@ def test_a_message_may_be_nested_sixteen_levels_deep(depth: int, refused: bool) 
         assert template.render([{"role": "user", "content": content}]) == "[" * 16 + '"x"' + "]" * 16
 
 
+@pytest.mark.parametrize(("levels", "refused"), [(60, False), (90, True)])
+def test_tools_may_be_nested_deeper_than_messages(levels: int, refused: bool) -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    template = ChatTemplate("{{ tools | tojson }}")
+    if refused:
+        with pytest.raises(InvalidRequest, match="the tools are nested deeper than 80 levels"):
+            template.render([{"role": "user", "content": "x"}], tools=tools)
+    else:
+        assert template.render([{"role": "user", "content": "x"}], tools=tools).count("items") == levels
+
+
 def test_of_a_message_only_what_is_null_is_left_out() -> None:
     template = ChatTemplate("{% for key in messages[0] %}{{ key }}={{ messages[0][key] | tojson }} {% endfor %}")
     message = {"role": "", "content": "", "flag": False, "count": 0, "list": [], "object": {}, "nothing": None}
