@@ -13,6 +13,7 @@ from backend.guided.loosening import DEPENDENTS, Note, any_of
 from backend.guided.schema_parts import beyond
 
 MAX_TRIALS = 300  # schemas that are compiled on the way; what is left then allows everything
+MOST_BRANCHES = 32  # a longer list is kept or given up as a whole, for its members would use up the trials
 _HOMES = ("$defs", "definitions")
 # Keywords in the order in which they are given up.
 _ORDER = ("pattern", "format", "oneOf", "patternProperties", "allOf", "anyOf", "required")
@@ -55,6 +56,8 @@ class Search:
         if inside is Inside.NAMED and isinstance(value, dict):
             return {name: self._found(each, beyond(place, name)) for name, each in value.items()}
         if inside in (Inside.LIST, Inside.EITHER) and isinstance(value, list):
+            if len(value) > MOST_BRANCHES:
+                return value
             return [self._found(each, f"{place}[{i}]") for i, each in enumerate(value)]
         return self._found(value, place) if inside in (Inside.SCHEMA, Inside.EITHER) else value
 

@@ -51,6 +51,12 @@ def allows(guide: CompiledGuide, value: Any) -> bool:
 LOOSE: dict[str, tuple[dict[str, Any], list[Any], list[Any], str]] = {
     "look-ahead": (of(a={**TEXT, "pattern": "^(?!x)[a-z]+$"}), [{"a": "abc"}], [{"a": "ABC"}], "pattern"),
     "back-reference": (of(a={**TEXT, "pattern": r"^(a)\1$"}), [{"a": "aa"}], [{"a": 1}], "pattern"),
+    "oneOf of more branches than a library takes": (
+        of(a={"oneOf": [{"const": i} for i in range(300)]}),
+        [{"a": 5}],
+        [{"b": 5}, {}],
+        "oneOf",
+    ),
     "uniqueItems": (
         of(a={"type": "array", "items": TEXT, "uniqueItems": True}),
         [{"a": ["x"]}],
