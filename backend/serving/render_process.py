@@ -29,7 +29,8 @@ def render_chat(render: Render, begin: Begin) -> Outcome:
     try:
         text = render(*json.loads(begin.task.decode("utf-8", "surrogatepass")))
     except EverbatchError as error:
-        return Outcome(begin.job, Ending.REFUSED, text=error.message)
+        text = error.message.encode("utf-8", "replace").decode()  # it may quote half a surrogate pair of a client's
+        return Outcome(begin.job, Ending.REFUSED, text=text)
     return Outcome(begin.job, Ending.DONE, text.encode("utf-8", "surrogatepass"))
 
 

@@ -206,7 +206,8 @@ def test_a_template_that_never_ends_costs_its_own_requests_alone(
         errors = [error for _, error in pool.map(lambda message: answer(stub, message), loops)]
     late = f"took longer than {TEXT_TIMEOUT_S} s (triton.text_timeout_s)"
     waited = f"waited {TEXT_TIMEOUT_S} s for a text thread (triton.text_timeout_s)"
-    assert all(late in error or waited in error for error in errors) and sum(late in error for error in errors) >= 2
+    assert all(late in error or waited in error for error in errors)
+    assert any(late in error for error in errors), "a namespace has one of the two threads"
     assert answer(stub, chat_request(b'[{"role": "user", "content": "def main("}]')) == (1, "")
 
 

@@ -29,6 +29,7 @@ FACES = """{% set what = messages[0].content %}{% if what == 'double' %}
 {%- elif what == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
 {%- elif what == 'recursion' %}{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}
 {%- elif what == 'refuse' %}{{ raise_exception('no such role') }}
+{%- elif what == 'role' %}{{ raise_exception(messages[0].role) }}
 {%- elif what == 'fail' %}{{ messages.nothing.at_all }}
 {%- elif what == 'long' %}{% for i in range(2000) %}{{ 'a' * 1000 }}{% endfor %}
 {%- else %}{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | tojson }}{% endfor %}
@@ -45,6 +46,11 @@ def process() -> Iterator[RenderProcess]:
     process = RenderProcess(TEMPLATES, SMALL, patience_s=20.0)
     yield process
     process.close()
+
+
+def test_a_refusal_that_quotes_a_lone_surrogate_arrives(process: RenderProcess) -> None:
+    with pytest.raises(InvalidRequest, match=r"refuses these messages: \?x$"):
+        process(False, {"messages": [{"role": "\ud800x", "content": "role"}], "extra": None})
 
 
 @pytest.mark.parametrize(
