@@ -149,15 +149,12 @@ class ChatTemplate:
         for message in messages:
             if not isinstance(message.get("role"), str):
                 raise InvalidRequest("a message has no role; give it one such as user, assistant or system")
-        chars = (
-            _count_chars(messages, MAX_DEPTH + 2, f"a message is nested deeper than {MAX_DEPTH} levels; flatten it")
-            + _count_chars(
-                tools, MAX_TOOL_DEPTH, f"the tools are nested deeper than {MAX_TOOL_DEPTH} levels; flatten them"
-            )
-            + _count_chars(
-                further, MAX_DEPTH, f"chat_template_kwargs is nested deeper than {MAX_DEPTH} levels; flatten it"
-            )
+        parts = (  # with the most levels of each
+            (messages, MAX_DEPTH + 2, f"a message is nested deeper than {MAX_DEPTH} levels; flatten it"),
+            (tools, MAX_TOOL_DEPTH, f"the tools are nested deeper than {MAX_TOOL_DEPTH} levels; flatten them"),
+            (further, MAX_DEPTH, f"chat_template_kwargs is nested deeper than {MAX_DEPTH} levels; flatten it"),
         )
+        chars = sum(_count_chars(*part) for part in parts)
         if chars > self._max_chars:
             raise InvalidRequest(f"the messages hold {chars} characters, allowed is {self._max_chars}; shorten them")
 

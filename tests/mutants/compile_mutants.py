@@ -31,7 +31,7 @@ MUTANTS = {
         change(GuideCompiler, "close", ("self._work.notify_all()", "pass"), ("thread.join()", "thread.join(1)")),
         COMPILER,
     ),
-    "a_lost_guide_is_lost": (change(GuideCompiler, "_outcome", ("range(MAX_LOSSES - 1)", "range(0)")), COMPILER),
+    "a_lost_guide_is_lost": (change(GuideCompiler, "_outcome", ("num_losses < MAX_LOSSES - 1", "False")), COMPILER),
     "a_panic_ends_the_thread": (
         change(GuideCompiler, "_compile", ("except BaseException", "except Exception")),
         COMPILER,

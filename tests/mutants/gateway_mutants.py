@@ -184,7 +184,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     # The fronts.
     "tools_are_not_counted": (
-        change(ChatTemplate, "_check", ("(messages, tools, further)", "(messages, further)")),
+        change(ChatTemplate, "_check", ("(tools, MAX_TOOL_DEPTH", "(None, MAX_TOOL_DEPTH")),
         ["tests/text/test_text_chat.py"],
     ),
     "the_first_token_s_time_is_the_last_s": (

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from backend.api import gguf as header
+from backend.architectures.gguf_held import held_forms
 from backend.layers import rotary
 from backend.models import gguf, gguf_blocks, gguf_config
 from backend.quant import checkpoint
 from backend.text import gguf_tokenizer, tokenizer
 from deploy import model_source
 from kernels.common import super_blocks
-from tests.mutants.changes import change
+from tests.mutants.changes import change, change_everywhere
 
 SetAttribute = Callable[[object, str, Any], None]
 
@@ -45,11 +46,11 @@ def minima_are_lost_in_a_mixed_layer(set_attribute: SetAttribute) -> None:
 
 
 def a_tied_head_of_super_blocks_is_floats(set_attribute: SetAttribute) -> None:
-    change(gguf, "_layers_to_hold", ("kinds[_HEAD] = embedding", "pass"))(set_attribute)
+    change_everywhere(held_forms, ("in SUPER_BLOCKS else {}", "in () else {}"))(set_attribute)
 
 
 def super_blocks_go_to_layers_that_do_not_take_them(set_attribute: SetAttribute) -> None:
-    change(gguf, "_layers_to_hold", ("types <= _SUPER_BLOCKS and holds_super_blocks", "types <= _SUPER_BLOCKS"))(
+    change_everywhere(held_forms, ("types <= SUPER_BLOCKS and holds_super_blocks", "types <= SUPER_BLOCKS"))(
         set_attribute
     )
 
@@ -59,7 +60,7 @@ def rows_of_q_and_k_stay_in_pairs(set_attribute: SetAttribute) -> None:
 
 
 def one_projection_decides_for_its_layer(set_attribute: SetAttribute) -> None:
-    change(gguf, "_layers_to_hold", ("types <= _INT8 and", "types & _INT8 and"))(set_attribute)
+    change_everywhere(held_forms, ("types <= INT8 and", "types & INT8 and"))(set_attribute)
 
 
 def rope_factors_are_left_aside(set_attribute: SetAttribute) -> None:

@@ -110,11 +110,11 @@ MUTANTS = {
         GRAMMARS,
     ),
     "places_in_our_own_grammar_are_told": (
-        change(LLGuidanceBackend, "compile", ("and (found := LINE.match(error))", "and (found := None)")),
+        change(LLGuidanceBackend, "_compiled", ("and (found := LINE.match(error))", "and (found := None)")),
         GRAMMARS,
     ),
     "places_are_those_of_the_line_before": (
-        change(LLGuidanceBackend, "compile", ("int(found[1])", "int(found[1]) - 1")),
+        change(LLGuidanceBackend, "_compiled", ("int(found[1])", "int(found[1]) - 1")),
         GATEWAY,
     ),
     "the_compiler_tells_no_place": (

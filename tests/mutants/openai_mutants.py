@@ -82,7 +82,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FAMILIES,
     ),
     "template_variables_are_not_counted": (
-        change(ChatTemplate, "_check", ("(messages, tools, further)", "(messages, tools)")),
+        change(ChatTemplate, "_check", ("(further, MAX_DEPTH", "(None, MAX_DEPTH")),
         TEMPLATES,
     ),
     "a_continued_message_is_closed": (
