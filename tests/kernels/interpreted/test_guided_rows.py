@@ -64,6 +64,9 @@ class Compiled:
     def end(self, request_id: RequestId) -> None:
         pass
 
+    def notes(self, request_id: RequestId) -> tuple[str, ...]:
+        return ()
+
 
 def take_guides(core: EngineCore) -> EngineCore:
     """The same engine, whose requests may have GUIDE."""
