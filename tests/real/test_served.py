@@ -110,7 +110,9 @@ def by_openai_responses(served: Served) -> str:
 
 def by_anthropic(served: Served) -> str:
     with anthropic.Anthropic(base_url=served.server.url.removesuffix("/v1"), api_key="none") as client:
-        done = client.messages.create(model="everbatch", max_tokens=NEW, messages=MESSAGES)
+        done = client.messages.create(
+            model="everbatch", max_tokens=NEW, messages=MESSAGES, extra_body={"temperature": 0}
+        )
         return "".join(block.text for block in done.content if block.type == "text")
 
 

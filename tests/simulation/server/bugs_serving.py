@@ -16,6 +16,7 @@ from backend.serving.stream import Failure, Stream
 from backend.serving.text_pool import TextPool
 from backend.text.stop_strings import StopMatcher
 from backend.text.stream import TextStream
+from tests.mutants.changes import change
 from tests.simulation.server.threads import time as simulated_time
 
 SetAttribute = Callable[[object, str, object], None]
@@ -204,16 +205,7 @@ def a_stop_ends_the_request_of_another_client(set_attribute: SetAttribute) -> No
 
 
 def a_text_stays_in_its_queue(set_attribute: SetAttribute) -> None:
-    def begin(self: TextPool, job: Any) -> bool:
-        from backend.serving import text_pool
-
-        with self._lock:
-            if job not in self._queued:
-                return False
-            self._reading[job] = text_pool._Reading(text_pool.threading.current_thread(), self._clock())
-            return True
-
-    set_attribute(TextPool, "_begin", begin)
+    change(TextPool, "_begin", ("self._leave_queue(job)", "pass"))(set_attribute)
 
 
 def a_text_that_was_read_still_counts_as_read(set_attribute: SetAttribute) -> None:

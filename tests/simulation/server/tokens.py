@@ -43,7 +43,7 @@ class TinyTools:
     """Takes the place of TextTools in serving/assembly.py."""
 
     @staticmethod
-    def from_directory(path: str, chat_template: str = "") -> TextTools:
+    def from_directory(path: str, chat_template: str = "", make_renderer: object = None) -> TextTools:
         return TextTools(tokenizer(), None)  # type: ignore[arg-type]  # Nobody sends messages.
 
 
