@@ -25,9 +25,11 @@ def test_each_response_has_the_log_probabilities_of_all_tokens_so_far(executor: 
     (whole,) = run(executor, PROMPT, NEW, output_config=asked).log_probs
     streamed = results(executor, asked)
     assert [len(each.output_token_ids[0]) for each in streamed] == [1] * NEW, "of the tokens only the new ones"
-    assert [each.log_probs for each in streamed] == [[pytest.approx(whole[: n + 1])] for n in range(NEW)]
+    # A later request finds KV, and a product of torch's depends in its last bits (1e-7) on the number of rows.
+    expected = [[pytest.approx(whole[: n + 1], rel=1e-5)] for n in range(NEW)]
+    assert [each.log_probs for each in streamed] == expected
     repeated = results(executor, asked, return_all_generated_tokens=True)
-    assert [each.log_probs for each in repeated] == [[pytest.approx(whole[: n + 1])] for n in range(NEW)]
+    assert [each.log_probs for each in repeated] == expected
     assert not executor._repeats._streams, "nothing is kept of requests that have ended"
 
 
