@@ -40,7 +40,7 @@ class Note(NamedTuple):
 
 
 class Loosening:
-    """One schema. `notes` tells what is not held."""
+    """Loosens one schema. `notes`: the keywords that are not held."""
 
     def __init__(self, library: SchemaLibrary, root: Schema, is_strict: bool, place: str = "") -> None:
         """is_strict: nothing is loosened; what cannot be held is left to the library, or refused where that is silent.
