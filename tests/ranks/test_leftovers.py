@@ -50,7 +50,7 @@ def test_a_rank_killed_while_it_loads_is_one_error_and_leaves_nothing(
     with pytest.raises(ConfigError) as error:
         workers.load()
     assert error.value.message == "rank 1 was ended by signal 9 while it was loading; its lines in the log say why"
-    assert descriptors() == before
+    assert not descriptors() - before  # a socket that another test left may be collected meanwhile
     assert not any(map(is_running, workers._others.pids))
 
 
@@ -63,13 +63,13 @@ def test_a_rank_killed_within_a_step_leaves_nothing(checkpoint: Callable[..., Pa
         engine.start(PROMPTS[0], 2000)
         for _ in range(5):
             engine.core.step()
-        assert len(descriptors()) == len(before) + 2
+        assert len(descriptors() - before) == 2
         os.kill(workers._others.pids[0], signal.SIGKILL)
         with pytest.raises(WorkersLost, match="rank 1 .* was ended by signal 9"):
             engine.run()
     finally:
         workers.shutdown()
-    assert descriptors() == before
+    assert not descriptors() - before  # a socket that another test left may be collected meanwhile
     assert not any(map(is_running, workers._others.pids))
 
 
