@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from backend.api.foreign import ForeignParameter
-from backend.serving.fronts.vllm_engine_args import ARGUMENTS as VLLM_ARGUMENTS
 from backend.serving.upstream_parameters import PARAMETERS, QUEUE_SIZE
+from backend.serving.wires.vllm_engine_args import ARGUMENTS as VLLM_ARGUMENTS
 from compat.llm.parameters import ARGUMENTS as LLM_ARGUMENTS
 from compat.lmdeploy.tables import GENERATION, PYTORCH, TURBOMIND
 from compat.trtllm.parameters import ATTRIBUTES

@@ -23,7 +23,10 @@ from backend.api.telemetry import check_traces
 from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
 from backend.serving import pb
-from backend.serving.environment import (
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.rendering import RenderProcess
+from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.lifecycle.environment import (
     Health,
     RunDirectory,
     check_numpy,
@@ -31,21 +34,18 @@ from backend.serving.environment import (
     engine_config,
     local_path,
 )
-from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.roles import FRONTS, OWNER
-from backend.serving.fronts.vllm import VLLM
-from backend.serving.model_server import ModelServer
-from backend.serving.named_adapters import check_adapters, read_adapters
 from backend.serving.protocols import EngineClient
-from backend.serving.reading import Batch
-from backend.serving.rendering import RenderProcess
-from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.served_model import ServedModel
+from backend.serving.server import ModelServer
 from backend.serving.upstream_parameters import (
     OWN_TOKENIZER,
     apply_parameters,
     set_parameters,
 )
+from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.named_adapters import check_adapters, read_adapters
+from backend.serving.wires.roles import FRONTS, OWNER
+from backend.serving.wires.vllm import VLLM
 from backend.text.template import Templates
 
 log = logging.getLogger("everbatch.serving")

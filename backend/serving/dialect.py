@@ -25,7 +25,9 @@ class Dialect(NamedTuple):
     stop_error: str = ""  # a `stop: true` is answered with CANCELLED and this text; without one by an empty response
     log_name: str = ""  # cancellations by clients that are gone are logged under this name
     every_step: bool = False  # a response for each step of the engine, whatever triton.one_response_per_token says
-    reads_parameters: bool = False  # `parse` judges Parameters.others itself; else serving/free_parameters.py does
+    reads_parameters: bool = (
+        False  # `parse` judges Parameters.others itself; else serving/intake/free_parameters.py does
+    )
 
     def coalesces(self, config: EngineConfig) -> bool:
         """True if tokens that wait for a busy sender share a response."""

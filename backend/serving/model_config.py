@@ -9,8 +9,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from backend.serving.fronts.roles import MODELS, PROFILES
 from backend.serving.tensors import Input, ModelTensors, Output
+from backend.serving.wires.roles import MODELS, PROFILES
 
 # The most rows of one Triton request. It is above 0, so clients of these models always send a batch dimension.
 DEFAULT_PROFILE = "trtllm"

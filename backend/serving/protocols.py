@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from backend.api import EngineStats, Request, RequestId, Response, SessionId
 from backend.api.stats import PauseCounts
 from backend.core.messages import Hello, Resume
-from backend.serving.reading import NamedTensor
-from backend.serving.requests import RequestHeader
+from backend.serving.intake.batch import NamedTensor
+from backend.serving.intake.requests import RequestHeader
 
 OnResponse = Callable[[Response], None]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from backend.api import EngineConfig
 from backend.serving.dialect import PLAIN, Dialect
-from backend.serving.environment import Health
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.lifecycle.environment import Health
 from backend.serving.protocols import EngineClient
-from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.tensors import ModelTensors
 
 AtOnce = Callable[[Batch, EngineClient], list[Work] | None]

@@ -9,9 +9,9 @@ from collections import deque
 from typing import NamedTuple
 
 from backend.api import ErrorCode, RequestId, Response
-from backend.serving.outputs import RowOutput
+from backend.serving.delivery.outputs import RowOutput
+from backend.serving.observe.trace_context import TraceContext
 from backend.serving.protocols import ResponseSender
-from backend.serving.trace_context import TraceContext
 
 Lane = queue.SimpleQueue["Stream | None"]  # None ends the lane's sender thread
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from backend.serving.assembly import load_model, run_directory_of
-from backend.serving.environment import engine_config
-from backend.serving.fronts.vllm import TENSORS
-from backend.serving.fronts.vllm_engine_args import read_engine_args, remarks
-from backend.serving.model_server import ModelServer
+from backend.serving.lifecycle.environment import engine_config
+from backend.serving.server import ModelServer
 from backend.serving.tensors import Input, Output
+from backend.serving.wires.vllm import TENSORS
+from backend.serving.wires.vllm_engine_args import read_engine_args, remarks
 
 log = logging.getLogger("everbatch.serving")
 

@@ -1,7 +1,7 @@
 """Renderer: compiled chat templates, in Jinja's immutable sandbox with the names that transformers gives.
 
 The sandbox bounds neither time nor memory of what a template does; serving therefore renders in a process that has limits of both
-(serving/rendering.py).
+(serving/intake/rendering.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.api import EngineConfig
-from backend.serving.environment import RunDirectory
+from backend.serving.lifecycle.environment import RunDirectory
 from deploy import ROOT
 from deploy.triton_server import TritonServer
 

@@ -21,7 +21,7 @@ from jsonschema import Draft7Validator
 from typer.main import get_command
 
 from backend.api.config_file import load_config
-from backend.serving.families import engine_families
+from backend.serving.observe.families import engine_families
 from deploy import ROOT, __version__
 from deploy.cli import app
 

@@ -10,7 +10,7 @@ import pytest
 
 from backend.api import EngineConfig
 from backend.api.config import TelemetryConfig
-from backend.serving.fronts.roles import PROFILES
+from backend.serving.wires.roles import PROFILES
 from deploy import invocation, libpython, repository, secret_flags
 from deploy.errors import UserError
 from deploy.invocation import Installation

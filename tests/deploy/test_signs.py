@@ -16,7 +16,7 @@ import pytest
 
 from backend.api import silence
 from backend.api.silence import CpuDemand
-from backend.serving.environment import RunDirectory
+from backend.serving.lifecycle.environment import RunDirectory
 from deploy import health, processes, signs
 from deploy.health import Report
 from deploy.signs import Signs

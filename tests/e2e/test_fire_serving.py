@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from backend.serving.fronts.roles import PROFILES
+from backend.serving.wires.roles import PROFILES
 from backend.text.tokenizer import Tokenizer
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import health, serve

@@ -15,8 +15,8 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from backend.api import load_config
-from backend.serving.fronts.roles import MODELS
 from backend.serving.model_config import MODEL_ENTRY, render
+from backend.serving.wires.roles import MODELS
 from backend.text.tokenizer import Tokenizer
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from backend.api import EngineConfig, Request
-from backend.serving.fronts.embedding import EMBEDDING
-from backend.serving.fronts.front import TextTools
-from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import Parameters, ServingContext
+from backend.serving.wires.embedding import EMBEDDING
+from backend.serving.wires.front import TextTools
 from tests.e2e.embedding_models import write_modules
 from tests.e2e.oracles import result_of
 from tests.e2e.test_embeddings import SENTENCE_TRANSFORMERS

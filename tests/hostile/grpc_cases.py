@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from backend.serving.fronts.roles import MODELS
+from backend.serving.wires.roles import MODELS
 from tests.hostile import json_cases, served, values
 from tests.hostile.case import Case
 from tests.hostile.grpc_messages import (

@@ -8,8 +8,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from backend.serving.fronts.roles import MODELS
 from backend.serving.tensors import Input
+from backend.serving.wires.roles import MODELS
 from tests.hostile import served, values
 from tests.hostile.case import Case, GrpcCall
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from backend.serving.fronts.roles import MODELS
+from backend.serving.wires.roles import MODELS
 from tests.hostile import json_cases, served, values
 from tests.hostile.case import Case, HttpExchange
 

@@ -9,8 +9,8 @@ import json
 import random
 from collections.abc import Callable
 
-from backend.serving.fronts.everbatch import Generate
-from backend.serving.fronts.vllm_sampling import VllmSampling
+from backend.serving.wires.everbatch import Generate
+from backend.serving.wires.vllm_sampling import VllmSampling
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.interactive_messages import EncodeRequest, InteractiveRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from backend.serving.fronts.roles import MODELS
 from backend.serving.tensors import Input
+from backend.serving.wires.roles import MODELS
 from deploy.repository import DEFAULT_REPOSITORY
 
 Values = list[int] | list[float] | list[bool] | list[str]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from backend.serving.fronts.roles import MODELS
+from backend.serving.wires.roles import MODELS
 from tests.hostile import gateway_cases, http_cases, json_cases, served, values
 from tests.hostile.case import Case, GrpcCall
 from tests.hostile.grpc_messages import base, packed, replace_input

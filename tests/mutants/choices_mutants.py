@@ -7,8 +7,8 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving.fronts import everbatch, vllm
-from backend.serving.fronts.named_sampling import NamedSampling
+from backend.serving.wires import everbatch, vllm
+from backend.serving.wires.named_sampling import NamedSampling
 from gateway import triton_client
 from tests.mutants.changes import Plant, change
 

@@ -6,7 +6,7 @@ from backend.api import draft_limits
 from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.model_drafting import ModelDrafter
 from backend.scheduler.step_cost import StepCost
-from backend.serving.fronts import trtllm_inputs
+from backend.serving.wires import trtllm_inputs
 from backend.worker import draft_model, pipeline
 from backend.worker.draft_model import DraftModel
 from compat.llm import speculative

@@ -8,7 +8,7 @@ from tests.serving import conftest  # noqa: F401
 # isort: split
 
 from backend.api import sampling_rules
-from backend.serving.fronts import everbatch, named_sampling, trtllm_fields, trtllm_inputs, trtllm_outputs
+from backend.serving.wires import everbatch, named_sampling, trtllm_fields, trtllm_inputs, trtllm_outputs
 from backend.text.chat import ChatTemplate
 from gateway import (
     adapters,

@@ -12,8 +12,7 @@ from backend.layers import lora as layers
 from backend.layers.lora import Stacks
 from backend.models import lora, npy
 from backend.scheduler.scheduler import Scheduler
-from backend.serving import named_adapters
-from backend.serving.fronts import llmapi
+from backend.serving.wires import llmapi, named_adapters
 from backend.worker import adapter_pages, adapters
 from backend.worker.adapter_pages import AdapterPages, PagePool
 from backend.worker.adapters import DeviceAdapters

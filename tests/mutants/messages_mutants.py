@@ -7,7 +7,7 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving.fronts import everbatch
+from backend.serving.wires import everbatch
 from gateway import anthropic_turns, errors, invalid, middleware
 from gateway.answers import Running
 from gateway.anthropic_answers import MessageWriter

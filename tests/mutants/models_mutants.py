@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.serving.absence import Absence
+from backend.serving.lifecycle.absence import Absence
 from deploy import control_socket, models_file, several, shares
 from deploy.engine_sets import EngineSet
 from deploy.model_control import ModelControl

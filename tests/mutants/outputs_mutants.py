@@ -7,7 +7,7 @@ from backend.core.gathered import Gathered
 from backend.engine import gathered
 from backend.models.decoder import Decoder
 from backend.sampling.slots import SlotParameters
-from backend.serving.fronts import vectors
+from backend.serving.wires import vectors
 from backend.worker import extras
 from backend.worker.extras import GatheringPass, Part, SlotWants
 from backend.worker.post_processors import PostProcessors

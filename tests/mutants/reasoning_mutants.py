@@ -10,7 +10,7 @@ from tests.serving import conftest  # noqa: F401
 from backend.core.thinking import ReasoningCounter, ThinkingCourse
 from backend.guided.llguidance_backend import _TagGrammar
 from backend.guided.thinking import ThinkingMatcher
-from backend.serving.fronts.visible import Reasoning, ReasoningMarks
+from backend.serving.wires.visible import Reasoning, ReasoningMarks
 from backend.text.detokenizer import IncrementalDetokenizer
 from backend.worker.guided_rows import GuidedRows
 from gateway import items

@@ -16,7 +16,7 @@ from backend.executor.live import Live
 from backend.executor.replay import Replay
 from backend.replicas.front import Front
 from backend.scheduler.scheduler import Scheduler
-from backend.serving.metrics import MetricsPublisher
+from backend.serving.observe.metrics import MetricsPublisher
 from tests.mutants.changes import change, change_everywhere
 
 RULES = ["tests/crashes/test_rules.py"]

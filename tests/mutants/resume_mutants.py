@@ -12,8 +12,8 @@ from backend.core.messages import Resume
 from backend.engine.intake import Intake
 from backend.executor.pause import Pauses
 from backend.executor.replay import Replay
-from backend.serving import resuming as serving_resuming
-from backend.serving.fronts import everbatch, trtllm_resume
+from backend.serving.intake import resuming as serving_resuming
+from backend.serving.wires import everbatch, trtllm_resume
 from backend.text.accumulator import OutputAccumulator
 from client import resuming as client_resuming
 from gateway import resuming, triton_client

@@ -7,17 +7,19 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving import cancellation, environment, families, request_log, sequence_output
 from backend.serving.assembly import ToolsLoader
-from backend.serving.environment import RunDirectory
-from backend.serving.fronts import named_sampling, trtllm_fields, trtllm_tokens
-from backend.serving.fronts.front import TextTools
-from backend.serving.housekeeper import Housekeeper
-from backend.serving.metrics import MetricsPublisher
-from backend.serving.model_server import ModelServer
-from backend.serving.outputs import BeamsOutput, JointOutput
-from backend.serving.pump import ResponsePump
-from backend.serving.text_pool import TextPool
+from backend.serving.delivery import cancellation, sequence_output
+from backend.serving.delivery.outputs import BeamsOutput, JointOutput
+from backend.serving.delivery.pump import ResponsePump
+from backend.serving.intake.text_pool import TextPool
+from backend.serving.lifecycle import environment
+from backend.serving.lifecycle.environment import RunDirectory
+from backend.serving.lifecycle.housekeeper import Housekeeper
+from backend.serving.observe import families, request_log
+from backend.serving.observe.metrics import MetricsPublisher
+from backend.serving.server import ModelServer
+from backend.serving.wires import named_sampling, trtllm_fields, trtllm_tokens
+from backend.serving.wires.front import TextTools
 from backend.text.accumulator import OutputAccumulator
 from tests.mutants.changes import Plant, change, change_everywhere
 

@@ -13,12 +13,13 @@ from backend.engine import distributions, update
 from backend.engine.statistics import Statistics
 from backend.replicas import totals
 from backend.scheduler import admission
-from backend.serving import requests, trace_context, vllm_page
-from backend.serving.fronts import metrics_command
-from backend.serving.model_server import ModelServer
-from backend.serving.tracing import otlp, spans
-from backend.serving.tracing.export import Exporter
-from backend.serving.tracing.measures import Measures
+from backend.serving.intake import requests
+from backend.serving.observe import trace_context, vllm_page
+from backend.serving.observe.tracing import otlp, spans
+from backend.serving.observe.tracing.export import Exporter
+from backend.serving.observe.tracing.measures import Measures
+from backend.serving.server import ModelServer
+from backend.serving.wires import metrics_command
 from gateway import metrics, tracing
 from tests.mutants.changes import Plant, change, change_everywhere
 

@@ -12,11 +12,11 @@ from tests.serving import conftest  # noqa: F401
 from backend.core import limited_server
 from backend.core.limited_server import LimitedServer
 from backend.replicas.front import Front
-from backend.serving import text_turns
-from backend.serving.fronts import limits
-from backend.serving.rendering import RenderProcess
-from backend.serving.suspects import Suspects
-from backend.serving.text_pool import TextPool
+from backend.serving.intake import text_turns
+from backend.serving.intake.rendering import RenderProcess
+from backend.serving.intake.suspects import Suspects
+from backend.serving.intake.text_pool import TextPool
+from backend.serving.wires import limits
 from backend.text import least_tokens
 from backend.text.least_tokens import LeastTokens
 from deploy import foreign

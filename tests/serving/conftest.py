@@ -14,11 +14,11 @@ sys.modules["triton_python_backend_utils"] = fake_triton
 
 from backend.api import EngineConfig  # noqa: E402
 from backend.api.config import TritonConfig  # noqa: E402
-from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL  # noqa: E402
-from backend.serving.fronts.trtllm_tokens import parse_token_requests  # noqa: E402
-from backend.serving.model_server import ModelServer  # noqa: E402
 from backend.serving.served_model import Parse, ServedModel  # noqa: E402
+from backend.serving.server import ModelServer  # noqa: E402
 from backend.serving.tensors import ModelTensors  # noqa: E402
+from backend.serving.wires.trtllm_tensors import TOKEN_MODEL  # noqa: E402
+from backend.serving.wires.trtllm_tokens import parse_token_requests  # noqa: E402
 from tests.serving.scripted import ScriptedExecutor  # noqa: E402
 
 QUICK = EngineConfig(triton=TritonConfig(cancellation_check_period_ms=1, stats_period_ms=5))

@@ -10,9 +10,9 @@ import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, Overloaded
 from backend.api.several import FILE, Notice
-from backend.serving import absence
-from backend.serving.absence import Absence
-from backend.serving.model_server import ModelServer
+from backend.serving.lifecycle import absence
+from backend.serving.lifecycle.absence import Absence
+from backend.serving.server import ModelServer
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
 from tests.serving.test_model_server import eventually

@@ -13,8 +13,8 @@ import pytest
 from backend.api.config import EngineConfig, LoraSection
 from backend.core.step import ModelInfo
 from backend.serving.assembly import ToolsLoader
-from backend.serving.fronts.everbatch import EVERBATCH
-from backend.serving.model_server import ModelServer
+from backend.serving.server import ModelServer
+from backend.serving.wires.everbatch import EVERBATCH
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.scripted import ScriptedExecutor
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.serving import assembly, environment
-from backend.serving.environment import RunDirectory, check_numpy
-from backend.serving.fronts.roles import PROFILES
+from backend.serving import assembly
+from backend.serving.lifecycle import environment
+from backend.serving.lifecycle.environment import RunDirectory, check_numpy
+from backend.serving.wires.roles import PROFILES
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
 
@@ -155,8 +156,8 @@ def test_the_stub_process_imports_neither_torch_nor_transformers() -> None:
 
 def test_tables_and_parsing_need_no_triton() -> None:
     program = (
-        "import backend.serving.tensors, backend.serving.model_config, backend.serving.reading\n"
-        "import backend.serving.word_lists, backend.serving.fronts.trtllm_tokens, backend.serving.fronts.trtllm_text\n"
+        "import backend.serving.tensors, backend.serving.model_config, backend.serving.intake.batch\n"
+        "import backend.serving.wires.word_lists, backend.serving.wires.trtllm_tokens, backend.serving.wires.trtllm_text\n"
         "import sys; assert 'triton_python_backend_utils' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

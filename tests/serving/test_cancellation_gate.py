@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
-from backend.serving.cancellation import CancellationPoller, pause_s
-from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
-from backend.serving.pump import ResponsePump
+from backend.serving.delivery.cancellation import CancellationPoller, pause_s
+from backend.serving.delivery.pump import ResponsePump
 from backend.serving.stream import OutputRow
+from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, ResponseSender
 
 

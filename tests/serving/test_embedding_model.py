@@ -22,12 +22,12 @@ from backend.api import (
 )
 from backend.api.pooling import Pooling
 from backend.core.step import ModelInfo
-from backend.serving.fronts.embedding import EMBEDDING
-from backend.serving.fronts.everbatch import EVERBATCH
-from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.vectors import Unfinished
-from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.wires.embedding import EMBEDDING
+from backend.serving.wires.everbatch import EVERBATCH
+from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.vectors import Unfinished
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_text_requests import MODEL_DIRECTORY
 

@@ -10,11 +10,11 @@ import pytest
 from backend.api import EngineConfig, InvalidRequest
 from backend.api.config import TritonConfig
 from backend.serving.dialect import Dialect
-from backend.serving.free_parameters import _GROUP, MAX_WARNINGS, FreeParameters
-from backend.serving.fronts.everbatch import TENSORS as EVERBATCH
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
-from backend.serving.model_server import ModelServer
+from backend.serving.intake.free_parameters import _GROUP, MAX_WARNINGS, FreeParameters
+from backend.serving.server import ModelServer
 from backend.serving.tensors import ONE, Input, ModelTensors
+from backend.serving.wires.everbatch import TENSORS as EVERBATCH
+from backend.serving.wires.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import token_inputs
 from tests.serving.scripted import ScriptedExecutor
@@ -84,7 +84,7 @@ def test_strictly_an_unknown_name_is_refused() -> None:
 
 
 def test_no_name_stands_for_two_things() -> None:
-    from backend.serving.free_parameters import _SAME
+    from backend.serving.intake.free_parameters import _SAME
 
     assert len(_GROUP) == sum(len(group.split()) for group in _SAME)
 

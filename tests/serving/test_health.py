@@ -11,11 +11,11 @@ import pytest
 
 from backend.api import EngineConfig
 from backend.api.config import TritonConfig
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
-from backend.serving.fronts.trtllm_text import check_text_requests
-from backend.serving.fronts.trtllm_tokens import parse_token_requests
-from backend.serving.model_server import ModelServer
 from backend.serving.served_model import ServedModel
+from backend.serving.server import ModelServer
+from backend.serving.wires.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
+from backend.serving.wires.trtllm_text import check_text_requests
+from backend.serving.wires.trtllm_tokens import parse_token_requests
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
 

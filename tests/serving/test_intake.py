@@ -11,8 +11,8 @@ import pytest
 
 from backend.api import EngineConfig, Overloaded, Request, Response, Result
 from backend.api.config import LimitsConfig, SchedulerConfig
-from backend.serving.model_server import ModelServer
-from backend.serving.requests import MAX_NAMESPACE, MAX_PARAMETERS, MAX_REQUEST_ID
+from backend.serving.intake.requests import MAX_NAMESPACE, MAX_PARAMETERS, MAX_REQUEST_ID
+from backend.serving.server import ModelServer
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest, ResponseSender
 from tests.serving.helpers import bools, ints, streamed, token_inputs, uint64

@@ -8,8 +8,8 @@ import pytest
 
 from backend.api import InvalidRequest
 from backend.core.step import ModelInfo
-from backend.serving.fronts.limits import check_length, ids_within, prompt_too_long
-from backend.serving.fronts.vectors import given_ids
+from backend.serving.wires.limits import check_length, ids_within, prompt_too_long
+from backend.serving.wires.vectors import given_ids
 
 
 class Counted:

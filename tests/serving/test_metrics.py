@@ -11,10 +11,10 @@ from backend.api.stats import MISSES, PauseCounts, SecondLevelStats
 from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.assembly import is_true
-from backend.serving.books import Books
-from backend.serving.ended import EndedRow
-from backend.serving.families import engine_families, statistics_line
-from backend.serving.metrics import MetricsPublisher, up_to
+from backend.serving.observe.books import Books
+from backend.serving.observe.ended import EndedRow
+from backend.serving.observe.families import engine_families, statistics_line
+from backend.serving.observe.metrics import MetricsPublisher, up_to
 from tests.serving.fake_triton import Logger, Metric, MetricFamily
 from tests.serving.scripted import MODEL
 

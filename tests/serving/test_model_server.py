@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded, RequestId
-from backend.serving import model_server as server_module
+from backend.serving import server as server_module
 from backend.serving.assembly import is_decoupled
-from backend.serving.housekeeper import Housekeeper
-from backend.serving.model_server import ModelServer
+from backend.serving.lifecycle.housekeeper import Housekeeper
+from backend.serving.server import ModelServer
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
 from tests.serving.helpers import bools, ints, streamed, token_inputs, token_request, uint64
 from tests.serving.scripted import ScriptedExecutor

@@ -11,11 +11,11 @@ from backend.api import ConfigError, EngineConfig, ErrorCode, Unsupported
 from backend.api.config import LoraSection
 from backend.api.lora import LoraConfig
 from backend.core.step import ModelInfo
-from backend.serving.fronts.front import TextTools
-from backend.serving.fronts.vllm import VLLM, error_text
-from backend.serving.named_adapters import check_adapters, named_adapter, read_adapters
-from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import Parameters, ServingContext
+from backend.serving.wires.front import TextTools
+from backend.serving.wires.named_adapters import check_adapters, named_adapter, read_adapters
+from backend.serving.wires.vllm import VLLM, error_text
 from tests.fakes.adapter_files import write_adapter
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_vllm_front import MAX_SEQ_LEN, tensors, tools  # noqa: F401 (fixture)

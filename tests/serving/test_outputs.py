@@ -7,7 +7,7 @@ import pytest
 
 from backend.api import FinishReason, PerfMetrics, Result
 from backend.api.response import TopLogProb
-from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
+from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 
 
 def result(ids: list[int], final: bool = False, **fields: object) -> Result:

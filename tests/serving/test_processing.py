@@ -10,11 +10,11 @@ import pytest
 
 from backend.api import EngineConfig, InvalidRequest, Unsupported
 from backend.core.step import ModelInfo
-from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.processing import POSTPROCESSING, PREPROCESSING
-from backend.serving.model_server import ModelServer
-from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import Parameters, ServingContext
+from backend.serving.server import ModelServer
+from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.processing import POSTPROCESSING, PREPROCESSING
 from tests.serving.fake_triton import InferenceRequest, MetricFamily, Tensor
 from tests.serving.helpers import MODEL_DIRECTORY, floats, ints, strings, tokenizer_with_bos, uint64
 from tests.serving.scripted import ScriptedExecutor

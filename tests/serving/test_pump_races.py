@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
-from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
-from backend.serving.pump import ResponsePump
+from backend.serving.delivery.pump import ResponsePump
 from backend.serving.stream import OutputRow, Stream
+from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 from tests.serving.fake_triton import ResponseSender
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from backend.api.errors import EngineUnavailable, EverbatchError, InvalidRequest
 from backend.core.limited_messages import Limits
-from backend.serving.rendering import RenderProcess
+from backend.serving.intake.rendering import RenderProcess
 from backend.text.chat import ChatTemplate
 from backend.text.template import Renderer, Templates
 from tests.guided.processes import all_children, children_of, wait_for

@@ -14,12 +14,12 @@ import pytest
 
 from backend.api import EngineConfig, ErrorCode, FinishReason, PerfMetrics, RequestId, Response, Result
 from backend.api.config import TritonConfig
-from backend.serving import ended
-from backend.serving.ended import EndedRow, EndedRows
-from backend.serving.model_server import ModelServer
-from backend.serving.outputs import Answer, SeparateOutput
-from backend.serving.request_log import RequestLog, hash_of
-from backend.serving.sequence_output import SequenceOutput
+from backend.serving.delivery.outputs import Answer, SeparateOutput
+from backend.serving.delivery.sequence_output import SequenceOutput
+from backend.serving.observe import ended
+from backend.serving.observe.ended import EndedRow, EndedRows
+from backend.serving.observe.request_log import RequestLog, hash_of
+from backend.serving.server import ModelServer
 from backend.serving.stream import Failure, OutputRow, Stream
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer

@@ -10,10 +10,10 @@ import pytest
 
 from backend.api import SamplingConfig
 from backend.api.sampling_fields import SAMPLING_FIELDS, WIRES, Wire, on_wire
-from backend.serving.fronts import llmapi, lmdeploy, trtllm_tensors, turbomind
-from backend.serving.fronts.everbatch import Generate
-from backend.serving.fronts.vllm_sampling import VllmSampling
 from backend.serving.tensors import ModelTensors
+from backend.serving.wires import llmapi, lmdeploy, trtllm_tensors, turbomind
+from backend.serving.wires.everbatch import Generate
+from backend.serving.wires.vllm_sampling import VllmSampling
 from client.messages import INPUTS, GenerateRequest
 from compat.llm.sampling_params import SamplingParams
 from compat.trtllm import request_configs

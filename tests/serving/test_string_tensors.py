@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import InvalidRequest
-from backend.serving import pb, reading
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE
-from backend.serving.reading import Batch
+from backend.serving import pb
+from backend.serving.intake import batch as reading
+from backend.serving.intake.batch import Batch
 from backend.serving.string_tensors import MAX_STRINGS, deserialize
+from backend.serving.wires.trtllm_tensors import ENSEMBLE
 from tests.serving.fake_triton import Tensor
 
 

@@ -18,18 +18,19 @@ from tokenizers import models
 
 from backend.api import EngineConfig, EngineCounters, EngineStats, InvalidRequest, IterationStats, Result
 from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
-from backend.serving import pb, text_pool
-from backend.serving.cancellation import CancellationPoller
+from backend.serving import pb
+from backend.serving.delivery.cancellation import CancellationPoller
 from backend.serving.dialect import Dialect
-from backend.serving.environment import RunDirectory, local_path
-from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
-from backend.serving.housekeeper import Housekeeper
-from backend.serving.metrics import MetricsPublisher
-from backend.serving.model_server import ModelServer
-from backend.serving.reading import Batch
-from backend.serving.requests import MAX_NAMESPACE, Parameters, ServingContext, Work, parse_parameters
+from backend.serving.intake import text_pool
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import MAX_NAMESPACE, Parameters, ServingContext, Work, parse_parameters
+from backend.serving.lifecycle.environment import RunDirectory, local_path
+from backend.serving.lifecycle.housekeeper import Housekeeper
+from backend.serving.observe.metrics import MetricsPublisher
+from backend.serving.server import ModelServer
 from backend.serving.stream import Stream
+from backend.serving.wires.trtllm_outputs import RowSettings, text_output
+from backend.serving.wires.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from deploy import ROOT
@@ -264,7 +265,7 @@ def test_a_path_with_letters_that_are_not_ascii_is_opened_by_an_interpreter_that
     """As a stub's is: Triton starts it in isolated mode, without a locale."""
     (tmp_path / "grüße").mkdir()
     program = (
-        "import os, sys; from backend.serving.environment import local_path;"
+        "import os, sys; from backend.serving.lifecycle.environment import local_path;"
         "path = bytes.fromhex(sys.argv[1]).decode(); print(sys.getfilesystemencoding(), os.path.isdir(local_path(path)))"
     )
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from backend.api import InvalidRequest
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE
-from backend.serving.model_server import ModelServer
-from backend.serving.reading import Batch
-from backend.serving.suspects import DIGEST_BYTES, Suspects
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.suspects import DIGEST_BYTES, Suspects
+from backend.serving.server import ModelServer
+from backend.serving.wires.trtllm_tensors import ENSEMBLE
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import ints, strings
 

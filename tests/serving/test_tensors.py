@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from backend.api import OutputConfig, SamplingConfig, SessionConfig
-from backend.serving.fronts.roles import MODELS, PROFILES
-from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE, ENSEMBLE_UINT32, TOKEN_MODEL
 from backend.serving.model_config import DEFAULT_PROFILE, MODEL_ENTRY, render, write_repositories
 from backend.serving.tensors import NUMPY_TYPES
+from backend.serving.wires.roles import MODELS, PROFILES
+from backend.serving.wires.trtllm_tensors import BLS, ENSEMBLE, ENSEMBLE_UINT32, TOKEN_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 

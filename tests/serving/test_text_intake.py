@@ -14,11 +14,11 @@ import pytest
 from backend.api import EngineConfig
 from backend.api.config import TritonConfig
 from backend.core.step import ModelInfo
-from backend.serving.fronts.front import TextTools
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE
-from backend.serving.fronts.trtllm_text import check_text_requests, parse_text_requests
-from backend.serving.model_server import ModelServer
-from backend.serving.requests import Work
+from backend.serving.intake.requests import Work
+from backend.serving.server import ModelServer
+from backend.serving.wires.front import TextTools
+from backend.serving.wires.trtllm_tensors import ENSEMBLE
+from backend.serving.wires.trtllm_text import check_text_requests, parse_text_requests
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import bools, ints, strings, uint64

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, Overloaded
-from backend.serving import text_pool
-from backend.serving.text_pool import Job, TextPool
-from backend.serving.text_turns import LONG_BYTES, TextTurns
+from backend.serving.intake import text_pool
+from backend.serving.intake.text_pool import Job, TextPool
+from backend.serving.intake.text_turns import LONG_BYTES, TextTurns
 from backend.text.chat import ChatTemplate
 
 TIMEOUT_S = 10.0

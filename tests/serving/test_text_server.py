@@ -11,10 +11,10 @@ import pytest
 from backend.api import InvalidRequest
 from backend.core.step import ModelInfo
 from backend.serving.assembly import ToolsLoader
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE
-from backend.serving.fronts.trtllm_text import parse_text_requests
-from backend.serving.model_server import ModelServer
 from backend.serving.served_model import Parse
+from backend.serving.server import ModelServer
+from backend.serving.wires.trtllm_tensors import ENSEMBLE
+from backend.serving.wires.trtllm_text import parse_text_requests
 from backend.text.tokenizer import Tokenizer
 from tests.guided.processes import all_children
 from tests.serving.fake_triton import InferenceRequest

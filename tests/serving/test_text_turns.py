@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.serving.text_turns import LONG_BYTES, TextTurns, Turn
+from backend.serving.intake.text_turns import LONG_BYTES, TextTurns, Turn
 
 LONG = LONG_BYTES + 1
 

@@ -7,11 +7,11 @@ from backend.api import EngineConfig, InvalidRequest, Request, SessionError, Uns
 from backend.api.config import TritonConfig
 from backend.api.guide import Guide, GuideType
 from backend.core.step import ModelInfo
-from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
-from backend.serving.fronts.trtllm_tokens import parse_token_requests
-from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext, StopSession, Work, parse_parameters
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import Parameters, ServingContext, StopSession, Work, parse_parameters
 from backend.serving.tensors import NUMPY_TYPES, Input
+from backend.serving.wires.trtllm_tensors import TOKEN_MODEL
+from backend.serving.wires.trtllm_tokens import parse_token_requests
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, token_inputs, uint64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from backend.serving.fronts.front import TextTools
+from backend.serving.wires.front import TextTools
 from tests.serving.test_everbatch_model import MODEL_DIRECTORY, tools, work
 
 __all__ = ["tools"]

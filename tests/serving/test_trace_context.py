@@ -9,8 +9,8 @@ import pytest
 from backend.api.config import TelemetryConfig
 from backend.api.errors import ConfigError
 from backend.api.telemetry import OtlpSettings, otlp_settings
-from backend.serving.requests import parse_parameters
-from backend.serving.trace_context import NO_CALLER, Caller, begin_trace
+from backend.serving.intake.requests import parse_parameters
+from backend.serving.observe.trace_context import NO_CALLER, Caller, begin_trace
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"

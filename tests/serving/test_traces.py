@@ -16,12 +16,12 @@ from backend.api.config import EngineConfig, TelemetryConfig
 from backend.api.errors import ConfigError
 from backend.api.response import Interruption
 from backend.api.telemetry import OtlpSettings, check_traces
-from backend.serving.ended import EndedRow
-from backend.serving.model_server import ModelServer
-from backend.serving.trace_context import Caller, TraceContext, begin_trace
-from backend.serving.tracing import export
-from backend.serving.tracing.export import Exporter
-from backend.serving.tracing.spans import spans_of
+from backend.serving.observe.ended import EndedRow
+from backend.serving.observe.trace_context import Caller, TraceContext, begin_trace
+from backend.serving.observe.tracing import export
+from backend.serving.observe.tracing.export import Exporter
+from backend.serving.observe.tracing.spans import spans_of
+from backend.serving.server import ModelServer
 from tests.otlp_collector import DEADLINE_S, Collector, attributes, collecting
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import token_inputs

@@ -8,10 +8,10 @@ import tokenizers
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Result, Unsupported
 from backend.core.step import ModelInfo
-from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.turbomind_text import TURBOMIND_POSTPROCESSING, TURBOMIND_PREPROCESSING
-from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext
+from backend.serving.intake.batch import Batch
+from backend.serving.intake.requests import Parameters, ServingContext
+from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.turbomind_text import TURBOMIND_POSTPROCESSING, TURBOMIND_PREPROCESSING
 from backend.text.tokenizer import Tokenizer
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import strings

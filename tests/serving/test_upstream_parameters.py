@@ -13,7 +13,8 @@ import pytest
 
 from backend.api import ConfigError, EngineConfig, load_config
 from backend.api.config import KvCacheConfig, WorkersConfig
-from backend.serving import assembly, environment
+from backend.serving import assembly
+from backend.serving.lifecycle import environment
 from backend.serving.upstream_parameters import PARAMETERS, apply_parameters, set_parameters
 from tests.e2e.wire import eventually
 from tests.serving.fake_triton import InferenceRequest

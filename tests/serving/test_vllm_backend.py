@@ -13,8 +13,8 @@ import pytest
 
 from backend.api import ConfigError, load_config
 from backend.serving import assembly
-from backend.serving.fronts.vllm import TENSORS
-from backend.serving.fronts.vllm_engine_args import MAX_BYTES, OUR_KEYS, read_engine_args, remarks
+from backend.serving.wires.vllm import TENSORS
+from backend.serving.wires.vllm_engine_args import MAX_BYTES, OUR_KEYS, read_engine_args, remarks
 from tests.serving.scripted import ScriptedExecutor
 
 pytestmark = pytest.mark.feature("W-07")

@@ -13,10 +13,10 @@ from backend.api import EngineConfig, EngineStats, EngineUnavailable
 from backend.api.config import LoraSection, SchedulerConfig
 from backend.api.distributions import Distributions
 from backend.api.stats import EngineCounters, IterationStats, KvCacheStats
-from backend.serving.fronts.everbatch import EVERBATCH
-from backend.serving.load import EngineLoad
-from backend.serving.model_server import ModelServer
-from backend.serving.vllm_page import HISTOGRAMS, vllm_page
+from backend.serving.intake.load import EngineLoad
+from backend.serving.observe.vllm_page import HISTOGRAMS, vllm_page
+from backend.serving.server import ModelServer
+from backend.serving.wires.everbatch import EVERBATCH
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.scripted import ScriptedExecutor
 

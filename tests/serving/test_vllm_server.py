@@ -11,8 +11,8 @@ import pytest
 from backend.api import ErrorCode
 from backend.core.step import ModelInfo
 from backend.serving.assembly import ToolsLoader, text_arguments
-from backend.serving.fronts.vllm import VLLM
-from backend.serving.model_server import ModelServer
+from backend.serving.server import ModelServer
+from backend.serving.wires.vllm import VLLM
 from tests.serving.fake_triton import InferenceRequest, TritonError
 from tests.serving.scripted import ScriptedExecutor
 from tests.serving.test_text_requests import MODEL_DIRECTORY

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from backend.api.response import Response
-from backend.serving.cancellation import CancellationPoller
-from backend.serving.load import EngineLoad
-from backend.serving.model_server import ModelServer
-from backend.serving.pump import ResponsePump
+from backend.serving.delivery.cancellation import CancellationPoller
+from backend.serving.delivery.pump import ResponsePump
+from backend.serving.intake.load import EngineLoad
+from backend.serving.intake.text_pool import TextPool
+from backend.serving.server import ModelServer
 from backend.serving.stream import Failure, Stream
-from backend.serving.text_pool import TextPool
 from backend.text.stop_strings import StopMatcher
 from backend.text.stream import TextStream
 from tests.mutants.changes import change
@@ -181,7 +181,7 @@ def a_counter_is_changed_without_its_lock(set_attribute: SetAttribute) -> None:
 
 
 def what_was_cancelled_while_it_was_handed_over_goes_on(set_attribute: SetAttribute) -> None:
-    from backend.serving.model_server import _row_of
+    from backend.serving.server import _row_of
 
     def hand_over(self: ModelServer, stream: Stream, works: Any) -> None:
         rows = [_row_of(work) for work in works]

@@ -22,8 +22,13 @@ PACKAGES = ("backend.executor", "backend.serving", "backend.wire")
 FIRST = ("backend.engine.loop",)
 # These run in one thread, or in processes that are not simulated.
 WITHOUT = (
-    *("backend.executor.load", "backend.executor.own_processors", "backend.serving.assembly", "backend.serving.fronts"),
-    *("backend.serving.families", "backend.serving.metrics", "backend.serving.reading", "backend.serving.tensors"),
+    *("backend.executor.load", "backend.executor.own_processors", "backend.serving.assembly", "backend.serving.wires"),
+    *(
+        "backend.serving.observe.families",
+        "backend.serving.observe.metrics",
+        "backend.serving.intake.batch",
+        "backend.serving.tensors",
+    ),
     *("backend.serving.upstream_parameters", "backend.serving.pb", "backend.serving.string_tensors"),
     *("backend.wire.framing", "backend.wire.kv_event_format", "backend.wire.kv_publisher"),
 )

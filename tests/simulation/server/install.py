@@ -39,7 +39,7 @@ LEFT_OUT = (
     "backend.executor.own_processors",
     "backend.wire.kv_publisher",
     "backend.core.kv_store",
-    "backend.serving.fronts.lmdeploy",
+    "backend.serving.wires.lmdeploy",
 )
 WITH_FILES = ("backend.wire.address", "backend.executor.engine_supervisor")
 STAND_INS: dict[int, Any] = {
@@ -131,7 +131,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from backend.api import silence
     from backend.engine import make_level
     from backend.executor import engine_process, served_engine
-    from backend.serving import assembly, model_server, text_pool
+    from backend.serving import assembly
+    from backend.serving import server as model_server
+    from backend.serving.intake import text_pool
 
     standard = SimpleNamespace(stdout=SimpleNamespace(write=lambda text: _stdout().write(text), flush=lambda: None))
     return found + [

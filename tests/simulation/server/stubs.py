@@ -16,11 +16,11 @@ from backend.core.step import WorkersLost
 from backend.executor import Executor, engine_process
 from backend.executor.kept_files import KeptFiles
 from backend.serving.assembly import ToolsLoader, text_arguments
-from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
-from backend.serving.fronts.trtllm_text import ENSEMBLE
-from backend.serving.fronts.trtllm_tokens import parse_token_requests
-from backend.serving.model_server import ModelServer
 from backend.serving.served_model import ServedModel
+from backend.serving.server import ModelServer
+from backend.serving.wires.trtllm_tensors import TOKEN_MODEL
+from backend.serving.wires.trtllm_text import ENSEMBLE
+from backend.serving.wires.trtllm_tokens import parse_token_requests
 from tests.simulation.model import Turn, reference_output
 from tests.simulation.server import threads
 from tests.simulation.server.sockets import Socket

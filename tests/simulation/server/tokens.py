@@ -7,7 +7,7 @@ from functools import cache
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from backend.serving.fronts.front import TextTools
+from backend.serving.wires.front import TextTools
 from backend.text.tokenizer import Tokenizer
 from tests.simulation.setups import VOCAB
 from tests.text.random_sequences import text_in_characters
