@@ -25,7 +25,7 @@ from backend.executor import Executor
 from backend.serving import pb
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.rendering import RenderProcess
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.lifecycle.environment import (
     Health,
     RunDirectory,
@@ -46,6 +46,7 @@ from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.named_adapters import check_adapters, read_adapters
 from backend.serving.wires.roles import FRONTS, OWNER
 from backend.serving.wires.vllm import VLLM
+from backend.serving.work import Work
 from backend.text.template import Templates
 
 log = logging.getLogger("everbatch.serving")

@@ -5,13 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
+
 from backend.api import EngineStats, Request, RequestId, Response, SessionId
 from backend.api.stats import PauseCounts
 from backend.core.messages import Hello, Resume
-from backend.serving.intake.batch import NamedTensor
-from backend.serving.intake.requests import RequestHeader
 
 OnResponse = Callable[[Response], None]
+
+
+class NamedTensor(Protocol):
+    """The part of Triton's Tensor that is used here."""
+
+    def name(self) -> str: ...
+
+    def as_numpy(self) -> NDArray[Any]: ...
+
+
+class RequestHeader(Protocol):
+    """The part of Triton's InferenceRequest that is read here."""
+
+    def request_id(self) -> str: ...
+
+    def timeout(self) -> int: ...
+
+    def parameters(self) -> str: ...
 
 
 class ResponseSender(Protocol):

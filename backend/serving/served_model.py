@@ -9,10 +9,11 @@ from pathlib import Path
 from backend.api import EngineConfig
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.lifecycle.environment import Health
 from backend.serving.protocols import EngineClient
 from backend.serving.tensors import ModelTensors
+from backend.serving.work import Work
 
 AtOnce = Callable[[Batch, EngineClient], list[Work] | None]
 Check = Callable[[Batch, ServingContext], None]

@@ -6,12 +6,12 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from backend.api import ErrorCode, RequestId, Response
-from backend.serving.delivery.outputs import RowOutput
+from backend.api import ErrorCode, Request, RequestId, Response
 from backend.serving.observe.trace_context import TraceContext
 from backend.serving.protocols import ResponseSender
+from backend.serving.work import RowOutput, Work
 
 Lane = queue.SimpleQueue["Stream | None"]  # None ends the lane's sender thread
 
@@ -48,6 +48,14 @@ class OutputRow:
         self.failure: Failure | None = None
         self.ended = False
 
+    @classmethod
+    def of(cls, work: Work) -> OutputRow:
+        if not isinstance(work.request, Request):
+            return cls(work.output, is_request=False)
+        config = work.request.sampling_config
+        num_sequences = config.num_return_sequences or config.beam_width
+        return cls(work.output, len(work.request.input_token_ids), num_sequences, takes_long=work.takes_long)
+
 
 class Stream:
     """One Triton request while it is answered. `lock` guards the fields below the line."""
@@ -76,3 +84,19 @@ class Stream:
     def is_over(self) -> bool:
         """True if the stream has ended or is about to end, so that no part of it need be started any more."""
         return self.cancelled or self.closed or self.failure is not None
+
+
+class Answers(Protocol):
+    """What `intake` needs of the ResponsePump (delivery/pump.py), which documents it. Any thread may call it."""
+
+    def begin(self, stream: Stream, rows: list[OutputRow]) -> bool: ...
+
+    def deliver(self, stream: Stream, row: OutputRow, response: Response) -> None: ...
+
+    def fail(self, stream: Stream, code: ErrorCode, message: str) -> None: ...
+
+    def refuse(self, stream: Stream, code: ErrorCode, message: str) -> None: ...
+
+    def stop_rows(self, stream: Stream) -> None: ...
+
+    def answer_stop(self, stream: Stream) -> None: ...

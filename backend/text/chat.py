@@ -2,8 +2,8 @@
 
 The template comes with the model, never with a request. It runs in Jinja's immutable sandbox and sees plain JSON values only.
 The number, size and depth of messages are limited before, and a result that grows too long is refused while it is rendered.
-The sandbox bounds neither time nor memory. Servers have it rendered where both are bounded (serving/intake/rendering.py); elsewhere the
-operator has to trust the model's template with messages within these limits.
+The sandbox bounds neither time nor memory. Servers have it rendered where both are bounded (serving/intake/rendering.py);
+elsewhere the operator has to trust the model's template with messages within these limits.
 
 The result is to be tokenised with add_special_tokens=False, because the template writes the special tokens itself.
 """

@@ -35,6 +35,14 @@ ARROWS: dict[str, set[str]] = {
     "replicas": {"api", "core", "executor", "wire", "worker"},
     "serving": {"api", "core", "executor", "text"},
 }
+# room of backend/serving -> rooms of it that it may import, itself and the files beside them apart
+SERVING_ARROWS: dict[str, set[str]] = {
+    "intake": {"lifecycle", "observe"},
+    "delivery": set(),
+    "lifecycle": set(),
+    "observe": set(),
+    "wires": {"intake", "delivery", "observe"},
+}
 MAY_USE_KERNELS = {"layers", "quant", "sampling", "guided", "hosted", "models", "worker"}
 # names under which programs import a room of compat -> that room
 ALIASES = {
@@ -116,6 +124,23 @@ def _below(name: str, allowed: set[str]) -> bool:
 def test_imports_follow_the_arrows() -> None:
     against = {str(path): breaches(path) for path in python_files(*ROOT_ARROWS, "backend", "compat")}
     assert {path: names for path, names in against.items() if names} == {}, "see the arrows of backend/README.md"
+
+
+def breaches_in_serving(path: Path, names: list[str]) -> list[str]:
+    """What a file of a room of backend/serving imports of rooms that it must not know."""
+    if len(path.parts) < 4:
+        return []
+    allowed = SERVING_ARROWS[path.parts[2]] | {path.parts[2]}
+    rooms = [name.split(".")[2] for name in names if name.startswith("backend.serving.")]
+    return [room for room in rooms if room in SERVING_ARROWS and room not in allowed]
+
+
+def test_rooms_of_serving_follow_their_arrows() -> None:
+    files = python_files("backend/serving")
+    assert {path.parts[2] for path in files if len(path.parts) > 3} == set(SERVING_ARROWS)
+    against = {str(path): breaches_in_serving(path, list(imported_modules(parsed(path)))) for path in files}
+    assert {path: rooms for path, rooms in against.items() if rooms} == {}
+    assert breaches_in_serving(Path("backend/serving/intake/x.py"), ["backend.serving.delivery.pump"]) == ["delivery"]
 
 
 def test_an_import_against_the_arrows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving.intake.requests import Work
 from backend.serving.wires import everbatch
+from backend.serving.work import Work
 from backend.text import chat
 from backend.text.chat import ChatTemplate
 from gateway import chunks, core, invalid, keys, logprobs, response_output, translate

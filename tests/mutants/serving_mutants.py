@@ -11,13 +11,14 @@ from backend.serving.assembly import ToolsLoader
 from backend.serving.delivery import cancellation, sequence_output
 from backend.serving.delivery.outputs import BeamsOutput, JointOutput
 from backend.serving.delivery.pump import ResponsePump
+from backend.serving.intake.intake import Intake
 from backend.serving.intake.text_pool import TextPool
 from backend.serving.lifecycle import environment
 from backend.serving.lifecycle.environment import RunDirectory
+from backend.serving.lifecycle.health import StubHealth
 from backend.serving.lifecycle.housekeeper import Housekeeper
 from backend.serving.observe import families, request_log
 from backend.serving.observe.metrics import MetricsPublisher
-from backend.serving.server import ModelServer
 from backend.serving.wires import named_sampling, trtllm_fields, trtllm_tokens
 from backend.serving.wires.front import TextTools
 from backend.text.accumulator import OutputAccumulator
@@ -42,7 +43,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_text_requests.py"],
     ),
     "the_models_do_not_hear_of_adapters_names": (
-        change(ModelServer, "_context", ("self._executor.adapters", "config.lora.directories")),
+        change(Intake, "_context", ("self._executor.adapters", "config.lora.directories")),
         ["tests/serving/test_adapter_commands.py"],
     ),
     "of_what_may_stand_there_nothing_is_told": (
@@ -56,13 +57,13 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "an_empty_answer_is_queued_without_the_lock": (
         change(
             ResponsePump,
-            "finish_empty",
+            "answer_stop",
             ("with stream.lock:\n        stream.answers_nothing", "if True:\n        stream.answers_nothing"),
         ),
         [RACES + "test_whoever_queues_a_stream_holds_its_lock"],
     ),
     "sessions_of_other_namespaces_wait_in_the_same_line": (
-        change(ModelServer, "_text_job", ("(parameters.namespace, session_id)", '("", session_id)')),
+        change(Intake, "_text_job", ("(parameters.namespace, session_id)", '("", session_id)')),
         [DETAILS + "test_the_same_session_number_of_another_namespace_waits_for_nobody"],
     ),
     "what_waited_too_long_stays_in_its_line": (
@@ -90,7 +91,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/deploy/test_signs.py"],
     ),
     "a_drain_does_not_know_its_streams": (
-        change(ModelServer, "_give_sign", ("self.num_live_streams", "0")),
+        change(StubHealth, "give_sign", ("self._num_live()", "0")),
         ["tests/serving/test_health.py"],
     ),
     "metrics_of_requests_exchanged": (

@@ -14,11 +14,11 @@ from backend.engine.statistics import Statistics
 from backend.replicas import totals
 from backend.scheduler import admission
 from backend.serving.intake import requests
+from backend.serving.intake.intake import Intake
 from backend.serving.observe import trace_context, vllm_page
 from backend.serving.observe.tracing import otlp, spans
 from backend.serving.observe.tracing.export import Exporter
 from backend.serving.observe.tracing.measures import Measures
-from backend.serving.server import ModelServer
 from backend.serving.wires import metrics_command
 from gateway import metrics, tracing
 from tests.mutants.changes import Plant, change, change_everywhere
@@ -80,7 +80,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         PAGE,
     ),
     "the_page_waits_for_room_in_the_engine": (
-        change(ModelServer, "_accept", ("self._model.at_once(batch, self._executor)", "None")),
+        change(Intake, "_take", ("self._model.at_once(batch, self._executor)", "None")),
         PAGE,
     ),
     "the_callers_flag_is_overlooked": (

@@ -23,6 +23,7 @@ from backend.api.live_view import LiveView, Quantiles
 from backend.api.stats import EngineCounters, IterationStats, PauseCounts
 from backend.core.messages import Hello, Resume
 from backend.core.step import ModelInfo
+from backend.serving.stream import OutputRow, Stream
 
 OnResponse = Callable[[Response], None]
 MODEL = ModelInfo("scripted", vocab_size=100, max_seq_len=64, eos_ids=(99,))
@@ -156,3 +157,13 @@ class ScriptedExecutor:
             if response.is_final:
                 del self.live[request_id]
             on_response(response)
+
+
+class NoEngineRows:
+    """Takes the place of EngineRows for a pump without an engine: `stop(stream)` is called for each stream that is stopped."""
+
+    def __init__(self, stop: Callable[[Stream], None] = lambda stream: None) -> None:
+        self.stop = stop
+
+    def stop_at(self, row: OutputRow, sequence_index: int, num_output_tokens: int) -> None:
+        pass

@@ -12,6 +12,7 @@ from backend.serving.delivery.pump import ResponsePump
 from backend.serving.stream import OutputRow
 from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, ResponseSender
+from tests.serving.scripted import NoEngineRows
 
 
 class FragileSender(ResponseSender):
@@ -39,7 +40,7 @@ class FragileSender(ResponseSender):
 
 
 def test_no_sender_is_asked_once_its_end_is_on_the_way() -> None:
-    pump = ResponsePump(4, lambda stream: None, lambda row, kept: None)
+    pump = ResponsePump(4, NoEngineRows())
     poller = CancellationPoller(pump.live_streams, lambda stream: None, period_s=0.0001)
     poller.start()
     senders = [FragileSender() for _ in range(300)]
@@ -72,7 +73,7 @@ def test_a_sender_that_raises_is_survived_and_asked_again() -> None:
             asked.append("calm")
             return False
 
-    pump = ResponsePump(1, lambda stream: None, lambda row, kept: None)
+    pump = ResponsePump(1, NoEngineRows())
     streams = [
         pump.open(sender, "r", [OutputRow(token_output(RowSettings(True), []))])
         for sender in (MoodySender(), CalmSender())

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from backend.api import FinishReason, InvalidRequest, PerfMetrics, Result, SamplingConfig, Unsupported
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.vllm import CANCELLED, Cancelled
+from backend.serving.work import RowOutput
 from tests.serving import test_everbatch_model as everbatch
 from tests.serving import test_vllm_front as vllm
 from tests.serving.helpers import MODEL_DIRECTORY

@@ -23,11 +23,12 @@ from backend.api import (
 from backend.api.pooling import Pooling
 from backend.core.step import ModelInfo
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.embedding import EMBEDDING
 from backend.serving.wires.everbatch import EVERBATCH
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.vectors import Unfinished
+from backend.serving.work import Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_text_requests import MODEL_DIRECTORY
 

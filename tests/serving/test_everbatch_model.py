@@ -15,11 +15,11 @@ from backend.api.config import LoraSection, PromptAdaptersSection, TritonConfig
 from backend.api.response import PromptLogProb, TopLogProb
 from backend.api.tensor import TensorData
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.everbatch import EVERBATCH
 from backend.serving.wires.front import TextTools
+from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_text_requests import MODEL_DIRECTORY
 

@@ -45,7 +45,7 @@ def test_the_state_is_told_at_once_and_again_and_again(
     server._pulse()
     executor.has_given_up = True
     server._pulse()
-    server._drain()
+    server._begin_drain()
     assert told == [("ready", 0), ("unavailable", 1), ("given_up", 1), ("draining", 1)]
     executor.end(1, 10)
     deadline = time.monotonic() + 20
@@ -109,7 +109,7 @@ def test_a_model_that_is_unavailable_says_why(
         ENSEMBLE, parse=None, check_text=check_text_requests, prepare=lambda: False, report_health=report
     )
     assert told[-1] == ("unavailable", "the tokenizer is not loaded yet")
-    monkeypatch.setattr(type(server._text), "is_stuck", True)
+    monkeypatch.setattr(type(server._intake.text), "is_stuck", True)
     server._pulse()
     assert told[-1] == ("unavailable", "all text threads are stuck")
     monkeypatch.setattr(executor, "is_ready", lambda: False)

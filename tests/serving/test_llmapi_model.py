@@ -11,12 +11,12 @@ from backend.api import EngineConfig, ErrorCode, FinishReason, InvalidRequest, P
 from backend.api.config import LoraSection
 from backend.api.lora import LoraConfig
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.server import ModelServer
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.llmapi import LLMAPI
+from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import InferenceRequest, Tensor, TritonError
 from tests.serving.helpers import MODEL_DIRECTORY
 from tests.serving.scripted import ScriptedExecutor

@@ -9,11 +9,11 @@ import pytest
 
 from backend.api import EngineConfig, ErrorCode, FinishReason, InvalidRequest, Request, Result
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.lmdeploy import LMDEPLOY
+from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_text_requests import MODEL_DIRECTORY
 

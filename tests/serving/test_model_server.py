@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded, RequestId
-from backend.serving import server as server_module
 from backend.serving.assembly import is_decoupled
+from backend.serving.lifecycle import housekeeper
 from backend.serving.lifecycle.housekeeper import Housekeeper
 from backend.serving.server import ModelServer
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
@@ -287,7 +287,7 @@ def test_the_engine_stays_until_other_models_requests_are_over(
     asked, latest_stats = threading.Semaphore(0), executor.latest_stats
     monkeypatch.setattr(executor, "latest_stats", lambda: (latest_stats(), asked.release())[0])
     done = threading.Event()
-    threading.Thread(target=lambda: (server._wait_for_other_models(), done.set())).start()
+    threading.Thread(target=lambda: (server._drain.wait_for_other_models(executor), done.set())).start()
     wait_for(asked)
     wait_for(asked)
     assert not done.is_set()
@@ -299,8 +299,8 @@ def test_when_the_server_process_is_gone_the_stub_ends_itself(
     monkeypatch: pytest.MonkeyPatch, server: ModelServer, executor: ScriptedExecutor
 ) -> None:
     left: list[int] = []
-    monkeypatch.setattr(server_module.os, "_exit", left.append)
-    server._orphaned()
+    monkeypatch.setattr(housekeeper.os, "_exit", left.append)
+    housekeeper.end_orphan(executor.shutdown)
     assert left == [1] and executor.was_shut_down
 
 

@@ -18,6 +18,7 @@ from backend.serving.delivery.pump import ResponsePump
 from backend.serving.stream import OutputRow, Stream
 from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 from tests.serving.fake_triton import ResponseSender, TritonModelException
+from tests.serving.scripted import NoEngineRows
 
 
 class Harness:
@@ -27,7 +28,7 @@ class Harness:
         self.stopped: list[Stream] = []
         self.ended: list[OutputRow] = []
         self.responses: list[Response] = []  # with which they ended
-        self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, sequence_index, kept: None, self._note)
+        self.pump = ResponsePump(num_lanes, NoEngineRows(self.stopped.append), self._note)
 
     def _note(self, stream: Stream, row: OutputRow, response: Response) -> None:
         self.ended.append(row)

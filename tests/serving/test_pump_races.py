@@ -13,6 +13,7 @@ from backend.serving.delivery.pump import ResponsePump
 from backend.serving.stream import OutputRow, Stream
 from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 from tests.serving.fake_triton import ResponseSender
+from tests.serving.scripted import NoEngineRows
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -52,7 +53,7 @@ def the_end(request_id: int = 1) -> Response:
 
 @pytest.fixture
 def pump() -> Iterator[ResponsePump]:
-    made = ResponsePump(1, lambda stream: None, lambda row, kept: None)
+    made = ResponsePump(1, NoEngineRows())
     yield made
     made.close()
     assert made.live_streams() == []
@@ -104,7 +105,7 @@ def test_whoever_queues_a_stream_holds_its_lock(pump: ResponsePump, monkeypatch:
     queue, held = pump._queue, []
     monkeypatch.setattr(pump, "_queue", lambda stream: (held.append(stream.lock.locked()), queue(stream)))
     streams = [pump.open(ResponseSender(), "r", [row()]) for _ in range(3)]
-    pump.finish_empty(streams[0])
+    pump.answer_stop(streams[0])
     pump.fail(streams[1], ErrorCode.CANCELLED, "gone")
     pump.deliver(streams[2], streams[2].rows[0], the_end())
     pump.refuse(streams[2], ErrorCode.INTERNAL, "no")
@@ -115,7 +116,7 @@ def test_a_stream_whose_rows_cannot_be_cancelled_ends_and_its_lane_lives_on() ->
     def fail(stream: Stream) -> None:
         raise OSError("the socket is gone")
 
-    pump = ResponsePump(1, fail, lambda row, kept: None)
+    pump = ResponsePump(1, NoEngineRows(fail))
     sender, next_sender = ResponseSender(), ResponseSender()
     stream, next_stream = pump.open(sender, "r", [row()]), pump.open(next_sender, "next", [row()])
     pump.fail(stream, ErrorCode.UNAVAILABLE, "the server is shutting down")

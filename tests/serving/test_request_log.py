@@ -170,7 +170,7 @@ def test_a_request_that_a_drain_ends_is_logged_when_the_engine_has_ended_it(
     request = streamed([[1]], request_id="late")
     server.execute([request])
     executor.tokens(1, 5)
-    server._drain()
+    server._begin_drain()
     request.sender.wait()
     executor.settle()
     (line,) = logged(capsys, server)

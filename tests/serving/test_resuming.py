@@ -10,10 +10,9 @@ import pytest
 
 from backend.api import FinishReason, InvalidRequest, Request, SessionConfig
 from backend.core.messages import Delivered
-from backend.serving.delivery.outputs import RowOutput
-from backend.serving.intake.requests import Work
 from backend.serving.intake.resuming import resume_of
 from backend.serving.wires.front import TextTools
+from backend.serving.work import RowOutput, Work
 from tests.serving.helpers import bools, ints, token_inputs
 from tests.serving.test_everbatch_model import result, tools, work  # noqa: F401
 from tests.serving.test_token_requests import works

@@ -12,13 +12,14 @@ from tokenizers import models
 
 from backend.api import FinishReason, Result
 from backend.api.tensor import TensorData
-from backend.serving.delivery.outputs import Arrays, BeamsOutput, JointOutput, RowOutput, SeparateOutput
+from backend.serving.delivery.outputs import BeamsOutput, JointOutput, SeparateOutput
 from backend.serving.delivery.sequence_output import SequenceOutput, context_logits, generation_logits
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.server import ModelServer
 from backend.serving.wires.trtllm_outputs import RowSettings, text_output
 from backend.serving.wires.trtllm_tokens import parse_token_requests
+from backend.serving.work import Arrays, RowOutput, Work
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from backend.serving.delivery.cancellation import CancellationPoller
 from backend.serving.dialect import Dialect
 from backend.serving.intake import text_pool
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import MAX_NAMESPACE, Parameters, ServingContext, Work, parse_parameters
+from backend.serving.intake.requests import MAX_NAMESPACE, Parameters, ServingContext, parse_parameters
 from backend.serving.lifecycle.environment import RunDirectory, local_path
 from backend.serving.lifecycle.housekeeper import Housekeeper
 from backend.serving.observe.metrics import MetricsPublisher
@@ -31,6 +31,7 @@ from backend.serving.server import ModelServer
 from backend.serving.stream import Stream
 from backend.serving.wires.trtllm_outputs import RowSettings, text_output
 from backend.serving.wires.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
+from backend.serving.work import Work
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from deploy import ROOT
@@ -167,7 +168,7 @@ def test_a_metric_that_fails_does_not_put_off_the_end_of_a_drain(
 
     monkeypatch.setattr(server._books, "publish_rows", fail)
     monkeypatch.setattr(server._books, "publish_engine", fail)
-    server._drain()
+    server._begin_drain()
     assert running.sender.error().startswith("[UNAVAILABLE] the server is shutting down")
     monkeypatch.undo()
 

@@ -14,11 +14,11 @@ import pytest
 from backend.api import EngineConfig
 from backend.api.config import TritonConfig
 from backend.core.step import ModelInfo
-from backend.serving.intake.requests import Work
 from backend.serving.server import ModelServer
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.trtllm_tensors import ENSEMBLE
 from backend.serving.wires.trtllm_text import check_text_requests, parse_text_requests
+from backend.serving.work import Work
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import bools, ints, strings, uint64
@@ -132,7 +132,7 @@ def test_a_stop_request_ends_one_whose_text_is_still_being_read(
     assert answer.sender.wait()[0].outputs() == {}
     assert request.sender.error() == "[CANCELLED] the request was cancelled before its text had been read"
     front.may_end.set()
-    server._text.close()
+    server._intake.text.close()
     assert executor.requests == {}, "it never reaches the engine"
 
 
@@ -146,7 +146,7 @@ def test_a_client_that_leaves_while_its_text_is_read_reaches_no_engine(
     request.sender.client_gone = True
     assert request.sender.error().startswith("[CANCELLED]")
     front.may_end.set()
-    server._text.close()
+    server._intake.text.close()
     assert executor.requests == {}
 
 
@@ -157,10 +157,10 @@ def test_the_end_of_a_drain_ends_requests_whose_text_is_being_read(
     request = ask()
     server.execute([request])
     acquire(front.begun)
-    server._drain()
+    server._begin_drain()
     assert request.sender.error().startswith("[UNAVAILABLE] the server is shutting down")
     front.may_end.set()
-    server._text.close()
+    server._intake.text.close()
     assert executor.requests == {}
 
 
@@ -175,7 +175,7 @@ def test_a_request_whose_text_takes_too_long_is_refused_by_the_housekeeper(
     server.execute([stuck])
     acquire(front.begun)
     with monkeypatch.context() as later:
-        later.setattr(server._text, "_clock", lambda: time.monotonic() + 100)
+        later.setattr(server._intake.text, "_clock", lambda: time.monotonic() + 100)
         assert "took longer than 60 s (triton.text_timeout_s)" in stuck.sender.error()
     front.may_end.set()
     served = ask()

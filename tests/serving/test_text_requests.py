@@ -11,14 +11,14 @@ from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Res
 from backend.api.config import TritonConfig
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import Arrays
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.tensors import ModelTensors
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES
 from backend.serving.wires.trtllm_tensors import BLS, ENSEMBLE, ENSEMBLE_UINT32
 from backend.serving.wires.trtllm_text import parse_text_requests
+from backend.serving.work import Arrays, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, strings, uint64
 

@@ -8,10 +8,11 @@ from backend.api.config import TritonConfig
 from backend.api.guide import Guide, GuideType
 from backend.core.step import ModelInfo
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, StopSession, Work, parse_parameters
+from backend.serving.intake.requests import Parameters, ServingContext, parse_parameters
 from backend.serving.tensors import NUMPY_TYPES, Input
 from backend.serving.wires.trtllm_tensors import TOKEN_MODEL
 from backend.serving.wires.trtllm_tokens import parse_token_requests
+from backend.serving.work import StopSession, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, token_inputs, uint64
 

@@ -15,13 +15,13 @@ from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.trtllm_tensors import BLS, TOKEN_MODEL
 from backend.serving.wires.trtllm_text import parse_text_requests
 from backend.serving.wires.trtllm_tokens import parse_token_requests
+from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import MODEL_DIRECTORY, bools, floats, ints, strings, token_inputs, uint64
 

@@ -22,13 +22,13 @@ from backend.api import (
     Unsupported,
 )
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, StopSession, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.server import ModelServer
 from backend.serving.tensors import NUMPY_TYPES
 from backend.serving.wires.turbomind import OWN_SESSIONS, TURBOMIND, error_text
 from backend.serving.wires.turbomind_outputs import TurbomindOutput
+from backend.serving.work import RowOutput, StopSession, Work
 from tests.serving.fake_triton import InferenceRequest, Tensor
 from tests.serving.scripted import ScriptedExecutor
 

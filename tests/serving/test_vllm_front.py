@@ -12,11 +12,11 @@ from backend.api import EngineConfig, FinishReason, InvalidRequest, Result, Unsu
 from backend.api.guide import Guide, GuideType
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.vllm import CANCELLED, FLAGS, VLLM, Cancelled, error_text
+from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_text_requests import MODEL_DIRECTORY
 

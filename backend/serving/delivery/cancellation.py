@@ -1,4 +1,6 @@
-"""CancellationPoller: asks Triton which live streams their clients have cancelled. Triton does not say so unasked.
+"""How running requests are stopped: EngineRows asks the engine, CancellationPoller finds out that a client has left.
+
+The poller asks Triton which live streams their clients have cancelled. Triton does not say so unasked.
 
 One thread sweeps over all live streams, queued ones included, once in every period. Each `is_cancelled` is a round trip of
 60 to 100 us to the server, and holds up the responses of others. So with many streams the sweeps become rarer: they take at most
@@ -12,11 +14,30 @@ import threading
 import time
 from collections.abc import Callable
 
-from backend.serving.stream import Stream
+from backend.serving.protocols import EngineClient
+from backend.serving.stream import OutputRow, Stream
 
 log = logging.getLogger("everbatch.serving")
 SHARE = 0.02
 MAX_PAUSE_S = 0.5
+
+
+class EngineRows:
+    """The rows of streams as the engine has them. Any thread may call it."""
+
+    def __init__(self, executor: EngineClient) -> None:
+        self._executor = executor
+
+    def stop(self, stream: Stream) -> None:
+        """Ask the engine to cancel all rows of a stream that still run."""
+        for row in stream.rows:
+            if not row.ended and row.request_id is not None:
+                self._executor.cancel_request(row.request_id)
+
+    def stop_at(self, row: OutputRow, sequence_index: int, num_output_tokens: int) -> None:
+        """Ask the engine to cancel one sequence of a row, whose text ended after that many output tokens."""
+        assert row.request_id is not None, "a row that answered has an id"
+        self._executor.cancel_request(row.request_id, num_output_tokens, sequence_index)
 
 
 class CancellationPoller:

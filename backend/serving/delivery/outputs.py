@@ -14,41 +14,17 @@ to Arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backend.api import FinishReason, Result
 from backend.serving.delivery.sequence_output import SequenceOutput
+from backend.serving.work import Arrays
 from backend.text.accumulator import OutputDelta
 
-Arrays = list[tuple[str, NDArray[Any]]]
 Render = Callable[[Sequence[OutputDelta]], Arrays]  # the changes of each sequence in the response
-
-
-class RowOutput(Protocol):
-    def feed(self, result: Result) -> int | None:
-        """Take in one Result.
-
-        A returned number says that the text of its sequence has ended by itself after that many output tokens, so that the
-        engine is to stop that sequence there.
-        """
-        ...
-
-    def render(self) -> list[Arrays]:
-        """The responses that are due."""
-        ...
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of generated tokens in the responses so far and the next one."""
-        ...
-
-    @property
-    def finish(self) -> FinishReason | None:
-        """The finish reason that the client receives; None while the row runs, and for rows without one."""
-        ...
 
 
 class _Sequences:

@@ -29,40 +29,40 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from backend.api import ErrorCode, EverbatchError, Response
+from backend.api import ErrorCode, EverbatchError, InvalidRequest, Response
 from backend.serving import pb
+from backend.serving.delivery.cancellation import EngineRows
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.protocols import ResponseSender
 from backend.serving.stream import Failure, Lane, OutputRow, Stream
 
 log = logging.getLogger("everbatch.serving")
+NO_REQUEST_ID = "A request id must be provided for request cancellation"
+STOPPED_EARLY = "the request was cancelled before its text had been read"
 
 
 class ResponsePump:
     """Owns the sender threads and the set of live streams.
 
-    `stop_rows(stream)` asks the engine to cancel all rows that still run. `stop_at(row, sequence_index, n)` asks it to cancel
-    one sequence of a row, whose text ended after n output tokens. `on_row_end(stream, row, response)` hears once of the final
+    `engine_rows` stops rows in the engine. `on_row_end(stream, row, response)` hears once of the final
     response of each row, also when the stream has ended before. `on_refused(stream, failure)` hears of a stream that failed
-    before it had rows. Sender threads call them; a thread that refuses a request calls `stop_rows` and `on_refused` too, and
-    one that delivers `on_row_end`.
+    before it had rows. Sender threads call all three; a thread that refuses a request calls the first and the last too, and one
+    that delivers `on_row_end`.
     """
 
     def __init__(
         self,
         num_lanes: int,
-        stop_rows: Callable[[Stream], None],
-        stop_at: Callable[[OutputRow, int, int], None],
+        engine_rows: EngineRows,
         on_row_end: Callable[[Stream, OutputRow, Response], None] = lambda stream, row, response: None,
         *,
         on_refused: Callable[[Stream, Failure], None] = lambda stream, failure: None,
         coalesce: bool = True,
         dialect: Dialect = PLAIN,
     ) -> None:
-        self._stop_rows = stop_rows
+        self._engine_rows = engine_rows
         self._coalesce = coalesce
         self._dialect = dialect
-        self._stop_at = stop_at
         self._on_row_end = on_row_end
         self._on_refused = on_refused
         self._lanes: list[Lane] = [queue.SimpleQueue() for _ in range(num_lanes)]
@@ -131,13 +131,45 @@ class ResponsePump:
                 stream.lane = self._long_lane
             return True
 
-    def finish_empty(self, stream: Stream, cancelled: str = "") -> None:
-        """Answer with one response that holds no tensor; or with an error CANCELLED of this text."""
+    def answer_stop(self, stream: Stream) -> None:
+        """Cancel the newest live request with the id and the namespace of this `stop: true`, and answer: with one response that
+        holds no tensor, or with the dialect's error. The answer is the same when there is no such request. Raises
+        InvalidRequest when the id is empty.
+        """
+        if not stream.client_request_id:
+            raise InvalidRequest(NO_REQUEST_ID)
+        for candidate in reversed(self.live_streams()):
+            same_id = candidate.client_request_id == stream.client_request_id
+            is_request = not candidate.answers_nothing and candidate is not stream  # A `stop: true` stops no other one.
+            if is_request and same_id and candidate.namespace == stream.namespace:
+                self.cancel(candidate)
+                break
         with stream.lock:
             stream.answers_nothing = True
-            if cancelled:
-                stream.failure = stream.failure or Failure(ErrorCode.CANCELLED, cancelled)
+            if stop_error := self._dialect.stop_error:
+                stream.failure = stream.failure or Failure(ErrorCode.CANCELLED, stop_error)
             self._queue(stream)
+
+    def cancel(self, stream: Stream) -> None:
+        """Ask for the end of a stream. The engine's final response ends it, or an error before it has rows."""
+        with stream.lock:
+            if stream.cancelled:
+                return
+            stream.cancelled = True
+            runs = bool(stream.rows)
+        if runs:
+            self.stop_rows(stream)
+        else:  # The request waits for a text thread, or one is reading it.
+            self.fail(stream, ErrorCode.CANCELLED, STOPPED_EARLY)
+
+    def abandon(self, stream: Stream) -> None:
+        """Cancel a stream whose client is gone."""
+        stream.abandoned = True
+        self.cancel(stream)
+
+    def stop_rows(self, stream: Stream) -> None:
+        """Ask the engine to cancel all rows of a stream that still run."""
+        self._engine_rows.stop(stream)
 
     def live_streams(self) -> list[Stream]:
         """The streams whose FINAL has not been sent, the oldest first."""
@@ -220,7 +252,7 @@ class ResponsePump:
             if response.result.is_final:
                 self._end_row(stream, row, response)
             elif num_kept is not None:
-                self._stop_at(row, response.result.sequence_index, num_kept)
+                self._engine_rows.stop_at(row, response.result.sequence_index, num_kept)
         return list(touched.values())
 
     def _end_row(self, stream: Stream, row: OutputRow, response: Response) -> None:
@@ -258,7 +290,7 @@ class ResponsePump:
         if not stream.rows:
             self._on_refused(stream, failure)
         try:
-            self._stop_rows(stream)
+            self.stop_rows(stream)
         except Exception:
             # A row that goes on only costs the engine time, but without its end the stream would hang.
             log.exception("cancelling the rows of request %r failed", stream.client_request_id)

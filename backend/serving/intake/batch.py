@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backend.api import InvalidRequest, Unsupported
+from backend.serving.protocols import NamedTensor
 from backend.serving.string_tensors import MAX_STRINGS
 from backend.serving.tensors import NUMPY_TYPES, Input, ModelTensors, Value
 
 DIGEST_BYTES = 16
 # All inputs of one request may hold this many bytes. What the other limits allow stays far below it.
 MAX_BYTES = 64 << 20
-
-
-class NamedTensor(Protocol):
-    """The part of Triton's Tensor that is used here."""
-
-    def name(self) -> str: ...
-
-    def as_numpy(self) -> NDArray[Any]: ...
 
 
 class Batch:

@@ -1,4 +1,4 @@
-"""Request parameters and ids, which all models read alike, and the arguments and results of parsing.
+"""Request parameters and ids, which all models read alike, and the context in which a front parses a request.
 
 The `parse` function of a front is pure: arrays in, Requests out, InvalidRequest for whatever is wrong. Limits on values
 are checked again, and more fully, by backend.api.limits inside Executor.submit; here is what must hold before a list is
@@ -8,19 +8,17 @@ built.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from backend.api import EngineConfig, InvalidRequest, Request, SessionId, Unsupported
-from backend.core.messages import Delivered
+from backend.api import EngineConfig, InvalidRequest, Unsupported
 from backend.core.step import ModelInfo
-from backend.serving.delivery.outputs import RowOutput
 from backend.serving.intake.batch import Batch
 from backend.serving.observe.trace_context import NO_CALLER, Caller
+from backend.serving.protocols import RequestHeader
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
-MANY_LOG_PROBS = 4096  # log-probabilities of one response; building it takes some ten milliseconds
 MAX_REQUEST_ID = 256  # the most characters of a request id
 MAX_NAMESPACE = 256  # the most characters of a namespace
 MAX_PARAMETERS = 65_536  # the most characters of JSON in which a request's parameters may come
@@ -31,16 +29,6 @@ ONE_ROW_ONLY = "Batch size > 1 requires the tensorrt_llm backend to be using dec
 TRITONS_OWN = {"binary_data_output", "binary_data_size", "headers", "priority"}
 NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 OURS = {"timeout", "cache_salt", "namespace", "request_type", "traceparent", "tracestate"}
-
-
-class RequestHeader(Protocol):
-    """The part of Triton's InferenceRequest that is read here."""
-
-    def request_id(self) -> str: ...
-
-    def timeout(self) -> int: ...
-
-    def parameters(self) -> str: ...
 
 
 class Parameters(NamedTuple):
@@ -66,52 +54,6 @@ class ServingContext(NamedTuple):
     max_kv_tokens: int = 0  # tokens of one sequence that the KV pool holds; 0 = not known
     parameters: Mapping[str, str] = NO_PARAMETERS  # parameters of the model's config.pbtxt
     adapters: Mapping[str, str] = NO_PARAMETERS  # name -> PEFT directory: those that requests may name
-
-
-class StopSession(NamedTuple):
-    """A STOP request. It interrupts the running turn of a session of this namespace, and with `end` erases the session."""
-
-    session_id: SessionId
-    end: bool
-    namespace: str = ""
-
-
-class NameAdapter(NamedTuple):
-    """Register the LoRA adapter of a directory under a name; without a directory, unregister the name."""
-
-    name: str
-    directory: str | None = None
-
-
-class Look(NamedTuple):
-    """What does the engine do at this moment?"""
-
-
-class Work(NamedTuple):
-    """One row, ready to be handed to the executor. Without a request the row is answered at once.
-
-    `delivered`: of a request that another server began, what its client has had of each sequence (serving/intake/resuming.py).
-    """
-
-    request: Request | StopSession | NameAdapter | Look | None
-    output: RowOutput
-    delivered: Sequence[Delivered] = ()
-
-    @property
-    def takes_long(self) -> bool:
-        """True if a response may take long to build, as one with many log-probabilities does: of the prompt, or of a whole
-        output.
-        """
-        if not isinstance(self.request, Request):
-            return False
-        sampling, output = self.request.sampling_config, self.request.output_config
-        of_prompt = 0 if output.prompt_log_probs is None else 1 + output.prompt_log_probs
-        if len(self.request.input_token_ids) * of_prompt > MANY_LOG_PROBS:
-            return True
-        if self.request.streaming:
-            return False
-        per_token = 1 + output.top_log_probs if output.return_log_probs else 0
-        return (sampling.num_return_sequences or 1) * self.request.max_tokens * per_token > MANY_LOG_PROBS
 
 
 def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:

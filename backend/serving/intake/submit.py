@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from backend.api import RequestId
-from backend.serving.intake.requests import Look, NameAdapter, StopSession, Work
 from backend.serving.intake.resuming import resume_of
 from backend.serving.protocols import EngineClient, OnResponse
+from backend.serving.work import Look, NameAdapter, StopSession, Work
 
 
 def submit(executor: EngineClient, work: Work, client_request_id: str, on_response: OnResponse) -> RequestId:

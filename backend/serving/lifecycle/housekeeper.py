@@ -15,6 +15,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -101,3 +102,12 @@ class Housekeeper:
             action()
         except Exception:  # A call that fails must not end this thread, which also watches the server process.
             log.exception("housekeeping failed")
+
+
+def end_orphan(shutdown: Callable[[], None]) -> None:
+    """End the engine and this process within two seconds, because the server process is gone."""
+    print("everbatch: the server process is gone, ending", file=sys.stderr, flush=True)
+    worker = threading.Thread(target=shutdown, daemon=True)
+    worker.start()
+    worker.join(timeout=2)
+    os._exit(1)

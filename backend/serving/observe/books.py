@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from backend.api import EngineStats
+from backend.api import EngineConfig, EngineStats
 from backend.api.stats import PauseCounts
+from backend.api.telemetry import otlp_settings
 from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.observe.ended import EndedRow, EndedRows
 from backend.serving.observe.families import statistics_line
 from backend.serving.observe.metrics import MetricsPublisher
 from backend.serving.observe.request_log import RequestLog
+from backend.serving.observe.traces import start_exporter
+from backend.serving.protocols import EngineClient
+from backend.serving.served_model import ServedModel
 
 if TYPE_CHECKING:
     from backend.serving.observe.tracing.export import Exporter
@@ -84,3 +88,12 @@ class Books:
             if self._traces is not None:
                 self._traces.add(row)
             yield row
+
+
+def open_books(model: ServedModel, executor: EngineClient, config: EngineConfig) -> Books:
+    """The books of a model. Where a collector is configured, what ends from now on is exported as traces."""
+    vllm_hello = (lambda: executor.hello) if model.reports_vllm else (lambda: None)
+    otlp = otlp_settings(config.telemetry)
+    traces = None if otlp is None else start_exporter(otlp, dict(model.labels).get("model", ""))
+    is_static = config.scheduler.batching == "static"
+    return Books(dict(model.labels), config.triton.log_requests, model.owner, vllm_hello, is_static, traces)

@@ -16,9 +16,10 @@ from msgspec import Struct
 
 from backend.api import InvalidRequest
 from backend.serving.delivery.outputs import Confirmation
-from backend.serving.intake.requests import NameAdapter, ServingContext, Work
+from backend.serving.intake.requests import ServingContext
 from backend.serving.wires.end_of_reply import EndOfReply
 from backend.serving.wires.named_sampling import from_json
+from backend.serving.work import NameAdapter, Work
 
 
 class Load(Struct, frozen=True, forbid_unknown_fields=True):

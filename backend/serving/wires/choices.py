@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from backend.serving.delivery.outputs import BeamsOutput, JointOutput, Render, RowOutput, SeparateOutput
+from backend.serving.delivery.outputs import BeamsOutput, JointOutput, Render, SeparateOutput
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.wires.named_sampling import NamedSampling
+from backend.serving.work import RowOutput
 from backend.text.accumulator import OutputDelta
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from backend.api import InvalidRequest, Result
-from backend.serving.delivery.outputs import Arrays
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES
@@ -20,6 +19,7 @@ from backend.serving.wires.vectors import (
     given_ids,
     text_ids,
 )
+from backend.serving.work import Arrays, Work
 
 TENSORS = ModelTensors(
     "embedding",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from backend.serving.delivery.outputs import Arrays, text_array
+from backend.serving.delivery.outputs import text_array
+from backend.serving.work import Arrays
 
 COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 

@@ -32,10 +32,10 @@ from backend.api.response import PromptLogProb
 from backend.core.messages import Delivered
 from backend.core.thinking import ReasoningCounter
 from backend.executor.prompt_adapters import PromptAdapters, named_table, with_table
-from backend.serving.delivery.outputs import Answer, Arrays, Render, text_array
+from backend.serving.delivery.outputs import Answer, Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work, required
+from backend.serving.intake.requests import Parameters, ServingContext, required
 from backend.serving.intake.resuming import check_resumed
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.serving.wires.adapter_commands import is_command, read_command
@@ -55,6 +55,7 @@ from backend.serving.wires.named_adapters import named_adapter
 from backend.serving.wires.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.wires.vector_commands import is_vector_command, read_vector_command
 from backend.serving.wires.visible import ReasoningMarks, check_visible, visible_ids
+from backend.serving.work import Arrays, Work
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.token_texts import PromptTexts, TokenText, TokenTexts

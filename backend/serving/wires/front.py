@@ -16,9 +16,10 @@ from backend.api.pooling import Pooling, read_pooling
 from backend.core.step import ModelInfo
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.served_model import AtOnce, not_at_once
 from backend.serving.tensors import ModelTensors
+from backend.serving.work import Work
 from backend.text.chat import ChatTemplate
 from backend.text.template import MakeRenderer, Renderer
 from backend.text.tokenizer import Tokenizer

@@ -17,15 +17,16 @@ from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, Samp
 from backend.api.limits import check_num_sequences
 from backend.api.lora import LoraConfig
 from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
-from backend.serving.delivery.outputs import Arrays, BeamsOutput, JointOutput, Render, text_array
+from backend.serving.delivery.outputs import BeamsOutput, JointOutput, Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work, check_mode, required
+from backend.serving.intake.requests import Parameters, ServingContext, check_mode, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused, sampling_inputs
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES, prompt_ids
 from backend.serving.wires.named_adapters import named_adapter
+from backend.serving.work import Arrays, Work
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer

@@ -9,14 +9,15 @@ import secrets
 from collections.abc import Sequence
 
 from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig
-from backend.serving.delivery.outputs import Arrays, SeparateOutput, text_array
+from backend.serving.delivery.outputs import SeparateOutput, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work, required
+from backend.serving.intake.requests import Parameters, ServingContext, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, sampling_inputs
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES, prompt_ids
+from backend.serving.work import Arrays, Work
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer

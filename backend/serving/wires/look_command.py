@@ -12,10 +12,10 @@ from msgspec import Struct
 
 from backend.api import InvalidRequest, Result
 from backend.api.live_view import LiveView
-from backend.serving.delivery.outputs import Answer, Arrays
-from backend.serving.intake.requests import Look, Work
+from backend.serving.delivery.outputs import Answer
 from backend.serving.wires.end_of_reply import EndOfReply
 from backend.serving.wires.named_sampling import from_json
+from backend.serving.work import Arrays, Look, Work
 
 
 class LookCommand(Struct, frozen=True, forbid_unknown_fields=True):

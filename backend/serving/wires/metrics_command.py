@@ -1,8 +1,8 @@
 """The command {"metrics": "NAME"} of model `everbatch`, for programs that collect metrics.
 
 It is answered with the end of a reply (end_of_reply.py), whose `text` is a page of metrics with vLLM's names and NAME as
-their `model_name` (serving/observe/vllm_page.py). The text is empty while the engine does not answer. The main thread answers at once, so
-that a server that is full of requests still tells how full it is.
+their `model_name` (serving/observe/vllm_page.py). The text is empty while the engine does not answer. The main thread answers
+at once, so that a server that is full of requests still tells how full it is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from msgspec import Struct
 from backend.api import InvalidRequest
 from backend.serving.delivery.outputs import Answer
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Work
 from backend.serving.observe.vllm_page import vllm_page
 from backend.serving.protocols import EngineClient
 from backend.serving.wires.end_of_reply import EndOfReply
 from backend.serving.wires.named_sampling import from_json, json_value
+from backend.serving.work import Work
 
 MAX_NAME = 256  # characters
 _BEGINNING = b'{"metrics"'  # as it is written without blanks; one with them is refused like any unknown key

@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backend.api import InvalidRequest
-from backend.serving.delivery.outputs import Answer, Arrays, text_array
+from backend.serving.delivery.outputs import Answer, text_array
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work, required
+from backend.serving.intake.requests import Parameters, ServingContext, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.serving.upstream_parameters import is_true
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES
 from backend.serving.wires.trtllm_text import read_bias
 from backend.serving.wires.word_lists import encode_word_lists
+from backend.serving.work import Arrays, Work
 from backend.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 4096  # rows times beams of one request to postprocessing

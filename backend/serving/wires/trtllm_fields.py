@@ -15,8 +15,9 @@ from backend.api import (
 from backend.api.limits import check_num_sequences
 from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import ServingContext, StopSession
+from backend.serving.intake.requests import ServingContext
 from backend.serving.wires.trtllm_outputs import RowSettings
+from backend.serving.work import StopSession
 
 
 def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
 from backend.core.messages import Delivered
-from backend.serving.delivery.outputs import Arrays, BeamsOutput, Render, RowOutput, SeparateOutput, text_array
+from backend.serving.delivery.outputs import BeamsOutput, Render, SeparateOutput, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput, context_logits, generation_logits
+from backend.serving.work import Arrays, RowOutput
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from backend.api import InvalidRequest, Request, SessionConfig
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work, check_mode
+from backend.serving.intake.requests import Parameters, ServingContext, check_mode
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES, prompt_ids
 from backend.serving.wires.trtllm_fields import (
@@ -28,6 +28,7 @@ from backend.serving.wires.trtllm_outputs import RowSettings, text_output
 from backend.serving.wires.trtllm_tensors import BLS as BLS_TENSORS
 from backend.serving.wires.trtllm_tensors import ENSEMBLE as ENSEMBLE_TENSORS
 from backend.serving.wires.trtllm_tensors import ENSEMBLE_UINT32 as ENSEMBLE_UINT32_TENSORS
+from backend.serving.work import Work
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids

@@ -6,7 +6,7 @@ import numpy as np
 
 from backend.api import InvalidRequest, Request
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work, check_mode, required
+from backend.serving.intake.requests import Parameters, ServingContext, check_mode, required
 from backend.serving.intake.resuming import check_resumed
 from backend.serving.wires.front import Front
 from backend.serving.wires.token_ids import read_prompt
@@ -23,6 +23,7 @@ from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 from backend.serving.wires.trtllm_resume import read_delivered
 from backend.serving.wires.trtllm_tensors import TOKEN_MODEL
 from backend.serving.wires.word_lists import decode_word_list
+from backend.serving.work import Work
 
 
 def parse_token_requests(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:

@@ -25,12 +25,13 @@ from backend.api import (
 from backend.api.sampling_rules import tensorrt_llm_sampling
 from backend.serving.dialect import Dialect, named
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, StopSession, Work, required
+from backend.serving.intake.requests import Parameters, ServingContext, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused, sampling_inputs
 from backend.serving.wires.front import Front
 from backend.serving.wires.token_ids import read_prompt
 from backend.serving.wires.turbomind_outputs import TurbomindOutput
 from backend.serving.wires.word_lists import decode_word_list
+from backend.serving.work import StopSession, Work
 
 UINT32_MINUS_ONE = (1 << 32) - 1
 OWN_SESSIONS = 1 << 63  # sessions of requests that name none have random numbers from here on

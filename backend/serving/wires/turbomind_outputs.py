@@ -8,7 +8,7 @@ from array import array
 import numpy as np
 
 from backend.api import FinishReason, Result, SessionConfig
-from backend.serving.delivery.outputs import Arrays
+from backend.serving.work import Arrays
 
 log = logging.getLogger("everbatch.serving")
 

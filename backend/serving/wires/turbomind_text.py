@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backend.api import InvalidRequest
-from backend.serving.delivery.outputs import Answer, Arrays, text_array
+from backend.serving.delivery.outputs import Answer, text_array
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import Parameters, ServingContext, Work, required
+from backend.serving.intake.requests import Parameters, ServingContext, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES
+from backend.serving.work import Arrays, Work
 from backend.text.detokenizer import IncrementalDetokenizer
 from backend.text.tokenizer import Tokenizer
 

@@ -15,8 +15,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import FinishReason, Request, Result
-from backend.serving.delivery.outputs import Arrays
-from backend.serving.intake.requests import Parameters, ServingContext, Work
+from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.end_of_reply import EndOfReply
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.named_adapters import named_adapter
@@ -33,6 +32,7 @@ from backend.serving.wires.vectors import (
     relevance_request,
     text_ids,
 )
+from backend.serving.work import Arrays, Work
 
 
 class _Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -28,10 +28,10 @@ from backend.api import (
 )
 from backend.api.pooling import Pooling
 from backend.api.tensor import TensorData
-from backend.serving.delivery.outputs import Arrays
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.limits import MAX_TOKEN_BYTES, ids_within
+from backend.serving.work import Arrays
 
 Vector = NDArray[np.float32]
 NOTHING = 1e-12  # the least length by which a vector is divided, as in torch

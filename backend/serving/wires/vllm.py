@@ -14,11 +14,11 @@ import numpy as np
 
 from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request, Unsupported
 from backend.api.config import LimitsConfig
-from backend.serving.delivery.outputs import Arrays, Render, text_array
+from backend.serving.delivery.outputs import Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.dialect import Dialect
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.requests import MAX_PARAMETERS, Parameters, ServingContext, Work, required
+from backend.serving.intake.requests import MAX_PARAMETERS, Parameters, ServingContext, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.serving.wires.choices import choices_output, chosen
 from backend.serving.wires.front import TextFront, TextTools
@@ -26,6 +26,7 @@ from backend.serving.wires.limits import MAX_TOKEN_BYTES, check_length, fitting_
 from backend.serving.wires.named_adapters import NOT_SUPPORTED, VLLMS, named_adapter
 from backend.serving.wires.vllm_log_probs import log_probs_json
 from backend.serving.wires.vllm_sampling import TENSOR, VllmSampling, read_sampling
+from backend.serving.work import Arrays, Work
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 from backend.text.token_texts import TokenTexts

@@ -10,10 +10,10 @@ from typing import Any
 from backend.api.response import Response
 from backend.serving.delivery.cancellation import CancellationPoller
 from backend.serving.delivery.pump import ResponsePump
+from backend.serving.intake.intake import Intake
 from backend.serving.intake.load import EngineLoad
 from backend.serving.intake.text_pool import TextPool
-from backend.serving.server import ModelServer
-from backend.serving.stream import Failure, Stream
+from backend.serving.stream import Failure, OutputRow, Stream
 from backend.text.stop_strings import StopMatcher
 from backend.text.stream import TextStream
 from tests.mutants.changes import change
@@ -151,7 +151,7 @@ def a_failed_send_leaves_its_stream_open(set_attribute: SetAttribute) -> None:
 def a_failed_end_is_not_tried_again(set_attribute: SetAttribute) -> None:
     def end_with(self: ResponsePump, stream: Stream, failure: Failure) -> None:
         self._close(stream)
-        self._stop_rows(stream)
+        self.stop_rows(stream)
         try:
             stream.sender.send(self._error(failure), flags=1)
         except Exception:
@@ -181,27 +181,25 @@ def a_counter_is_changed_without_its_lock(set_attribute: SetAttribute) -> None:
 
 
 def what_was_cancelled_while_it_was_handed_over_goes_on(set_attribute: SetAttribute) -> None:
-    from backend.serving.server import _row_of
-
-    def hand_over(self: ModelServer, stream: Stream, works: Any) -> None:
-        rows = [_row_of(work) for work in works]
-        if self._pump.begin(stream, rows):
+    def submit(self: Intake, stream: Stream, works: Any) -> None:
+        rows = [OutputRow.of(work) for work in works]
+        if self._answers.begin(stream, rows):
             for work, row in zip(works, rows):
-                self._submit(stream, row, work)
+                self._submit_row(stream, row, work)
 
-    set_attribute(ModelServer, "_hand_over", hand_over)
+    set_attribute(Intake, "_submit", submit)
 
 
 def a_stop_ends_the_request_of_another_client(set_attribute: SetAttribute) -> None:
-    original = ModelServer._answer_stop
+    original = ResponsePump.answer_stop
 
-    def answer_stop(self: ModelServer, stream: Stream) -> None:
-        for candidate in self._pump.live_streams()[:1]:
+    def answer_stop(self: ResponsePump, stream: Stream) -> None:
+        for candidate in self.live_streams()[:1]:
             if candidate is not stream and not candidate.answers_nothing:
-                self._cancel(candidate)
+                self.cancel(candidate)
         original(self, stream)
 
-    set_attribute(ModelServer, "_answer_stop", answer_stop)
+    set_attribute(ResponsePump, "answer_stop", answer_stop)
 
 
 def a_text_stays_in_its_queue(set_attribute: SetAttribute) -> None:

@@ -131,15 +131,16 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from backend.api import silence
     from backend.engine import make_level
     from backend.executor import engine_process, served_engine
-    from backend.serving import assembly
-    from backend.serving import server as model_server
+    from backend.serving import assembly, server
     from backend.serving.intake import text_pool
+    from backend.serving.lifecycle import housekeeper
 
     standard = SimpleNamespace(stdout=SimpleNamespace(write=lambda text: _stdout().write(text), flush=lambda: None))
     return found + [
         (silence, "cpu_demand", cpu_demand),
         (engine_process, "sys", standard),
-        (model_server, "sys", _SYS),
+        (server, "sys", _SYS),
+        (housekeeper, "sys", _SYS),
         (text_pool, "ctypes", _CTYPES),
         (make_level, "BlockFile", DiskFile),
         (served_engine, "calm_garbage_collector", lambda: None),
