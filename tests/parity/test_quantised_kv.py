@@ -1,6 +1,6 @@
 """Eviction with a quantised KV cache: what is computed again is the numbers that were lost.
 
-The rule (backend/README.md): every query reads the pool as it was written, also its own chunk's keys. The native tier then
+The rule (docs/design/kernels.md): every query reads the pool as it was written, also its own chunk's keys. The native tier then
 repeats itself bit for bit. On the torch tier a row of a product depends in its last bits on the rows beside it, and a key that
 lies just between two steps of its quantisation may take the other one; that is far less than what quantisation itself changes.
 """

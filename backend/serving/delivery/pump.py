@@ -12,7 +12,7 @@ A lane is the queue of one sender thread. These are the rules:
     sending failed.
   - A row's error ends that row only. It is held back until all rows have ended, and is then the stream's last response.
     Several failed rows share one error: its code is that of the row that failed first, and its text names each row.
-    Nothing is ever sent after an error, because Triton 24.10 may not survive that (backend/README.md).
+    Nothing is ever sent after an error, because Triton 24.10 may not survive that (docs/design/serving.md).
   - A failure of the whole stream (`fail`) ends all its rows with one error.
   - The thread that refuses a new request answers it itself (`refuse`), so that a refusal does not wait behind streams.
   - A send that raises ends the stream: the pump tries to send an error with FINAL, then twice FINAL alone, and cancels the
