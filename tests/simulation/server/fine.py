@@ -23,6 +23,7 @@ FIRST = ("backend.engine.loop",)
 # These run in one thread, or in processes that are not simulated.
 WITHOUT = (
     *("backend.executor.load", "backend.executor.own_processors", "backend.serving.assembly", "backend.serving.wires"),
+    *("backend.serving.observe.tracing", "backend.serving.intake.rendering", "backend.serving.intake.render_process"),
     *(
         "backend.serving.observe.families",
         "backend.serving.observe.metrics",
@@ -32,6 +33,7 @@ WITHOUT = (
     *("backend.serving.upstream_parameters", "backend.serving.pb", "backend.serving.string_tensors"),
     *("backend.wire.framing", "backend.wire.kv_event_format", "backend.wire.kv_publisher"),
 )
+_WITHOUT = tuple(f"{name}." for name in WITHOUT)
 NAME = "_pause_of_the_simulation"
 
 
@@ -89,8 +91,8 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 def _modules() -> list[ModuleType]:
     found = [importlib.import_module(name) for name in FIRST]
     for package in map(importlib.import_module, PACKAGES):
-        names = [info.name for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
-        found += [importlib.import_module(name) for name in names if name not in WITHOUT]
+        names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if not info.ispkg]
+        found += [importlib.import_module(name) for name in names if not f"{name}.".startswith(_WITHOUT)]
     return found
 
 

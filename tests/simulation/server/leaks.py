@@ -20,12 +20,12 @@ def check_stub(stub: Stub) -> None:
     server, executor, process = stub.server, stub.executor, stub.process
     if server is None or executor is None or process is None or not process.is_alive:
         return
-    text = server._text
+    text = server._intake.text
     held = {
         "live requests": len(executor._replay._live),
         "mailboxes": len(executor._mailboxes._boxes),
         "live streams": len(server._pump._live),
-        "requests in the engine": server._load._num_requests,
+        "requests in the engine": server._intake._load._num_requests,
         "texts": len(text._queued) + len(text._lines) + len(text._reading) + text._num_bytes,
         "queued streams": sum(lane.qsize() for lane in (*server._pump._lanes, server._pump._long_lane)),
         "ended rows": len(server._books.ended._waiting),
