@@ -172,7 +172,7 @@ class ModelServer:
     def _accept(self, stream: Stream, request: TritonRequest) -> None:
         """Read a request, check it, hand it over. Raises EverbatchError; nothing of the request runs then."""
         stream.client_request_id = read_request_id(request)
-        parameters = read_parameters(request)
+        parameters = read_parameters(request, self._model.tensors)
         stream.namespace = parameters.namespace
         if self._otlp is not None:
             stream.trace = begin_trace(parameters.caller, self._otlp.sample_ratio)

@@ -73,6 +73,12 @@ def generation_logits(delta: OutputDelta) -> NDArray[np.float32] | None:
     return _joined([_array(logits)[0, :num_kept] for logits, num_kept in kept if logits is not None])
 
 
+def kv_state(delta: OutputDelta) -> NDArray[np.uint8] | None:
+    """The bytes of the state of a prompt that was computed for another server; None if the delta has none."""
+    states = [result.kv_state for result, _ in delta.with_tensors if result.kv_state is not None]
+    return np.frombuffer(states[0], np.uint8) if states else None
+
+
 def _array(tensor: TensorData) -> NDArray[np.float32]:
     return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
 

@@ -17,7 +17,7 @@ from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
 from backend.core.messages import Delivered
 from backend.serving.outputs import Arrays, BeamsOutput, Render, RowOutput, SeparateOutput, text_array
-from backend.serving.sequence_output import SequenceOutput, context_logits, generation_logits
+from backend.serving.sequence_output import SequenceOutput, context_logits, generation_logits, kv_state
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
 
@@ -50,6 +50,11 @@ def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:
             ("output_ids", _padded(ids, np.int32)),
             ("sequence_length", np.array([[len(beam) for beam in ids]], np.int32)),
             *_common_arrays(settings, deltas, so_far),
+            *(
+                ("context_phase_params", state[np.newaxis])
+                for delta in deltas
+                if (state := kv_state(delta)) is not None
+            ),
         ]
 
     return _row_output(settings, lambda: SequenceOutput(streaming=settings.streaming), render)

@@ -70,7 +70,7 @@ _ENGINE_ONLY_NOT_BUILT = (
         "encoder input", ("encoder_output_lengths", "INT32", ONE), ("mrope_position_deltas", "INT64", ONE), neutral=(0,)
     ),
     *refused("encoder input", ("skip_cross_attn_blocks", "BOOL", ONE), neutral=(False,)),
-    *refused("disaggregated serving", ("context_phase_params", "UINT8", ANY)),
+    Input("context_phase_params", "UINT8", ANY, "request"),  # with request_type=generation_only
     Input("lookahead_window_size", "INT32", ONE, "request"),
     Input("lookahead_ngram_size", "INT32", ONE, "request"),
     Input("lookahead_verification_set_size", "INT32", ONE, "request"),
@@ -153,7 +153,7 @@ TOKEN_MODEL = ModelTensors(
         Output("output_ids", "INT32", (-1, -1), "always"),
         Output("sequence_length", "INT32", ANY, "always"),
         *_COMMON_OUTPUTS,
-        Output("context_phase_params", "UINT8", ANY, "never yet"),
+        Output("context_phase_params", "UINT8", ANY, "request_type=context_only"),
     ),
 )
 

@@ -19,6 +19,7 @@ from backend.serving.fronts.trtllm_inputs import read_embeddings, read_guide, re
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.fronts.trtllm_resume import read_delivered
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
+from backend.serving.phases import read_phase
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
 from backend.serving.resuming import check_resumed
@@ -64,6 +65,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         draft_tokens=[] if drafts is None else drafts.tolist(),
         ends_after_drafts=drafts is not None and drafts.size > 0,
         max_draft_tokens=read_lookahead(batch, row),
+        **read_phase(batch, row, parameters.request_type),
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
     settings = read_settings(batch, row, context, request, streaming)
