@@ -25,7 +25,7 @@ from backend.engine.beams import make_beams
 from backend.engine.gathered import promise
 from backend.engine.groups import make_sequences
 from backend.engine.resume import check_resume, check_room, take_up
-from backend.engine.sessions import SessionTable
+from backend.engine.sessions import SessionTable, tell_if_cut
 from backend.engine.transfer import Transfer
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler, StepPlan
@@ -171,6 +171,7 @@ class Intake:
         max_output = self._check_room(request, keep, len(new_ids))
         check_room(resume, max_output)
         promised = self._promise(request, len(new_ids), max_output)
+        tell_if_cut(request, keep + len(new_ids), max_output)
         self.sessions_this_poll[key] = resume.turn
         if known is None:
             seq = self._make(request_id, request, now_ns)

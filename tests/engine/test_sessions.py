@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -145,12 +146,35 @@ def test_two_requests_of_a_session_in_one_poll_are_a_conflict() -> None:
 
 
 @pytest.mark.feature("004-31")
-@pytest.mark.parametrize("session_len, outputs", [(10, 7), (4, 1), (100, 20)])
-def test_session_len_cuts_the_output(session_len: int, outputs: int) -> None:
+@pytest.mark.parametrize("session_len, outputs", [(None, 20), (100, 20), (23, 20), (22, 19), (10, 7), (4, 1)])
+def test_session_len_cuts_the_output_with_a_warning(
+    session_len: int | None, outputs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """3 tokens and 20 more are 23."""
     driver = Driver()
     request = driver.turn(1, [1, 2, 3], 20, start=True, session_len=session_len)
     driver.run()
     assert driver.tokens(request) == answer([1, 2, 3], 20)[:outputs]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "session 1: 3 tokens of history and prompt and 20 of output exceed its session_len; the output is cut to "
+        f"{outputs} tokens"
+    ] * (outputs < 20)
+
+
+@pytest.mark.feature("004-31")
+def test_session_len_counts_history_and_what_is_refused_is_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver()
+    converse(driver, 1, [[1, 2]])
+    length = len(driver.log(1))
+    cut = driver.turn(1, [7], 20, session_len=length + 5)
+    driver.run()
+    assert len(driver.tokens(cut)) == 4 and f"session 1: {length + 1} tokens of history and prompt" in caplog.text
+    caplog.clear()
+    full = driver.turn(1, [7], 20, session_len=length + 5)
+    driver.run()
+    assert f"history and prompt have {length + 6} tokens, the limit is {length + 5}" in driver.error(full)
+    assert not caplog.records
 
 
 @pytest.mark.feature("004-16", "004-29")
