@@ -13,6 +13,7 @@ from backend.api.request import RequestId
 from backend.api.stats import BlocksStored
 from backend.core.messages import Submit
 from backend.core.sequence import Event, Sequence, Status
+from backend.serving.fronts.vllm import finish_name
 from backend.wire.framing import decode_command, encode_frame
 from tests.core.test_sequence import LEGAL
 from tests.engine.driver import Driver
@@ -80,6 +81,22 @@ ENDED = {
     FinishReason.CANCELLED: "FINISHED_ABORTED",
     FinishReason.TIMED_OUT: "FINISHED_ABORTED",
 }
+
+
+@pytest.mark.feature("003-06")
+@pytest.mark.parametrize(
+    ("status", "reason", "name"),
+    [
+        ("FINISHED_STOPPED", FinishReason.END_ID, "stop"),
+        ("FINISHED_STOPPED", FinishReason.STOP_WORDS, "stop"),
+        ("FINISHED_LENGTH_CAPPED", FinishReason.LENGTH, "length"),
+        ("FINISHED_ABORTED", FinishReason.CANCELLED, "abort"),
+        ("FINISHED_ABORTED", FinishReason.TIMED_OUT, "abort"),
+    ],
+)
+def test_ends_have_the_names_that_qserve_gives_to_its_statuses(status: str, reason: FinishReason, name: str) -> None:
+    """FINISHED_IGNORED, a prompt that is too long, is refused with an error here and never becomes a sequence."""
+    assert ENDED[reason] == status and finish_name(reason) == name
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ from backend.api.guide import Guide, GuideType
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
 from backend.serving.fronts.front import TextTools
-from backend.serving.fronts.vllm import CANCELLED, FLAGS, VLLM, Cancelled, error_text, finish_name
+from backend.serving.fronts.vllm import CANCELLED, FLAGS, VLLM, Cancelled, error_text
 from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
-from tests.engine.test_contract_of_qserve import ENDED
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_text_requests import MODEL_DIRECTORY
 
@@ -399,19 +398,3 @@ def test_structured_outputs_are_guides(tools: TextTools, name: str, given: Any, 
 def test_structured_outputs_of_another_form_are_refused(tools: TextTools, given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         work(tools, sampling=given)
-
-
-@pytest.mark.feature("003-06")
-@pytest.mark.parametrize(
-    ("status", "reason", "name"),
-    [
-        ("FINISHED_STOPPED", FinishReason.END_ID, "stop"),
-        ("FINISHED_STOPPED", FinishReason.STOP_WORDS, "stop"),
-        ("FINISHED_LENGTH_CAPPED", FinishReason.LENGTH, "length"),
-        ("FINISHED_ABORTED", FinishReason.CANCELLED, "abort"),
-        ("FINISHED_ABORTED", FinishReason.TIMED_OUT, "abort"),
-    ],
-)
-def test_ends_have_the_names_that_qserve_gives_to_its_statuses(status: str, reason: FinishReason, name: str) -> None:
-    """FINISHED_IGNORED, a prompt that is too long, is refused with an error here and never becomes a sequence."""
-    assert ENDED[reason] == status and finish_name(reason) == name
