@@ -189,7 +189,7 @@ class PackedLinear:
 
     @property
     def operand(self) -> tuple[int, int, int]:
-        """What its inputs are put into (native/rows.h): columns, format and group. Layers with the same one read the same rows."""
+        """The form of its inputs (native/rows.h): columns, format and group. Layers with the same one read the same rows."""
         format = FLOAT32 if self.struct.format == FLOAT16 else self.struct.format
         return self.struct.k, format, self.struct.group
 
