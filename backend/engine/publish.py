@@ -7,6 +7,7 @@ import msgspec
 from backend.api.errors import EverbatchError
 from backend.api.request import Request, RequestId
 from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
+from backend.core.gathered import of_beams
 from backend.core.sequence import Sequence
 from backend.engine.beams import Hypothesis
 
