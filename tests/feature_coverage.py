@@ -35,7 +35,6 @@ OPEN = {
     "003-06": "QServe's own result classes; this project's are those of 000 and 002",
     "003-60": "needs a GPU: tests/gpu/test_models.py",
     "003-62": "one worker, so that there is no minimum to take",
-    "003-69..70": "QServe's CUDA kernels; the kernels here are Triton's, which check their own shared memory",
     "004-28": "says what TurboMind leaves out",
     "004-35": "8 bytes a token and 2 KiB a session are accounted for: tests/engine/test_session_memory.py",
 }
