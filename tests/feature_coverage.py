@@ -36,7 +36,7 @@ OPEN = {
     "003-60": "needs a GPU: tests/gpu/test_models.py",
     "003-62": "one worker, so that there is no minimum to take",
     "004-28": "says what TurboMind leaves out",
-    "004-35": "8 bytes a token and 2 KiB a session are accounted for: tests/engine/test_session_memory.py",
+    "004-35": "a session takes 3,392 bytes, 4 a token and 112 a block of its table: tests/engine/test_session_memory.py",
 }
 
 
