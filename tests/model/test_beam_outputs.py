@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from backend.api import AdditionalOutput, OutputConfig, Request, Result, SamplingConfig
+from backend.api.request import RequestId
+from backend.core.sequence import BeamSequence, Event
+from backend.core.step import GatheredRows, SampledToken, SequenceId, SlotId
 from backend.worker.post_processors import PostProcessors
 from tests.model.gathering import Engine, engine_config, tensor_of
 from tests.model.processors import force_42
@@ -35,7 +38,10 @@ def assert_close(own: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("evict", [False, True])
 def test_generation_logits_are_those_of_each_hypothesis(checkpoint: Checkpoint, tier: TierCase, evict: bool) -> None:
     """[beams, longest output, vocabulary]. A hypothesis forks, ends early, and loses its KV; its rows go with it."""
-    engine = Engine(engine_config(checkpoint("llama2"), tier, reuse=False))
+    small_steps = (
+        {"max_num_tokens": 16} if evict else {}
+    )  # a beam has its candidates while others are still computed again
+    engine = Engine(engine_config(checkpoint("llama2"), tier, reuse=False, scheduler=small_steps))
     plain = engine.answer(PROMPT, NEW, OutputConfig(), sampling_config=BEAMS).result
     request_id = engine.ask(PROMPT, NEW, LOGITS, sampling_config=BEAMS, end_ids=(outputs(plain)[0][4],))
     engine.run(evict)
@@ -50,6 +56,21 @@ def test_generation_logits_are_those_of_each_hypothesis(checkpoint: Checkpoint, 
         assert_close(own[beam, : len(tokens)], expected[len(PROMPT) - 1 : -1])
         assert not own[beam, len(tokens) :].any()
         assert_close(tensor_of(result.context_logits), expected[: len(PROMPT)])
+
+
+def test_a_paused_row_gives_back_the_logits_of_candidates_that_it_loses() -> None:
+    """It samples from the same position again when it returns, which gives these logits once more."""
+    request = Request([1, 2], 4, sampling_config=BEAMS, output_config=LOGITS)
+    row = BeamSequence(SequenceId(1), RequestId(1), request, 0, 0)
+    row.apply(Event.ADMIT)
+    assert row.gathered is not None
+    for number in (5, 6):
+        row.gathered.add(GatheredRows(0, "logits", False, number, 1, bytes([number] * 4)))
+    row.token_ids.append(7)
+    row.candidates = SampledToken(SlotId(0), 8)
+    row.apply(Event.PAUSE)
+    tensor = row.gathered.fork().take(request)["generation_logits"]
+    assert row.candidates is None and (tensor.shape, tensor.data) == ((1, 1, 1), bytes([5] * 4))
 
 
 @pytest.mark.feature("001-52")

@@ -38,7 +38,7 @@ MUTANTS = {
     ),
     "rows_of_candidates_that_were_lost_stay": (
         change(Gathered, "keep_generation", ("del rows[num_tokens:]", "pass")),
-        OF_EACH,
+        [BEAMS + "test_a_paused_row_gives_back_the_logits_of_candidates_that_it_loses"],
     ),
     "a_fork_has_the_rows_of_its_own_past": (
         change(BeamSequence, "become", ("parent.gathered.fork()", "self.gathered")),
