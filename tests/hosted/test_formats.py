@@ -55,9 +55,7 @@ def test_every_combination_computes(
     assert (logits - expected).norm() <= ROUNDED[quantization] * expected.norm()
 
 
-def test_experts_that_are_held_in_different_types_are_computed_in_one_call(
-    stored: Callable, kernels: CDLL
-) -> None:
+def test_experts_that_are_held_in_different_types_are_computed_in_one_call(stored: Callable, kernels: CDLL) -> None:
     """Numbers of bfloat16 that float16 has are held in it, expert by expert; all the others in float32."""
     directory, _ = stored("qwen3_moe", "bfloat16")
     section = ModelConfigSection(path=str(directory), dtype="float32", kernels="native")
