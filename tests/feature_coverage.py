@@ -31,8 +31,7 @@ WIRE = [f"W-{number:02d}" for number in range(1, 13)]  # one row of the document
 OPEN = {
     "000-41": "half of it: as with replicate=False they run on rank 0, once a step, and its tokens reach all ranks "
     "(tests/ranks/test_one_account.py); with replicate=True too, for no other rank has logits or samples",
-    "003-69..70": "QServe's CUDA kernels; the kernels here are Triton's, which check their own shared memory",
-    "004-35": "8 bytes a token and 2 KiB a session are accounted for: tests/engine/test_session_memory.py",
+    "004-35": "a session takes 3,392 bytes, 4 a token and 112 a block of its table: tests/engine/test_session_memory.py",
 }
 
 

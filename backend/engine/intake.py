@@ -113,8 +113,10 @@ class Intake:
         if request.session is None:
             max_output = self._check_room(request, 0, len(request.input_token_ids))
             check_room(resume, max_output)
-            promised = self._promise(request, len(request.input_token_ids), max_output, count)
+            sets = 2 if beam_width > 1 else count  # of beams: the hypotheses that go on, and those that have ended
+            promised = self._promise(request, len(request.input_token_ids), max_output, sets)
             if beam_width > 1:
+                promised = -(-sets * promised // beam_width)
                 sequences = make_beams(lambda: self._make_beam(request_id, request, now_ns), request)
             else:
                 sequences = make_sequences(lambda: self._make(request_id, request, now_ns), count)

@@ -206,8 +206,8 @@ BLS = ModelTensors(
             ("video_bytes_input", "UINT8", (-1, -1, -1, -1)),
         ),
         *refused("image or video input", ("image_url_input", "STRING", ONE), neutral=("",)),
-        *refused("draft tokens", ("num_draft_tokens", "INT32", ONE), neutral=(0,)),
-        *refused("draft tokens", ("use_draft_logits", "BOOL", ONE), neutral=(False,)),
+        Input("num_draft_tokens", "INT32", ONE, "request"),  # of a step, where the engine guesses; 0: as it likes
+        *refused("logits of draft tokens", ("use_draft_logits", "BOOL", ONE), neutral=(False,)),
     ),
     outputs=_TEXT_OUTPUTS,
 )
