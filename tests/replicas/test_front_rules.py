@@ -204,6 +204,7 @@ def test_a_turn_that_starts_a_session_anew_need_not_wait_for_its_lost_replica() 
     served = Served(Replica(0), Replica(1))
     served.ask(session=SessionConfig(7, start=True))
     served.replicas[0].say(1, 4, is_final=True)
+    served.turn()
     served.replicas[0].is_connected = False
     served.ask(session=SessionConfig(7))
     assert len(served.errors()) == 1 and served.front._placement.holder("", 7) == 0
