@@ -6,15 +6,12 @@ import errno
 import os
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from backend.api import ConfigError, EngineConfig, Request, SamplingConfig, SessionConfig
+from backend.api import ConfigError, EngineConfig, Request, SessionConfig
 from backend.api.config import KvCacheConfig, SchedulerConfig, SessionsConfig
-from backend.core.messages import Resume
-from backend.core.sequence import Sequence, SessionKey
 from backend.core.step import ModelInfo
 from backend.engine import session_log
 from backend.engine.core import EngineCore
@@ -112,67 +109,6 @@ def test_idle_time_goes_on_and_limits_hold(monkeypatch: pytest.MonkeyPatch) -> N
     assert [is_known(lives, session) for session in range(4)] == [False, False, True, True]
 
 
-def test_a_session_that_is_replaced_within_one_write_stays() -> None:
-    """Its first turn begins and ends in one step, so the end of the old session and the new turn are noted at once."""
-    lives = Lives(make)
-    turn(lives, 7, [1], start=True)
-    first = turn(lives, 7, [5], 1, start=True)
-    lives.step()
-    lives.core.sessions.flush()
-    lives.crash()
-    assert turn(lives, 7, [6]) == oracle([5, *first, 6], 4, 1000, counter=1)
-
-
-def test_turns_that_wait_for_one_write_are_all_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lives = Lives(make)
-    log = [1, *turn(lives, 7, [1], start=True)]
-    with monkeypatch.context() as slow:
-        slow.setattr(SessionLog, "flush", lambda *arguments: None)
-        for number in (2, 3):
-            log += [number, *turn(lives, 7, [number])]
-    lives.core.sessions.flush()
-    lives.crash()
-    assert turn(lives, 7, [4]) == oracle([*log, 4], 4, 1000, counter=12)
-
-
-@pytest.mark.parametrize("num_crashes", [1, 2])
-def test_the_latest_turn_of_a_restored_session_can_be_run_again(num_crashes: int) -> None:
-    """Its client has not had its end, and sends it once more: the same tokens, and the session has them once."""
-    lives = Lives(make)
-
-    def ask(number: int, is_again: bool = False) -> list[int]:
-        sampled = SamplingConfig(temperature=1.0, seed=5 if number == 1 else None)  # later turns go on in its stream
-        session = SessionConfig(7, start=number == 1)
-        request = Request([number], 4, streaming=True, session=session, sampling_config=sampled)
-        client = lives.ask(request, Resume(turn=f"turn {number}", is_again=is_again))
-        lives.run(lambda: client.has_ended)
-        return [token for response in client.responses for token in response.result.output_token_ids[0]]
-
-    first, second = ask(1), ask(2)
-    for _ in range(num_crashes):
-        lives.crash()
-    assert ask(2, is_again=True) == second == oracle([1, *first, 2], 4, 1000, seed=5, counter=4)
-    assert list(lives.core.sessions.get(SessionKey("", 7)).token_ids) == [1, *first, 2, *second]
-    assert ask(3) == oracle([1, *first, 2, *second, 3], 4, 1000, seed=5, counter=8)
-
-
-def test_what_a_session_knows_besides_its_tokens_is_restored() -> None:
-    lives = Lives(make)
-    turn(lives, 7, [1], start=True, salt="a")
-    turn(lives, 7, [2], salt="a")
-    key = SessionKey("a", 7)
-
-    def facts() -> list[object]:
-        seq: Sequence = lives.core.sessions.get(key)
-        return [seq.adapter, seq.kv_origin, seq.namespace, seq.turn, seq.num_history_tokens, seq.random_state_before]
-
-    lives.core.sessions.get(key).adapter = "named"  # as the intake sets it; this model has no adapters
-    lives.core.sessions.log.begin(lives.core.sessions.all())
-    before = facts()
-    lives.crash()
-    assert facts() == before and all(before)
-
-
 def test_a_large_log_is_written_anew_and_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_log, "SPARE_BYTES", 500)
     lives, log = Lives(make), []
@@ -252,73 +188,6 @@ def test_a_log_of_another_model_or_of_a_machine_that_has_ended_is_skipped(caplog
     log.close(lambda: iter([]))
     again = SessionLog(files, fingerprint_of(model), boot=b"2" * 16)
     assert again.restore() == [] and again.num_skipped == 0, "it was closed in good order"
-
-
-def test_a_log_that_is_closed_has_what_ended_just_before() -> None:
-    """The end of a session is written one call later than turns are, and closing makes both calls."""
-    lives = Lives(make)
-    for session in (1, 2):
-        turn(lives, session, [session], start=True)
-    lives.core.sessions.erase(SessionKey("", 1))
-    lives.core.sessions.close()
-    again = SessionLog(lives.files, fingerprint_of(lives.core.model), boot=b"another boot")
-    assert [latest.session_id for latest, _, _ in again.restore()] == [2] and again.num_skipped == 0
-
-
-def test_the_mark_of_a_closed_log_reaches_the_disk_after_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    lives, calls = Lives(make), []
-    turn(lives, 1, [1], start=True)
-    lives.core.sessions.erase(SessionKey("", 1))
-    write = os.pwrite
-
-    def pwrite(file: int, data: bytes, at: int) -> int:
-        calls.append("record" if at else "header")
-        return write(file, data, at)
-
-    monkeypatch.setattr(session_log.os, "pwrite", pwrite)
-    monkeypatch.setattr(session_log.os, "fsync", lambda file: calls.append("fsync"))
-    lives.core.sessions.close()
-    assert calls == ["record", "fsync", "header", "fsync"]
-
-
-class Killed(BaseException):
-    """The engine ends within a call of the operating system."""
-
-
-@pytest.mark.parametrize("writes_half", [False, True])
-def test_killed_while_it_begins_a_new_file_the_log_has_all_sessions(
-    monkeypatch: pytest.MonkeyPatch, writes_half: bool
-) -> None:
-    """At each of its calls, one start after the other. The header, of 64 bytes, is written as one."""
-    lives = Lives(make)
-    logs = {session: [session, *turn(lives, session, [session], start=True)] for session in (1, 2)}
-    write, truncate, left = os.pwrite, os.ftruncate, [0]
-
-    def spend() -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-
-    def pwrite(file: int, data: bytes, at: int) -> int:
-        if writes_half and not left[0] and at:
-            write(file, data[: len(data) // 2], at)
-        spend()
-        return write(file, data, at)
-
-    def ftruncate(file: int, size: int) -> None:
-        spend()
-        truncate(file, size)
-
-    for num_calls in range(5):
-        log = SessionLog(lives.files, fingerprint_of(lives.core.model))
-        assert {each.session_id: list(tokens) for each, tokens, _ in log.restore()} == logs, num_calls - 1
-        left[0] = num_calls
-        with monkeypatch.context() as killed, nullcontext() if num_calls == 4 else pytest.raises(Killed):
-            killed.setattr(session_log.os, "pwrite", pwrite)
-            killed.setattr(session_log.os, "ftruncate", ftruncate)
-            log.begin(lives.core.sessions.all())
-    lives.crash()
-    assert len(lives.core.sessions) == 2
 
 
 def test_a_full_disk_ends_the_log_and_not_the_engine(
