@@ -77,6 +77,19 @@ def test_a_request_that_had_not_run_and_moves_is_not_blamed_twice() -> None:
         assert again.resume.trial_tokens == trial and again.resume.is_again
 
 
+def test_an_engine_that_ended_before_a_request_came_is_not_its_fault() -> None:
+    kept = Kept()
+    kept.replay.hold(0.0)
+    request_id = RequestId(1 << CLIENT_SHIFT | 9)
+    kept.replay.add(request_id, kept.heard.append, Submit(request_id, stream([1])), 0.0, is_held=True)
+    trials = []
+    for number in (2, 3, 4):
+        (again,) = kept.lose(number)
+        kept.replay.let_go(0.0)
+        trials.append(again.resume.trial_tokens)
+    assert trials == [None, None, replay.TRIAL_MARGIN] and kept.replay.counts.resumed_requests == 2
+
+
 def test_cancels_go_with_it_once() -> None:
     kept, other = Kept(), Kept()
     request_id = kept.add(stream([1]))
