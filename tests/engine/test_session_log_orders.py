@@ -62,6 +62,25 @@ def test_the_latest_turn_of_a_restored_session_can_be_run_again(num_crashes: int
     lives.core.check_integrity()
 
 
+def test_kv_of_a_turn_that_was_undone_is_found_by_nobody() -> None:
+    """Other tokens take its place in the blocks, and a new request has the same tokens as the turn that was undone."""
+    lives = Lives(make)
+
+    def ask(token: int, is_again: bool) -> list[int]:
+        request = Request([token], 9, streaming=True, session=SessionConfig(7))
+        client = lives.ask(request, Resume(turn="second", is_again=is_again))
+        lives.run(lambda: client.has_ended)
+        return [token for each in client.responses for token in each.result.output_token_ids[0]]
+
+    first = [1, *turn(lives, 7, [1], start=True)]
+    undone = [*first, 2, *ask(2, False)]
+    assert ask(3, True) == oracle([*first, 3], 9, 1000, counter=4)
+    fresh = lives.ask(Request(undone, 4, streaming=True))
+    lives.run(lambda: fresh.has_ended)
+    assert [t for each in fresh.responses for t in each.result.output_token_ids[0]] == oracle(undone, 4, 1000)
+    lives.core.check_integrity()
+
+
 def test_a_log_that_is_written_anew_during_turns_has_what_was_before_them() -> None:
     """The turns are run again on top of it: one that goes on, and one that begins its session."""
     lives = Lives(make)
