@@ -65,7 +65,7 @@ def test_a_trial_of_several_sequences_ends_when_each_has_its_new_tokens() -> Non
     for each in suspect.responses:
         new[each.result.sequence_index] += each.result.output_token_ids[0]
     counts = [len(tokens) for tokens in new]
-    assert min(counts) >= 4 and max(counts) <= 4 + 2, counts  # the other's response comes a step after the trial
+    assert min(counts) == 4 + 1 and max(counts) <= 4 + 2, counts  # all run in the step that follows the trial
     lives.run(lambda: suspect.has_ended and other.has_ended)
     got = [list(tokens) for tokens in had]
     for each in suspect.responses:
