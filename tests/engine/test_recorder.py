@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from backend.api.config import RecordsConfig
-from backend.api.stats import RequestStage, RequestStats
+from backend.api.stats import DebugTensors, RequestStage, RequestStats
 from tests.engine.driver import Driver
 
 
@@ -85,3 +87,34 @@ def test_who_returns_from_a_pause_is_not_new_again() -> None:
         driver.step()
     assert driver.core.counters.pauses_total
     assert sum(step.num_new_active_requests for step in driver.core.take_records().iterations) == 2
+
+
+def test_of_too_many_events_the_latest_are_kept_and_each_is_handed_over_once() -> None:
+    driver = Driver(records=RecordsConfig(max_kv_events=2), pool_tokens=200, max_num_tokens=8)
+    taken = []
+    for token in (1, 2):
+        driver.ask([token] * 41, 2)
+        driver.run()
+        taken.append(driver.core.take_records())
+    ids = [[event.event_id for event in records.kv_events] for records in taken]
+    first, second = ids
+    assert len(first) == len(second) == 2 and first[0] < first[1] < second[0] < second[1]
+    assert second[1] - first[1] > 2, "there were more"
+    assert driver.core.take_records() is None
+
+
+def test_tokens_of_the_output_are_no_tokens_of_the_prompt() -> None:
+    driver = recording()
+    request = driver.ask([1, 2, 3], 5)
+    driver.run()
+    told = [stats for step in driver.core.take_records().requests for stats in step.requests]
+    assert {stats.request_id for stats in told} == {request}
+    assert [stats.num_computed_tokens for stats in told] == [3] * 5
+
+
+def test_debug_tensors_are_handed_over_once() -> None:
+    driver = recording()
+    recorder = driver.core._recorder
+    recorder._debug_tensors = deque([DebugTensors(4, {})], maxlen=2)
+    assert [each.iter for each in recorder.take().debug_tensors] == [4]
+    assert recorder.take() is None

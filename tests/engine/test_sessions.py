@@ -7,6 +7,7 @@ import random
 import pytest
 
 from backend.api import OutputConfig, Request, SessionConfig
+from backend.api.config import SessionsConfig
 from backend.core.sequence import Status
 from backend.engine.sessions import idle_bytes
 from tests.engine.driver import Driver, answer
@@ -302,3 +303,21 @@ def test_the_memory_of_sessions_is_counted_once_whatever_becomes_of_them() -> No
     driver.run()
     check()
     assert len(driver.core.sessions) == 1
+
+
+def test_a_session_that_is_used_again_is_not_the_next_one_to_leave() -> None:
+    driver = Driver(pool_tokens=128)  # at most 100 sessions
+    driver.core.sessions._config = SessionsConfig(3, 1 << 28, idle_ttl_s=100.0)
+    for session in (1, 2, 3):
+        driver.turn(session, [session], 2, start=True)
+        driver.run()
+        driver.clock.advance(30.0)
+    driver.turn(1, [5], 2)
+    driver.run()
+    assert [seq.session_key.id for seq in driver.core.sessions.all()] == [2, 3, 1]
+    driver.turn(4, [4], 2, start=True)
+    driver.run()
+    assert [seq.session_key.id for seq in driver.core.sessions.newest()] == [4, 1, 3]
+    driver.clock.advance(71.0)  # the last use of 3 was 101 s ago, that of 1 and 4 71 s
+    driver.core.sessions.expire(driver.clock.monotonic_ns())
+    assert [seq.session_key.id for seq in driver.core.sessions.all()] == [1, 4]
