@@ -90,17 +90,19 @@ def test_who_returns_from_a_pause_is_not_new_again() -> None:
 
 
 def test_of_too_many_events_the_latest_are_kept_and_each_is_handed_over_once() -> None:
-    driver = Driver(records=RecordsConfig(max_kv_events=2), pool_tokens=200, max_num_tokens=8)
-    taken = []
-    for token in (1, 2):
-        driver.ask([token] * 41, 2)
-        driver.run()
-        taken.append(driver.core.take_records())
-    ids = [[event.event_id for event in records.kv_events] for records in taken]
-    first, second = ids
-    assert len(first) == len(second) == 2 and first[0] < first[1] < second[0] < second[1]
-    assert second[1] - first[1] > 2, "there were more"
-    assert driver.core.take_records() is None
+    def taken(max_kv_events: int) -> list[list[int]]:
+        driver = Driver(records=RecordsConfig(max_kv_events=max_kv_events), pool_tokens=200, max_num_tokens=8)
+        ids = []
+        for token in (1, 2):
+            driver.ask([token] * 41, 2)
+            driver.run()
+            ids.append([event.event_id for event in driver.core.take_records().kv_events])
+        assert driver.core.take_records() is None
+        return ids
+
+    every = taken(1000)
+    assert [number for ids in every for number in ids] == list(range(sum(map(len, every))))
+    assert min(map(len, every)) > 2 and taken(2) == [ids[-2:] for ids in every]
 
 
 def test_tokens_of_the_output_are_no_tokens_of_the_prompt() -> None:
