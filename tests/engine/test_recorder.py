@@ -89,9 +89,21 @@ def test_who_returns_from_a_pause_is_not_new_again() -> None:
     assert sum(step.num_new_active_requests for step in driver.core.take_records().iterations) == 2
 
 
-def test_of_too_many_events_the_latest_are_kept_and_each_is_handed_over_once() -> None:
+class Sink:
+    """A KvEventSink, beside which the cache keeps all its events."""
+
+    def start(self, block_size: int) -> None: ...
+
+    def offer(self, events: object, prefixes: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("sink", [None, Sink()])
+def test_of_too_many_events_the_latest_are_kept_and_each_is_handed_over_once(sink: Sink | None) -> None:
     def taken(max_kv_events: int) -> list[list[int]]:
-        driver = Driver(records=RecordsConfig(max_kv_events=max_kv_events), pool_tokens=200, max_num_tokens=8)
+        records = RecordsConfig(max_kv_events=max_kv_events)
+        driver = Driver(records=records, pool_tokens=200, max_num_tokens=8, kv_events=sink)
         ids = []
         for token in (1, 2):
             driver.ask([token] * 41, 2)
