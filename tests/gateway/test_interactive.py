@@ -55,7 +55,8 @@ def test_an_interactive_session_has_its_history_until_a_turn_ends_it(client: API
     assert turns(triton) == [("user", "one"), ("assistant", TEXT), ("user", "two")]
     assert second["history_tokens"] == first["input_tokens"] + first["tokens"] > 0
     assert second["input_tokens"] == 0 < first["input_tokens"]  # the fake's prompt does not grow: it is all history
-    ask([{"role": "user", "content": "three"}])  # the last turn: interactive_mode is off
+    third = ask([{"role": "user", "content": "three"}])  # the last turn: interactive_mode is off
+    assert third["history_tokens"] == second["history_tokens"] + second["tokens"], "of all turns, not of the last one"
     assert len(turns(triton)) == 5
     ask("again", interactive_mode=True)
     assert turns(triton) == [("user", "again")]

@@ -105,6 +105,22 @@ def test_channels_are_reasoning_content_and_calls() -> None:
     assert read_all(HarmonyReader(), [HARMONIES[7]])[0] == HARMONIES[7]
 
 
+@pytest.mark.parametrize("closing", ["<|call|>", "<|end|>", "<|return|>", ""])
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_each_call_in_channels_has_its_own_arguments(number: int, closing: str) -> None:
+    """One that is no JSON among them takes nothing of the next one, and gives it nothing."""
+    head = "<|start|>assistant<|channel|>commentary to=functions.f{} <|constrain|>json<|message|>"
+    text = "".join(f'{head.format(n)}{{"n": {n}}}{closing}{head.format("x")}{{"x": {n}{closing}' for n in range(number))
+    for pieces in ([text], list(text)):
+        content, reasoning, calls = read_all(HarmonyReader(), pieces)
+        assert calls == [(f"f{n}", f'{{"n": {n}}}') for n in range(number)] and reasoning == ""
+        assert content == "".join(f'{head.format("x")}{{"x": {n}' for n in range(number))
+    reader = HarmonyReader()
+    reader.push(text)
+    reader.flush()
+    assert reader.num_calls == number
+
+
 @pytest.mark.parametrize("text", HARMONIES)
 def test_channels_are_read_the_same_in_any_pieces(text: str) -> None:
     expected = read_all(HarmonyReader(), [text])
@@ -302,6 +318,35 @@ def test_parameters_bring_what_they_refer_to() -> None:
         "parts"
     ]
     assert {"schema": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}} in parts
+
+
+@pytest.mark.parametrize("name", ["qwen_tags", "glm"])
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, '"5"', '"5"'),
+        ({"type": "string", "enum": ["5", "a"]}, '"5"', "5"),
+        ({"type": "string", "const": "5"}, '"5"', "5"),
+        ({"type": ["string", "null"]}, '"5"', "5"),
+        ({"type": "integer"}, "5", 5),
+        (True, '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_a_value_is_written_and_read_as_a_text_or_as_json_by_its_schema(
+    name: str, schema: Any, text: str, value: Any
+) -> None:
+    """The guide has the model write what the reader then takes: a text as it is, and anything else as JSON."""
+    format = TOOL_FORMATS[name].format
+    function = Function.model_construct(name="f", parameters={"properties": {"a": schema}, "required": ["a"]})
+    structure = format.structure(function)
+    has_schema = any("schema" in part for part in structure["parts"] if isinstance(part, dict))
+    assert has_schema == (value != text), "what is JSON is guided by its schema"
+    written = "".join(
+        part if isinstance(part, str) else f"{text}{part.get('until', '')}" for part in structure["parts"]
+    )
+    reader = CallReader(format, {"f": function})
+    (call,) = [*reader.push(structure["begin"] + written + structure["end"]), *reader.flush()]
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"a": value}
 
 
 @pytest.mark.parametrize(
