@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from backend.api import load_config
 from backend.api.config import EngineConfig
+from deploy.engine_sets import Engine
 from deploy.errors import UserError
+from deploy.gateway import GatewayOptions
+from deploy.health import Report, Verdict
+from deploy.model_control import ModelControl
 from deploy.model_source import DEFAULT_MODEL
 from deploy.models_file import GIB, Entry, read_models
 from deploy.several import ALONE, Several
+from deploy.several_options import of_several
+from deploy.several_server import SeveralServer
+from deploy.shares import Share
 
 MODEL = {"path": str(DEFAULT_MODEL)}
 # Keys of ALONE -> a value, and what else a configuration with it must have
@@ -106,3 +115,48 @@ def test_two_engines_never_have_one_file_or_address(place: str, started: Start, 
     with pytest.raises(UserError, match=f"models b and a both have {section}"):
         several.described_again(several.sets[0], beside=False)
     several.described_again(several.sets[1], beside=True)
+
+
+def test_a_server_that_starts_again_has_what_its_models_were_replaced_with(started: Start, tmp_path: Path) -> None:
+    """Their first engines have their first numbers and names again, for all directories of the former life are gone."""
+    several = started({"a": MODEL, "b": MODEL})
+    server = SeveralServer(several, run_dir=tmp_path / "run")
+    (_, second) = several.sets
+    larger = Share(load_config(overrides=["kv_cache.max_tokens=64"]), 7)
+    second.engine, second.entry = Engine("b", 3, larger, is_first=False), Entry("y")
+    place = tmp_path / "place"
+    place.mkdir()
+    server._lay_out(place)
+    assert (second.engine.owner, second.engine.number, second.engine.share) == ("b.engine", 2, larger)
+    assert second.entry == Entry("y") and load_config(place / "e2" / "config.json").kv_cache.max_tokens == 64
+    assert "b.engine" in {model.name for model in server.models}
+    assert not {"b.engine-3"} & {model.name for model in server.models}
+
+
+def test_stubs_that_are_to_end_are_not_judged_and_an_engine_that_was_given_up_ends_no_other(
+    started: Start, tmp_path: Path
+) -> None:
+    server = SeveralServer(started({"a": MODEL, "b": MODEL}), run_dir=tmp_path / "run")
+    given_up, silent = Report("b.engine", "given_up", 1), Report("b.everbatch", "ready", 2, silent_s=99.0)
+    assert server._judge([Report("a.engine", "ready", 3)]) == Verdict()
+    verdict = server._judge([given_up])
+    assert verdict.given_up is None and verdict.unready == "model b.engine is unavailable"
+    assert server._judge([silent]).silent == silent
+    server.control = cast(ModelControl, SimpleNamespace(retired={1, 2}))
+    assert server._judge([given_up, silent]) == Verdict()
+
+
+def test_the_endpoint_is_told_of_each_model_by_its_own_names_and_formats(started: Start, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}<tool_call><think></think>{{ m.content }}{% endfor %}{{ tools }}")
+    models = {
+        "a": MODEL | {"names": ["org/a"]},
+        "b": MODEL | {"names": ["org/b"], "set": [f"model.chat_template={template}"]},
+    }
+    told = of_several(GatewayOptions(port=1), started(models))
+    (other,) = told.others
+    assert (told.names, told.metrics_label) == (("everbatch", "a", "org/a"), "a")
+    assert (other.triton_model, other.names, other.label) == ("b.everbatch", ("b", "org/b"), "b")
+    assert (other.tool_format, other.reasoning_format) == ("hermes", "think")
+    same = of_several(GatewayOptions(port=1, tool_format="llama", reasoning_format="none"), started(models)).others[0]
+    assert (same.tool_format, same.reasoning_format) == ("llama", "none"), "what the operator says is of all models"
