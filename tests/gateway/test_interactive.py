@@ -147,6 +147,18 @@ def test_sessions_belong_to_their_key(serve: Callable[..., Any], triton: FakeTri
         assert turns(triton) == [("user", "secret-of-number-2")]
         list(client.chat_interactive_v1("more", session_id=1))
         assert [text for _, text in turns(triton)] == ["secret-of-number-2", TEXT, "more"]
+        one, two = (APIClient(served.url, f"secret-of-number-{number}", timeout_s=60) for number in (1, 2))
+        num_before = len(triton.requests)
+        asked = one.chat_interactive_v1("hold", session_id=8, interactive_mode=True)
+        thread = threading.Thread(target=list, args=(asked,))
+        thread.start()
+        held = triton.wait_for(num_before + 1)[-1]
+        list(two.chat_interactive_v1("", session_id=8, cancel=True))
+        assert next(two.chat_interactive_v1("hi", session_id=8))["text"] == TEXT, "its own session is free"
+        assert not held.ended.is_set(), "another client's turn goes on"
+        list(one.chat_interactive_v1("", session_id=8, cancel=True))
+        thread.join(60)
+        assert not thread.is_alive() and held.ended.wait(60)
 
 
 def test_calls_and_reasoning_of_earlier_turns_reach_the_model(client: APIClient, triton: FakeTriton) -> None:
