@@ -217,7 +217,9 @@ def test_a_replacement_lives_by_what_the_file_says_then(server: Server) -> None:
 
 def test_a_second_replacement_ends_the_engine_of_the_first(server: Server) -> None:
     shares = [Share(load_config(overrides=[f"kv_cache.max_tokens={tokens}"]), tokens) for tokens in (64, 128)]
+    ended: set[int] = set()
     for number, share in enumerate(shares, 3):
+        ended |= {pid for name in ("b.vllm_model", "b.everbatch") for pid in server.triton._pids(name)}
         server.again = lambda each, beside, share=share: (each.entry, share)  # type: ignore[misc]
         server.triton.calls.clear()
         server.control.replace("b")
@@ -228,6 +230,7 @@ def test_a_second_replacement_ends_the_engine_of_the_first(server: Server) -> No
         assert (described.engine, described.owner, described.memory_bytes) == (
             *(number, f"b.engine-{number}", share.num_bytes),
         )
+    assert len(ended) == 4 and ended <= server.control.retired
     assert {server.triton.engine_of[name] for name in ("b.engine-4", "b.vllm_model", "b.everbatch")} == {"e4"}
     server.control.replace("a")
     assert server.triton.calls[-1] == "unload a.engine", "numbers are of the server, so no two engines share one"
