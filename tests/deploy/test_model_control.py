@@ -237,6 +237,34 @@ def test_a_second_replacement_ends_the_engine_of_the_first(server: Server) -> No
     assert server.triton.engine_of["everbatch"] == "e5" and server.triton.is_ready("b.engine-4")
 
 
+def test_a_model_that_is_asleep_is_loaded_before_it_is_replaced(server: Server) -> None:
+    """Requests may be held for its former engine, which has to answer them."""
+    server.now = 100.0
+    server.settle()
+    assert server.state("a") == "asleep"
+    server.triton.calls.clear()
+    server.control.replace("a")
+    assert server.triton.calls[:2] == ["load a.engine", "load a.engine-3"]
+    assert server.triton.calls[-1] == "unload a.engine" and server.state("a") == "loaded"
+
+
+@pytest.mark.parametrize("operation", ["unload", "replace"])
+def test_an_operation_is_over_when_the_process_of_the_engine_has_ended(
+    operation: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then its memory is taken and its directory, with its socket, is in use."""
+    looks: list[bool] = []
+
+    def is_alive(pid: int) -> bool:
+        looks.append((server.place / "e2").exists())
+        return len(looks) < 4
+
+    monkeypatch.setattr(server.control, "_is_alive", is_alive)
+    getattr(server.control, operation)("b")
+    assert looks == [True] * 4
+    assert (server.place / "e2").exists() == (operation == "unload")
+
+
 def test_a_request_that_comes_as_a_model_goes_to_sleep_keeps_it_awake(server: Server) -> None:
     server.now = 100.0
     tell = server.sets[0].engine.tell
@@ -279,6 +307,29 @@ def test_tritons_own_model_control_is_followed(server: Server) -> None:
     server.triton.load("b.engine", 1)
     server.settle()
     assert server.state("b") == "loaded" and server.notice(2) is None
+
+
+@pytest.mark.parametrize("state", ["asleep", "unloaded"])
+def test_signs_that_are_older_than_an_operation_undo_nothing(
+    state: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signs are read four times a second, so an engine that has ended may still seem to be ready."""
+    signs = server.triton.reports()
+    monkeypatch.setattr(server.control, "_reports", lambda: signs)
+    if state == "unloaded":
+        server.control.unload("a")
+    server.now = 100.0
+    for _ in range(3):
+        server.settle()
+        assert server.state("a") == state
+    monkeypatch.setattr(server.control, "_reports", server.triton.reports)
+    for _ in range(2):
+        server.settle()
+    notice = server.notice(1)
+    assert server.state("a") == state and notice is not None and notice.state == state
+    server.triton.load("a.engine", 1)
+    server.settle()
+    assert server.state("a") == "loaded", "by Triton's own model control, with another stub"
 
 
 def test_an_engine_that_is_given_up_is_this_models_failure_only(server: Server) -> None:
