@@ -50,6 +50,15 @@ def test_channels_are_reasoning_content_and_calls() -> None:
     assert read_all(HarmonyReader(), [HARMONIES[7]])[0] == HARMONIES[7]
 
 
+@pytest.mark.parametrize("end", ["<|end|>", ""])
+def test_the_beginning_of_a_message_ends_the_one_before(end: str) -> None:
+    """Some models leave the end mark out."""
+    call = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}'
+    text = f"<|channel|>analysis<|message|>why{end}{call}{end}<|start|>assistant<|channel|>final<|message|>Done"
+    for pieces in ([text], list(text)):
+        assert read_all(HarmonyReader(), pieces) == ("Done", "why", [("f", '{"n": 1}')])
+
+
 @pytest.mark.parametrize("closing", ["<|call|>", "<|end|>", "<|return|>", ""])
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_each_call_in_channels_has_its_own_arguments(number: int, closing: str) -> None:
