@@ -13,7 +13,7 @@ from backend.api.several import Notice
 from deploy import model_control
 from deploy.errors import UserError
 from deploy.health import Report
-from deploy.model_control import REPLACED, UNLOADED
+from deploy.model_control import GIVEN_UP, REPLACED, UNLOADED
 from deploy.models_file import Entry
 from deploy.shares import Share
 from deploy.triton_control import ControlFailed
@@ -337,7 +337,7 @@ def test_an_engine_that_is_given_up_is_this_models_failure_only(server: Server) 
     server.triton.stubs[pid] = Report("b.engine", "given_up", pid)
     server.settle()
     assert server.state("b") == "failed" and server.state("a") == "loaded"
-    assert server.triton.calls == ["unload b.engine"]
+    assert server.triton.calls == ["unload b.engine"] and server.notice(2) == Notice("failed", GIVEN_UP)
 
 
 def test_an_unknown_model_is_one_sentence_with_those_that_there_are(server: Server) -> None:

@@ -130,8 +130,9 @@ def test_a_chat_that_waits_for_a_processor_too_long_is_given_up() -> None:
     process.process.wait_until_ready()
     with pytest.raises(InvalidRequest, match=r"takes longer than 0\.2 s"):
         process(False, variables("loop"))
-    pid = process.process._running._process.pid  # type: ignore[union-attr]
-    wait_for(lambda: not children_of(pid))
+    running = process.process._running
+    assert running is not None and not running._jobs, "it is not waited for any more"
+    wait_for(lambda: not children_of(running._process.pid))
     process.close()
 
 

@@ -123,3 +123,14 @@ def test_a_stream_that_begins_again_has_all_its_settings() -> None:
         assert runs[0] == runs[1] == runs[2]
         found.append(runs[0])
     assert all(one not in found[:i] for i, one in enumerate(found)), "each setting makes a difference"
+
+
+@pytest.mark.parametrize("prefix", ["", "p "])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tokens_that_are_withdrawn_take_their_text_along_and_nothing_ahead_of_it(count: int, prefix: str) -> None:
+    output = accumulator(prefix=prefix, may_withdraw=True)
+    output.append(tokens(A, X, A, last=True))
+    deltas = [output.take()]
+    output.withdraw(count)
+    deltas.append(output.take())
+    assert followed(deltas) == ([A, X, A][: 3 - count], prefix + " ".join("axa"[: 3 - count]))
