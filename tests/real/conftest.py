@@ -38,7 +38,9 @@ class RealModel:
         directory = self.file.with_suffix("")
         if not (directory / "tokenizer.json").exists():
             model = self.transformers  # in float32, or its rounding would be taken for a fault of the engine
-            model.hf_quantizer = None  # its tensors are plain ones by now, and a model read of a GGUF file is not saved else
+            model.hf_quantizer = (
+                None  # its tensors are plain ones by now, and a model read of a GGUF file is not saved else
+            )
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
             model.save_pretrained(directory)
