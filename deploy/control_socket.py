@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from backend.api.errors import without_long_values
 from deploy.errors import UserError
 from deploy.model_control import Described, ModelControl
 from deploy.triton_control import ControlFailed
@@ -70,7 +71,7 @@ def answer(control: ModelControl, line: bytes) -> Answer:
     try:
         asked = msgspec.json.decode(line, type=Asked)
     except msgspec.MsgspecError as error:
-        return Answer(error=f"the line is no operation: {error}", is_request=True)
+        return Answer(error=f"the line is no operation: {without_long_values(str(error))}", is_request=True)
     try:
         if asked.operation == "load":
             control.load(asked.model)

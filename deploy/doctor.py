@@ -27,6 +27,7 @@ from deploy import IS_CHECKOUT, ROOT, capacity, invocation, libpython, text_chec
 from deploy.environment import hashes, is_complete
 from deploy.errors import UserError
 from deploy.kv_directory import look_at
+from deploy.memory import available_bytes, total_bytes
 from deploy.model_source import resolve_model
 from deploy.packages import SERVING
 from deploy.ports import Ports, check_port
@@ -256,10 +257,8 @@ def shared_memory() -> Finding:
 
 
 def memory() -> Finding:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
-    total = int(fields["MemTotal"].split()[0]) << 10
-    seen = f"{_size(available)} available of {_size(total)}, {os.cpu_count()} processors"
+    available = available_bytes()
+    seen = f"{_size(available)} available of {_size(total_bytes())}, {os.cpu_count()} processors"
     if available >= MEMORY_WANTED:
         return Finding("memory", "ok", seen)
     return Finding(

@@ -37,8 +37,11 @@ class EngineEvents:
             self._position, self._rest = 0, b""
         if size == self._position:
             return []
+        start = max(self._position, size - MAX_BYTES)
+        if start > self._position:  # The half of a line and what has been left out do not make one.
+            self._rest = b""
         with self._path.open("rb") as file:
-            file.seek(max(self._position, size - MAX_BYTES))
+            file.seek(start)
             content = self._rest + file.read(MAX_BYTES)
             self._position = file.tell()
         *lines, self._rest = content.split(b"\n")

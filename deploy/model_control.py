@@ -106,6 +106,7 @@ class ModelControl:
         )  # held while an engine is loaded: the memory that is free is not promised twice
         self._end = threading.Event()
         self.retired: set[int] = set()  # stubs that are to end, and of which it does not matter how they are
+        self._ended: set[int] = set()  # owners' stubs that were ended here and whose last signs may not have been read
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
@@ -166,6 +167,7 @@ class ModelControl:
         its own, so that a long load of one model does not keep the others from being looked at.
         """
         reports = self._reports()
+        self._ended &= {report.pid for report in reports if report.state != health.UNLOADED}
         for each in self._served.values():
             if each.operation:
                 continue
@@ -176,7 +178,9 @@ class ModelControl:
             elif each.state == "loaded" and self._is_idle(each):
                 self._begin(each, "sleep", self._put_to_sleep)
             if not each.operation:
-                self._follow_owner(each, [report for report in reports if report.model == each.set.engine.owner])
+                owner = each.set.engine.owner
+                known = [report for report in reports if report.model == owner and report.pid not in self._ended]
+                self._follow_owner(each, known)
 
     def _begin(self, each: _Served, what: str, action: Callable[[_Served], None]) -> None:
         def work() -> None:
@@ -280,6 +284,7 @@ class ModelControl:
     def _end_engine(self, engine: Engine) -> None:
         """Returns when its stub has ended, which takes its engine along, or after END_S."""
         pids = {report.pid for report in self._reports() if report.model == engine.owner}
+        self._ended |= pids
         self._triton.unload(engine.owner)
         self._wait(END_S, lambda: not any(map(self._is_alive, pids)))
 

@@ -60,10 +60,16 @@ def add_administration_routes(api: FastAPI, gateway: Gateway) -> None:
 async def _change(gateway: Gateway, request: Request, operation: str, name: str) -> Response:
     """Answers when it is done. It goes on where the client does not wait for that."""
     gateway.check_right(OPERATE_MODELS, visit_of(request.scope))
-    work = asyncio.ensure_future(_ask(gateway, operation, name[:256]))
-    models = await asyncio.shield(work)
-    gateway.forget_lengths()  # a replacement may take longer or shorter texts
-    return as_json({"models": models})
+    work = asyncio.ensure_future(_operate(gateway, operation, name[:256]))
+    return as_json({"models": await asyncio.shield(work)})
+
+
+async def _operate(gateway: Gateway, operation: str, name: str) -> list[dict[str, Any]]:
+    """Raises GatewayError."""
+    try:
+        return await _ask(gateway, operation, name)
+    finally:
+        gateway.forget_lengths()  # a replacement may take longer or shorter texts
 
 
 async def _ask(gateway: Gateway, operation: str, name: str) -> list[dict[str, Any]]:

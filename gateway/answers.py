@@ -143,6 +143,7 @@ class Answer(Response):
             return
         outlet, context = Outlet(send), visit_of(scope)
         self._running.enter(context.namespace, self._choices)
+        context.at_end.callback(self._running.leave, context.namespace, self._choices)
         try:
             context.left = await self._run(outlet, receive)
         except GatewayError as error:
@@ -153,8 +154,6 @@ class Answer(Response):
             if outlet.started:
                 await self._last_word(outlet, context, failed(context.request_id))
             raise  # the front logs where it was
-        finally:
-            self._running.leave(context.namespace, self._choices)
 
     async def _run(self, outlet: Outlet, receive: Receive) -> bool:
         """Work until it is done or not wanted any more. Returns whether the client left."""

@@ -59,13 +59,9 @@ class Middleware:
             return
         context = RequestContext()
         scope[SCOPE_KEY] = context
-        began = time.perf_counter()
-        try:
+        context.at_end.callback(self._note, scope, context, time.perf_counter())
+        with context.at_end:
             await self._check(scope, receive, _noting(send, context))
-        finally:
-            if context.admitted:
-                self._places.give_back(context.namespace)
-            self._note(scope, context, time.perf_counter() - began)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer what pages of other servers may not send, and pass on the rest."""
@@ -109,7 +105,7 @@ class Middleware:
                 raise overloaded(f"{total} requests are being answered, the limit; try again later")
             text = f"{held} requests with this key are being answered, its share of {total}; try again later"
             raise too_many_of_one(text)
-        context.admitted = True
+        context.at_end.callback(self._places.give_back, context.namespace)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body. Raises GatewayError 408 or 413; ConnectionResetError when the client leaves."""
@@ -139,14 +135,14 @@ class Middleware:
         text = f"the body has more than {self._settings.max_body_bytes} bytes, the limit; send less"
         return GatewayError(413, text, code="body_too_large")
 
-    def _note(self, scope: Scope, context: RequestContext, seconds: float) -> None:
+    def _note(self, scope: Scope, context: RequestContext, began: float) -> None:
         route = self._names.of(scope)
         counters = self._counters
         counters.requests[route or "other", context.status] += 1
         counters.disconnects += context.left
         counters.prompt_tokens += context.prompt_tokens
         counters.completion_tokens += context.completion_tokens
-        log_request(scope, route or self._names.masked(scope["path"]), context, seconds)
+        log_request(scope, route or self._names.masked(scope["path"]), context, time.perf_counter() - began)
 
 
 def _client(headers: Headers, keys: Keys) -> Client:
@@ -161,6 +157,11 @@ def _client(headers: Headers, keys: Keys) -> Client:
 
 
 def _noting(send: Send, context: RequestContext) -> Send:
+    """Ahead of the last part of an answer its places are given back, and it is counted: that is what its client finds next.
+
+    A client that reads nothing keeps its places, for the last part is not sent until it has read what came before.
+    """
+
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             context.status = message["status"]
@@ -171,6 +172,9 @@ def _noting(send: Send, context: RequestContext) -> Send:
             if context.guide_notes:
                 own.append((b"x-everbatch-not-held", _header_value(context.guide_notes)))
             message["headers"] = [*message.get("headers", []), *own]
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits for the client to read
+            context.at_end.close()
         await send(message)
 
     return noting

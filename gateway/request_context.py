@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +27,13 @@ class RequestContext:
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     status: int = 0  # 0: nothing sent yet
     is_forwarded: bool = False  # a proxy stands between, with anybody behind it
-    admitted: bool = False  # it counts among the requests that are being answered
     left: bool = False  # the client went away before its reply was complete
     caller: Caller = ()  # the span that has sent the request, for the model's trace
     error: GatewayError | None = None  # the error that the client got, as a status or as the last event of a stream
     ignored: list[Key] = field(default_factory=list)  # keys of the body that have no effect here
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    at_end: ExitStack = field(default_factory=ExitStack)  # gives places back, and writes down what the request was
     guide_notes: list[str] = field(
         default_factory=list
     )  # keywords of the client's schemas that are not held, with their places

@@ -14,6 +14,7 @@ kernel adds them.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -255,26 +256,30 @@ def _splits(tiles: Tiles, m: int, n: int, k: int) -> int:
 
 
 def variants() -> dict[str, Variant]:
+    """A product has one for each architecture, because each has its own tiles."""
     types = {"q_x": "*i8", "scale_x": "*fp32", "q_w": "*i8", "scale_w": "*fp32", "out": "*bf16"}
     types |= dict.fromkeys(("m", "n", "k", "k_split"), "i32")
     made = {}
     shapes = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-    for name, m in (("qkv", 16), ("gate_up", 16), ("down", 64), ("gate_up", 256), ("gate_up", 8192)):
+    products = {80: "IMMA", 90: "IGMMA", 100: "IMMA"}
+    sizes = (("qkv", 16), ("gate_up", 16), ("down", 64), ("gate_up", 256), ("gate_up", 8192))
+    for architecture, (name, m) in product(TILES, sizes):
         n, k = shapes[name]
-        tiles = _tiles(90, m)
+        tiles = _tiles(architecture, m)
         constants: dict[str, object] = {"EVEN_K": True} | dict(
             zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles[:3], strict=True)
         )
         split = {"parts": "*i32"} if _splits(tiles, m, n, k) > 1 else {}
         absent = {"bias": None} | ({} if split else {"parts": None})
-        made[f"{name}-{m}"] = Variant(
+        made[f"{name}-{m}-sm{architecture}"] = Variant(
             _w8a8_kernel,
             types | split,
             constants | absent,
             tiles.num_warps,
             tiles.num_stages,
             ("n", "k", "k_split"),
-            {80: ("IMMA", "LDGSTS"), 90: ("IGMMA", "LDGSTS"), 100: ("IMMA", "LDGSTS")},
+            {architecture: (products[architecture], "LDGSTS")},
+            (architecture,),
         )
     reduced = {"parts": "*i32", "scale_x": "*fp32", "scale_w": "*fp32", "bias": "*bf16", "out": "*bf16"}
     constants = {"SPLITS": 2, "BLOCK_N": REDUCED_AT_ONCE}

@@ -1,4 +1,4 @@
-"""Write model_repository/*/config.pbtxt from the tensor tables of backend/serving/fronts.
+"""Write model_repository/*/config.pbtxt from the tensor tables of backend/serving/wires.
 
 python tools/generate_model_configs.py                        # the committed files
 python tools/generate_model_configs.py --output DIR --unary   # decoupled: false, for ModelInfer and /infer clients

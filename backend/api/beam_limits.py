@@ -46,14 +46,6 @@ def _check_search(request: Request, config: SamplingConfig) -> None:
     if config.logit_bias:
         raise Unsupported("logit_bias cannot be had with beams in this version; leave it out, or set beam_width to 1")
     output = request.output_config
-    if output.return_context_logits or output.return_generation_logits or output.additional_outputs:
-        raise Unsupported(
-            "logits and additional outputs cannot be had with beams in this version; leave them out, or set beam_width to 1"
-        )
-    if request.logits_post_processor:
-        raise Unsupported(
-            "logits_post_processor cannot be had with beams in this version; leave it out, or set beam_width to 1"
-        )
     for name, neutral_value in _NOT_OF_BEAMS.items():
         if getattr(output, name) != neutral_value:
             raise Unsupported(f"{name} cannot be had with beams in this version; leave it out, or set beam_width to 1")

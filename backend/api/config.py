@@ -169,7 +169,7 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool = False  # requests may name an adapter
     max_rank: int = 64  # an adapter of a higher rank is refused
     host_bytes: int = 1_073_741_824  # memory of the adapters that are held; the least recently used are evicted first
-    device_fraction: float = 0.05  # share of a GPU's free memory for adapters in use; a CPU uses host_bytes
+    device_fraction: float = 0.05  # share of what weights and KV leave of a GPU; a CPU uses host_bytes
     host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at rank 1
     device_module_layers: int = 0  # the same unit for running sequences, instead of device_fraction; on a CPU too
     page_rank: int = 8  # an adapter of all projections at this rank fills one page of the caches

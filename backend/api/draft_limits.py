@@ -46,8 +46,8 @@ def check_drafts(request: Request, takes_drafts: bool, max_seq_len: int, guesses
         raise InvalidRequest(f"max_draft_tokens is {request.max_draft_tokens}, the least is 0; raise it")
     if request.max_draft_tokens is not None and not guesses:
         raise Unsupported(
-            f"max_draft_tokens is {request.max_draft_tokens} (of lookahead decoding: the n-gram size less one), and this engine "
-            f"makes no guesses; start it with speculation.mode=lookup, or leave it out"
+            f"max_draft_tokens is {request.max_draft_tokens} (num_draft_tokens of tensorrt_llm_bls; of lookahead decoding the "
+            f"n-gram size less one), and this engine makes no guesses; start it with speculation.mode=lookup, or leave it out"
         )
     if not request.draft_tokens:
         return

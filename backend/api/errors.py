@@ -96,3 +96,11 @@ def session_status(message: str) -> SessionStatus | None:
     """The status of a SessionError by its message, which is what crosses processes; None for the text of any other error."""
     found = re.match(r"session error (\d+) ", message)
     return None if found is None else SessionStatus(int(found[1]))
+
+
+_LONG_VALUE = re.compile(r"'([^']{64})[^']+'")
+
+
+def without_long_values(problem: str) -> str:
+    """A library's sentence about a client's value, with what it quotes cut after 64 characters."""
+    return _LONG_VALUE.sub(r"'\1...'", problem)

@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from backend.api.errors import InvalidRequest
+from backend.api.errors import InvalidRequest, without_long_values
 from backend.api.request import Request
 from backend.api.tensor import TensorData
 
@@ -40,7 +40,7 @@ def with_checked_types(request: Request) -> Request:
     except msgspec.ValidationError as error:
         report = _REPORT.fullmatch(str(error))
         what, where = (report["what"], report["where"]) if report else (str(error), "the request")
-        expected = what[:1].lower() + what[1:].replace("`", "").replace("null", "None")
+        expected = what[:1].lower() + without_long_values(what)[1:].replace("`", "").replace("null", "None")
         raise InvalidRequest(f"{where.replace('[...]', '')}: {expected}") from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         where = next((f"{name}: " for name in plain.__struct_fields__ if not _is_plain(getattr(plain, name))), "")

@@ -20,6 +20,8 @@ missing is not reused (`needed_from`).
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 from backend.api.request import Request
@@ -70,12 +72,13 @@ def _row_width(name: str, request: Request, widths: dict[str, int]) -> int:
 
 def response_bytes(request: Request, widths: dict[str, int], num_context: int, num_output: int) -> tuple[int, int]:
     """An upper bound of the bytes of tensors: (in the largest response of a request, in all of its responses together)."""
+    beams = request.sampling_config.beam_width  # their rows come with the final response, all together
     each = {name: _row_width(name, request, widths) for name in wanted(request)}
     num_rows = {name: 1 if _needs_last_only(name, request) else num_context for name in each}
     context = sum(num_rows[name] * each[name] for name, (is_wanted, _) in wanted(request).items() if is_wanted)
     row = sum(each[name] for name, (_, is_wanted) in wanted(request).items() if is_wanted)
-    total = FLOAT_BYTES * (context + row * num_output)
-    return (FLOAT_BYTES * (context + row) if request.streaming else total), total
+    total = FLOAT_BYTES * (context + row * num_output * beams)
+    return (FLOAT_BYTES * (context + row) if request.streaming and beams == 1 else total), total
 
 
 class Gathered:
@@ -115,6 +118,19 @@ class Gathered:
         for name in self._names:
             self._context[name] = list(other._context[name])
             self._next[name] = other._next[name]
+
+    def fork(self) -> Gathered:
+        """A copy for another hypothesis of the same beam search. Rows so far are shared, not copied."""
+        child = copy.copy(self)
+        child._next = dict(self._next)
+        child._context = {name: list(rows) for name, rows in self._context.items()}
+        child._generation = {name: list(rows) for name, rows in self._generation.items()}
+        return child
+
+    def keep_generation(self, num_tokens: int) -> None:
+        """Drop the generation rows behind those of so many output tokens: what they were computed for was not chosen."""
+        for rows in self._generation.values():
+            del rows[num_tokens:]
 
     def asked(self) -> list[Gather]:
         """The rows that a worker has to collect from now on."""
@@ -178,6 +194,31 @@ class Gathered:
         data = b"".join(chunks)
         shape = (len(data) // self._row_bytes[name], self._row_bytes[name] // FLOAT_BYTES)
         return TensorData("float32", shape if is_context else (1, *shape), data)
+
+
+def of_beams(beams: Sequence[Gathered], request: Request) -> dict[str, Any]:
+    """The fields of a Result for the hypotheses of a beam search: generation rows are [beams, longest output, width], with zeros
+    behind the end of shorter ones; context rows are those of the prompt that all share.
+    """
+    taken = [beam.take(request) for beam in beams]
+    fields = taken[0]
+    fields["generation_logits"] = _stacked([each["generation_logits"] for each in taken])
+    if "additional_outputs" in fields:
+        parts = {name: [each["additional_outputs"].get(name) for each in taken] for name in beams[0]._names}
+        stacked = {name: _stacked(tensors) for name, tensors in parts.items()}
+        asked = [one.name for one in request.output_config.additional_outputs]
+        fields["additional_outputs"] = {name: stacked[name] for name in asked if stacked[name] is not None}
+    return fields
+
+
+def _stacked(parts: Sequence[TensorData | None]) -> TensorData | None:
+    """Tensors [1, length, width] as one [parts, longest, width]; None where all are None."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    length, width = max(part.shape[1] for part in given), given[0].shape[2]
+    data = b"".join((b"" if part is None else part.data).ljust(length * width * FLOAT_BYTES, b"\0") for part in parts)
+    return TensorData("float32", (len(parts), length, width), data)
 
 
 def _prompt_log_probs(rows: TensorData) -> list[PromptLogProb]:

@@ -357,10 +357,12 @@ class BeamSequence(Sequence):
         return self.num_inflight_tokens > 0 and self.num_uncomputed_tokens == 0
 
     def apply(self, event: Event) -> None:
-        """A paused row loses its candidates: it runs its last token again after it returns."""
+        """A paused row loses its candidates, and their tensors: it runs its last token again after it returns."""
         super().apply(event)
         if event is Event.PAUSE:
             self.candidates = None
+            if self.gathered is not None:
+                self.gathered.keep_generation(self.num_output_tokens)
 
     def become(self, parent: BeamSequence) -> None:
         """Fork the hypothesis of another row into this one. KVCacheManager.fork does the same for its KV."""
@@ -368,6 +370,7 @@ class BeamSequence(Sequence):
         self.max_computed_tokens = parent.max_computed_tokens
         self.cum_log_prob = parent.cum_log_prob
         self.log_probs = list(parent.log_probs)
+        self.gathered = None if parent.gathered is None else parent.gathered.fork()
         self.first_token_ns, self.first_scheduled_ns = parent.first_token_ns, parent.first_scheduled_ns
         self.first_iteration = parent.first_iteration
         self.is_dormant = False

@@ -75,6 +75,7 @@ class NewRow(Struct, frozen=True):
     post_processor: str = ""  # name of a callable that changes the logits; it is called with the next two fields
     request_id: int = 0
     client_id: int | None = None
+    num_beams: int = 1  # rows of the same beam search; a post-processor is called once for all of them
     adapter: str = ""  # content hash of the LoRA adapter that the row uses; empty = none
 
     @property

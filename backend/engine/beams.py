@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from backend.api.request import Request
 from backend.api.response import FinishReason
+from backend.core.gathered import Gathered
 from backend.core.group import BeamGroup
 from backend.core.sequence import BeamSequence, Sequence
 from backend.kvcache.manager import KVCacheManager
@@ -36,6 +37,7 @@ class Hypothesis:
     log_probs: list[float]
     score: float
     reason: FinishReason
+    gathered: Gathered | None = None  # its tensors, where the client asked for some
 
 
 @dataclass(slots=True)
@@ -155,14 +157,23 @@ def _hypothesis(candidate: _Candidate, reason: FinishReason) -> Hypothesis:
     parent = candidate.parent
     token_ids = [*parent.token_ids[parent.num_prompt_tokens :], candidate.token_id]
     score = _score(parent, candidate.cum_log_prob, len(token_ids))
-    return Hypothesis(token_ids, candidate.cum_log_prob, [*parent.log_probs, candidate.log_prob], score, reason)
+    log_probs = [*parent.log_probs, candidate.log_prob]
+    return Hypothesis(token_ids, candidate.cum_log_prob, log_probs, score, reason, _forked(parent, len(token_ids)))
 
 
 def _as_ended(beam: BeamSequence, reason: FinishReason) -> Hypothesis:
     token_ids = beam.token_ids[beam.num_prompt_tokens :]
-    return Hypothesis(
-        token_ids, beam.cum_log_prob, list(beam.log_probs), _score(beam, beam.cum_log_prob, len(token_ids)), reason
-    )
+    score, gathered = _score(beam, beam.cum_log_prob, len(token_ids)), _forked(beam, len(token_ids))
+    return Hypothesis(token_ids, beam.cum_log_prob, list(beam.log_probs), score, reason, gathered)
+
+
+def _forked(row: BeamSequence, num_tokens: int) -> Gathered | None:
+    """The tensors of the first `num_tokens` output tokens of a row."""
+    if row.gathered is None:
+        return None
+    gathered = row.gathered.fork()
+    gathered.keep_generation(num_tokens)
+    return gathered
 
 
 def _score(seq: Sequence, cum_log_prob: float, length: int) -> float:

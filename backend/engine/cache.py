@@ -28,7 +28,7 @@ class Cache(NamedTuple):
     kv: KVCacheManager
     level: LevelTraffic | NoLevel
     keeper: PoolKeeper | NoKeeper
-    free_bytes: int  # free memory after the weights, before the pool was made
+    free_bytes: int  # free memory after the weights and the pool at its full size
 
     def advance(self, is_busy: bool) -> None:
         """Move KV beside the steps. Called before each, when the steps that had been collected have been booked."""
@@ -71,7 +71,7 @@ def make_cache(
     layers = None if file is None else file.layers
     workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, kv.num_backed_blocks, layers)
     level = NoLevel() if kept is None else kept.traffic(make_io, kv, workers, clock)
-    return Cache(kv, level, keeper, free_bytes)
+    return Cache(kv, level, keeper, max(0, free_bytes - num_blocks * block_bytes(config, model)))
 
 
 def _num_blocks(config: EngineConfig, model: ModelInfo, free_bytes: int, file: PoolFile | None) -> int:

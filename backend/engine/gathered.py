@@ -11,6 +11,7 @@ from backend.core.gathered import response_bytes
 from backend.core.sequence import Sequence
 from backend.core.step import StepOutput
 from backend.engine.flight import Flight
+from backend.engine.groups import members
 
 
 class RowFailure(EverbatchError):
@@ -29,7 +30,7 @@ def apply(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, Everba
     for row, reason in output.failed:
         seq = sequences[row]
         if seq.seq_id not in flight.dropped:
-            flight.dropped.add(seq.seq_id)
+            flight.dropped.update(member.seq_id for member in members(seq))
             yield seq, RowFailure(reason) if seq.request.logits_post_processor else InvalidRequest(reason)
 
 

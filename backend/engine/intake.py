@@ -25,7 +25,7 @@ from backend.engine.beams import make_beams
 from backend.engine.gathered import promise
 from backend.engine.groups import make_sequences
 from backend.engine.resume import check_resume, check_room, take_up
-from backend.engine.sessions import SessionTable
+from backend.engine.sessions import SessionTable, tell_if_cut
 from backend.engine.transfer import Transfer
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler, StepPlan
@@ -113,8 +113,10 @@ class Intake:
         if request.session is None:
             max_output = self._check_room(request, 0, len(request.input_token_ids))
             check_room(resume, max_output)
-            promised = self._promise(request, len(request.input_token_ids), max_output, count)
+            sets = 2 if beam_width > 1 else count  # of beams: the hypotheses that go on, and those that have ended
+            promised = self._promise(request, len(request.input_token_ids), max_output, sets)
             if beam_width > 1:
+                promised = -(-sets * promised // beam_width)
                 sequences = make_beams(lambda: self._make_beam(request_id, request, now_ns), request)
             else:
                 sequences = make_sequences(lambda: self._make(request_id, request, now_ns), count)
@@ -171,6 +173,7 @@ class Intake:
         max_output = self._check_room(request, keep, len(new_ids))
         check_room(resume, max_output)
         promised = self._promise(request, len(new_ids), max_output)
+        tell_if_cut(request, keep + len(new_ids), max_output)
         self.sessions_this_poll[key] = resume.turn
         if known is None:
             seq = self._make(request_id, request, now_ns)

@@ -7,6 +7,7 @@ import msgspec
 from backend.api.errors import EverbatchError
 from backend.api.request import Request, RequestId
 from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
+from backend.core.gathered import of_beams
 from backend.core.sequence import Sequence
 from backend.engine.beams import Hypothesis
 
@@ -94,6 +95,7 @@ def beams_response(seq: Sequence, hypotheses: list[Hypothesis], iteration: int, 
     """
     request, output = seq.request, seq.request.output_config
     shown = hypotheses or [Hypothesis([], 0.0, [], 0.0, seq.finish_reason)]
+    tensors = [beam.gathered for beam in shown if beam.gathered is not None]
     prompt = [] if request.streaming or output.exclude_input_from_output else request.input_token_ids
     account = msgspec.structs.replace(perf_metrics(seq), num_output_tokens=sum(len(beam.token_ids) for beam in shown))
     result = Result(
@@ -106,6 +108,7 @@ def beams_response(seq: Sequence, hypotheses: list[Hypothesis], iteration: int, 
         decoding_iter=iteration,
         num_prompt_tokens=seq.num_prompt_tokens,
         perf_metrics=account if output.return_perf_metrics else None,
+        **(of_beams(tensors, request) if is_final and tensors else {}),
     )
     return Response(seq.request_id, request.client_id, result, account=account if is_final else None)
 

@@ -8,6 +8,7 @@ A session belongs to the namespace of its client: the same number in another nam
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,8 @@ from backend.api.request import Request
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.engine.session_log import SessionLog
 from backend.kvcache.manager import KVCacheManager
+
+log = logging.getLogger("everbatch.engine")
 
 # Memory that an idle session takes besides the KV pool, as tests/model/test_session_memory.py measures it.
 BYTES_PER_TOKEN = 4  # the token id
@@ -183,3 +186,14 @@ def stays(seq: Sequence) -> bool:
     """True if a sequence outlives its request, because its session goes on."""
     session = seq.request.session
     return session is not None and not (session.end or seq.erase_when_finished)
+
+
+def tell_if_cut(request: Request, num_tokens: int, max_output: int) -> None:
+    """Warn of an output that the session's length cuts, as TurboMind does. `num_tokens`: history and prompt."""
+    session = request.session
+    if session is None or session.session_len != num_tokens + max_output or max_output >= request.max_tokens:
+        return
+    log.warning(
+        "session %d: %d tokens of history and prompt and %d of output exceed its session_len; the output is cut to %d tokens",
+        *(session.id, num_tokens, request.max_tokens, max_output),
+    )

@@ -87,7 +87,11 @@ class NativeModules:
                 call = calls.get(id(module))
                 if call is None or _has_thresholds(type(module)) or _takes_adapters(module):
                     continue
-                if (forward := find(module, call)) is not None:
+                try:
+                    forward = find(module, call)
+                except ValueError:  # parts that do not fit into one call, as those of another kind of attention
+                    continue
+                if forward is not None:
                     self._own.append((module, module.forward))
                     module.forward = forward
                     self.found[type(module).__name__] = self.found.get(type(module).__name__, 0) + 1
@@ -165,12 +169,9 @@ class NativeModules:
         for is_interleaved, once in _ROTARY:
             rotary_dim = 2 * once(angles[0]).shape[-1]
             native = self._attentions.of_layer(index)
-            try:
-                whole = NativeAttentionModule(
-                    *self._place, native, *parts, weights, max(eps, default=0.0), rotary_dim, is_interleaved
-                )
-            except ValueError:  # sizes of another kind of attention
-                return None
+            whole = NativeAttentionModule(
+                *self._place, native, *parts, weights, max(eps, default=0.0), rotary_dim, is_interleaved
+            )
             forward = self._attending(whole, index, once)
             if self._agrees(forward, call):
                 return forward

@@ -5,7 +5,7 @@ read by name by the model's front; "ignored" is accepted and has no meaning here
 belongs to a feature this version lacks: any element other than `neutral` is answered with UNSUPPORTED. Two rows with
 one target are aliases: the first one that is present wins.
 
-Dims are without the batch dimension; -1 is any length. The tables themselves stand beside what reads them, in fronts/.
+Dims are without the batch dimension; -1 is any length. The tables themselves stand beside what reads them, in wires/.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ class OutputDelta(NamedTuple):
     num_tokens: int  # output tokens so far
     sequence: int = 0  # index among the sequences or beams of the request
     prompt_log_probs: list[PromptLogProb] | None = None  # from the prompt's second token on
-    with_tensors: Sequence[tuple[Result, int]] = ()  # Results with tensors, and how many tokens of each are kept
+    with_tensors: Sequence[
+        tuple[Result, int]
+    ] = ()  # Results with tensors or a state, and how many tokens of each are kept
     tokens_kept: int = 0
     text_kept: int = 0
 
@@ -243,4 +245,5 @@ def _has_tensors(result: Result) -> bool:
         or result.context_logits is not None
         or result.additional_outputs is not None
         or result.additional_context_outputs is not None
+        or result.kv_state is not None
     )

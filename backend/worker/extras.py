@@ -59,6 +59,7 @@ class SlotWants(NamedTuple):
     post_processor: str
     request_id: int
     client_id: int | None
+    num_beams: int
 
     def context_rows(self, row: Row, asked: Gather) -> range:
         """The positions of a row whose context rows are wanted."""
@@ -127,7 +128,7 @@ class Extras:
         """Remember what the sequence that takes a slot wants."""
         if row.gather or row.post_processor:
             self._slots[row.slot] = SlotWants(
-                row.gather, row.num_prompt_tokens, row.post_processor, row.request_id, row.client_id
+                row.gather, row.num_prompt_tokens, row.post_processor, row.request_id, row.client_id, row.num_beams
             )
         else:
             self._slots.pop(row.slot, None)
@@ -263,17 +264,26 @@ class GatheringPass(Pass):
     def process(self, logits: Tensor, token_ids: Tensor, num_tokens: Sequence[int]) -> list[Failure]:
         if not self.processed:
             return []
-        opted: list[Opted] = []
+        calls: dict[tuple[int, int], list[tuple[Part, int]]] = {}  # the parts of each call, with their rows of logits
         end = 0
-        for index, row, want in self._parts:
-            end += row.num_samples
-            if not row.samples:
-                continue
-            if want is not None and want.post_processor:
-                ids = token_ids[row.slot, : num_tokens[row.slot]].tolist()
-                view = logits[end - 1 : end][None]  # [1, beams, vocab]
-                opted.append(Opted(index, want.post_processor, want.request_id, view, [ids], want.client_id))
-        return self._processors.run(opted)
+        for part in self._parts:
+            end += part.row.num_samples
+            if part.row.samples and part.want is not None and part.want.post_processor:
+                of_search = -1 if part.want.num_beams > 1 else part.number
+                calls.setdefault((part.want.request_id, of_search), []).append((part, end - 1))
+        opted: list[Opted] = []
+        for call in calls.values():
+            first, want = call[0][0], call[0][0].want
+            assert want is not None  # the loop above takes only parts that want something
+            at = [index for _, index in call]
+            own = logits[at[0] : at[0] + 1] if len(at) == 1 else logits[at]  # a view, or else copied back below
+            ids = [token_ids[part.row.slot, : num_tokens[part.row.slot]].tolist() for part, _ in call]
+            opted.append(Opted(first.number, want.post_processor, want.request_id, own[None], ids, want.client_id))
+        failures = self._processors.run(opted)
+        for call, each in zip(calls.values(), opted, strict=True):
+            if len(call) > 1:
+                logits[[index for _, index in call]] = each.logits[0]
+        return failures
 
 
 class FetchedRows:

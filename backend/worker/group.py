@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.guided_rows import GuidedRows
 from backend.worker.input_batch import InputBatch, SlotMemory
 from backend.worker.kv_fingerprint import kv_fingerprint
+from backend.worker.lane import Lane
 from backend.worker.loaded_model import LoadedModel, load_draft_model
 from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner, full_step
@@ -63,6 +65,7 @@ _DUMMY_BLOCK_SIZE = 32  # tokens
 class InProcessWorkerGroup:
     """Implements core.step.WorkerGroup."""
 
+    can_compute_in_thread = True  # while the caller plans the next step, where a CPU is to look ahead
     starts_guides = False  # True: the compiler of guides starts while weights are loaded, else with the first guide
 
     def __init__(
@@ -109,6 +112,7 @@ class InProcessWorkerGroup:
         self.runner: ModelRunner | DeviceRunner | None = None
         self._look_ahead = scheduler.look_ahead
         self._in_flight: deque[Pending] = deque()
+        self._lane = Lane(has_thread=False)
 
     @classmethod
     def from_buffers(
@@ -246,11 +250,13 @@ class InProcessWorkerGroup:
         self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
     ) -> None:
         self.runner = self._make_runner(block_size, num_blocks if layers is None else max_blocks, layers)
+        if self._look_ahead and self.device.type == "cpu" and self._ready.tier_name != "triton":
+            self._lane = Lane(has_thread=self.can_compute_in_thread)
 
     def submit(self, step: StepInput) -> None:
         with self._all_or_nothing():
             assert self.runner is not None  # initialize_kv_cache comes first
-            self._in_flight.append(self.runner.launch(step))
+            self._in_flight.append(self._lane.start(partial(self.runner.launch, step)))
 
     def collect(self) -> StepOutput:
         with self._all_or_nothing():
@@ -263,9 +269,12 @@ class InProcessWorkerGroup:
 
     def read_blocks(self, block_ids: list[BlockId]) -> bytes:
         assert self.runner is not None  # initialize_kv_cache comes first
-        return self.runner.storage.read(block_ids)
+        return self._lane.wait_for(partial(self.runner.storage.read, block_ids))
 
     def write_blocks(self, block_ids: list[BlockId], data: bytes, num_blocks: int) -> None:
+        self._lane.wait_for(partial(self._write, block_ids, data, num_blocks))
+
+    def _write(self, block_ids: list[BlockId], data: bytes, num_blocks: int) -> None:
         assert self.runner is not None  # initialize_kv_cache comes first
         self.runner.grow(num_blocks)
         self.runner.storage.write(block_ids, data)
@@ -273,6 +282,7 @@ class InProcessWorkerGroup:
             self.runner.draft_model.forget(block_ids)
 
     def shutdown(self) -> None:
+        self._lane.close()
         self._in_flight.clear()
         self.runner = None
         self._loaded = self._draft = None
@@ -286,6 +296,7 @@ class InProcessWorkerGroup:
             yield
         except Exception:  # it is raised again below: whatever failed, the steps in flight are lost
             self._in_flight.clear()
+            self._lane.drain()
             if self.device.type == "cuda":
                 try:
                     torch.cuda.synchronize(self.device)

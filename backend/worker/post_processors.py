@@ -31,12 +31,12 @@ _NUM_ARGUMENTS = 5
 
 
 class Opted(NamedTuple):
-    """A row whose request names a post-processor."""
+    """A row whose request names a post-processor, or all rows of its beam search in the step."""
 
-    row: int
+    row: int  # the first one
     name: str
     request_id: int
-    logits: Tensor  # [1, beams, vocab], a view
+    logits: Tensor  # [1, beams, vocab]
     token_ids: list[list[int]]  # prompt and output of each beam
     client_id: int | None
 

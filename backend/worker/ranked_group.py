@@ -38,6 +38,8 @@ SIZES = "workers.tensor_parallel_size and workers.pipeline_parallel_size"
 class RankedWorkerGroup(InProcessWorkerGroup):
     """Implements core.step.WorkerGroup."""
 
+    can_compute_in_thread = False  # one thread alone talks with the other ranks
+
     def __init__(
         self,
         config: EngineConfig,

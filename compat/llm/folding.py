@@ -88,7 +88,9 @@ class SequenceFold:
             log_probs=self._log_probs(delta),
             log_probs_kept=0 if self._params.log_probs is None or delta.log_probs is None else delta.tokens_kept,
             prompt_log_probs=self._of_prompt(of_prompt),
-            tensors=[_new_tensors(result) for result, _ in delta.with_tensors] if delta.with_tensors else [],
+            tensors=[
+                _new_tensors(result, self._index if self._params.beams else 0) for result, _ in delta.with_tensors
+            ],
             num_generated=delta.num_tokens,
             cumulative_log_prob=delta.cum_log_prob,
             finish=output.finish or FinishReason.NOT_FINISHED,
@@ -150,12 +152,13 @@ def _entry(token_id: int, log_prob: float, top: list[TopLogProb], num_top: int) 
     return TokenLogProbs(token_id, log_prob, [(one.token_id, one.log_prob) for one in top[:num_top]])
 
 
-def _new_tensors(result: Result) -> NewTensors:
+def _new_tensors(result: Result, beam: int) -> NewTensors:
+    """`beam`: of which beam of the Result; 0 without beams."""
     return NewTensors(
         result.context_logits,
-        result.generation_logits,
+        None if result.generation_logits is None else result.generation_logits.of(beam),
         result.additional_context_outputs or {},
-        result.additional_outputs or {},
+        {name: rows.of(beam) for name, rows in (result.additional_outputs or {}).items()},
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 class Response:
     """`index`: number of the prompt in its list. `finish_reason`: stop, length or error; None while a stream goes on.
 
-    Of an error `text` is the sentence that says why. In a stream `text` and `token_ids` are what is new; the counts are totals.
+    Of an error `text` is the sentence that says why. In a stream `text`, `token_ids` and `logprobs` are what is new; the counts
+    and `logits` are totals.
     `logprobs`: for each token a dictionary of token ids and log-probabilities. `logits`: [tokens, vocabulary], torch's.
     """
 
@@ -30,6 +31,8 @@ class Response:
         self.token_ids = self.token_ids + other.token_ids
         if other.logprobs:
             self.logprobs = (self.logprobs or []) + other.logprobs
+        if other.logits is not None:
+            self.logits = other.logits
         self.generate_token_len, self.input_token_len = other.generate_token_len, other.input_token_len
         self.finish_reason, self.index = other.finish_reason, other.index
         return self

@@ -137,8 +137,8 @@ class LogitsPostProcessorConfig(Record):
     """Functions that change logits: by name, for requests that name one, or one for all requests that opt in.
 
     `processor_map`: name -> f(request id, logits, tokens of each beam, stream, client id); a name without a function is ignored.
-    `processor_batched`: the same with a list in place of each value. `replicate`: on several ranks, called on all of the first
-    tensor-parallel group.
+    `processor_batched`: the same with a list in place of each value. `replicate` has no effect: of several
+    ranks one alone samples, and calls them.
     """
 
     processor_map: dict[str, Callable[..., Any] | None] | None = field(

@@ -188,6 +188,12 @@ class PackedLinear:
         return self.struct.n, self.struct.k
 
     @property
+    def operand(self) -> tuple[int, int, int]:
+        """The form of its inputs (native/rows.h): columns, format and group. Layers with the same one read the same rows."""
+        format = FLOAT32 if self.struct.format == FLOAT16 else self.struct.format
+        return self.struct.k, format, self.struct.group
+
+    @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._held if tensor is not None)
 

@@ -79,9 +79,9 @@ class NativeMixture:
         is_gated: bool,
         threads: int,
     ) -> None:
-        """Raises ValueError for experts of different sizes or formats."""
-        forms = {tuple((part.shape, part.struct.format, part.struct.group) for part in expert) for expert in experts}
-        (up, *_), (down, *_) = forms.pop()
+        """Raises ValueError for experts of different sizes, or whose inputs differ in form."""
+        forms = {tuple((part.shape, part.operand) for part in expert) for expert in experts}
+        (up, _), (down, _) = forms.pop()
         if forms or up[0] != down[1] * (2 if is_gated else 1):
             raise ValueError(f"experts have products of {up} and {down} and others: they do not fit together")
         self._library, self._scratch, self._held, self._threads = library, scratch, experts, threads

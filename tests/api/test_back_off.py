@@ -36,3 +36,10 @@ def test_ends_that_are_forgiven_count_no_more_and_neither_do_their_delays() -> N
     assert [back_off.delay_after_end(now, 1.0) for now in (1.0, 2.0)] == [0.5, 1.0]
     back_off.forgive(3)
     assert [back_off.delay_after_end(now, 1.0) for now in (3.0, 4.0, 5.0)] == [0.5, 1.0, None]
+
+
+def test_one_end_of_several_is_forgiven() -> None:
+    back_off = BackOff(max_restarts=3)
+    assert [back_off.delay_after_end(now, 1.0) for now in (1.0, 2.0, 3.0)] == [0.5, 1.0, 2.0]
+    back_off.forgive(1)
+    assert [back_off.delay_after_end(now, 1.0) for now in (4.0, 5.0)] == [2.0, None]

@@ -26,6 +26,7 @@ from backend.api.tensor import TensorData
         ({"extra_inputs": {1: b""}}, "extra_inputs: expected an object whose keys are texts"),
         ({"prompt_embeddings": TensorData(1, (1, 1), bytes(4))}, "prompt_embeddings.dtype: expected str, got int"),
         ({"prompt_embeddings": TensorData("float32", (1, 1), [0])}, "prompt_embeddings.data: expected bytes, got array"),
+        ({"guide": {"type": "x" * 5000, "text": ""}}, f"guide.type: invalid enum value '{'x' * 64}...'"),
         ({"sampling_config": None}, "sampling_config: expected object, got None"),
     ],
 )  # fmt: skip

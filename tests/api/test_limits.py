@@ -210,3 +210,25 @@ def test_lists_that_every_step_walks_through_are_short() -> None:
     check_request(Request([1], 1, retention=RetentionConfig(ranges[:256])), limits)
     with pytest.raises(InvalidRequest, match="the request has 257 retention ranges, the limit is 256; join some"):
         check_request(Request([1], 1, retention=RetentionConfig(ranges)), limits)
+
+
+@pytest.mark.parametrize(
+    ("end_ids", "stop_words", "beam_width", "number"),
+    [
+        ([3] * 64, [], 2, None),
+        ([3] * 65, [[1]] * 3, 2, None),  # an id that is given twice is one end
+        (list(range(62)), [[1]] * 2, 2, None),
+        (list(range(63)), [[1]] * 2, 2, 65),
+        (list(range(65)), [], 2, 65),
+        (list(range(65)), [], 1, None),
+    ],
+)
+def test_with_beams_the_ends_of_a_request_are_bounded_together(
+    end_ids: list[int], stop_words: list[list[int]], beam_width: int, number: int | None
+) -> None:
+    asked = request(sampling={"beam_width": beam_width}, end_ids=end_ids, stop_words=stop_words)
+    limits = RequestLimits(100, 100, LimitsConfig(max_words=3), max_beam_width=4)
+    if number is None:
+        return check_request(asked, limits)
+    with pytest.raises(InvalidRequest, match=f"has {number} end ids and stop words, the limit with beams is 64"):
+        check_request(asked, limits)

@@ -96,6 +96,13 @@ def test_a_session_that_is_busy_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     assert say(talk, "two") == "b"
 
 
+def test_each_turn_is_tried_again_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "BUSY_PAUSE_S", 0.0)
+    busy = [ClientError("session error 3 (busy): running")] * history.BUSY_RETRIES
+    talk = Conversation(ScriptedClient(*busy, ["a"], *busy, ["b"]))  # type: ignore[arg-type]
+    assert (say(talk, "one"), say(talk, "two")) == ("a", "b")
+
+
 def test_a_failed_turn_leaves_the_conversation_as_it_was() -> None:
     client = ScriptedClient(["a"], ClientError("[INVALID_ARGUMENT] temperature is 200"), ["b"])
     talk = Conversation(client)  # type: ignore[arg-type]
@@ -161,9 +168,12 @@ def test_the_end_lets_the_server_forget_and_survives_a_server_that_is_gone() -> 
     talk.end()
     session = client.requests[-1].session
     assert session is not None and session.stop and session.end and not session.start
+    talk.end()
+    assert len(client.requests) == 2, "it has ended"
     client.script = [["b"], ClientError("no server answers")]
     say(talk, "two")
     talk.end()
+    assert client.requests[2].session.start, "a turn behind the end begins a session"  # type: ignore[union-attr]
 
 
 # ---- a full context --------------------------------------------------------------------------------------------------
@@ -200,6 +210,8 @@ def test_a_quarter_of_the_text_is_left_out_at_once() -> None:
         say(talk, "x")
     say(talk, "y")
     assert talk.left_out == 5, "8 of 33 characters would be less than a quarter"
+    talk.reset()
+    assert (talk.left_out, talk.messages) == (0, [])
 
 
 def test_a_turn_that_fits_nowhere_is_refused_and_no_old_turn_is_lost() -> None:

@@ -1,6 +1,8 @@
-"""The Sequence: its transitions are a table, its progress is numbers."""
+"""The Sequence: its transitions are those of a table that is written out here, its progress is numbers."""
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -8,8 +10,23 @@ from hypothesis import strategies as st
 
 from backend.api import Request, SamplingConfig, SessionConfig
 from backend.api.request import RequestId
-from backend.core.sequence import TRANSITIONS, BeamSequence, Event, IllegalTransition, Sequence, SessionKey, Status
+from backend.core.sequence import BeamSequence, Event, IllegalTransition, Sequence, SessionKey, Status
 from backend.core.step import SampledToken, SequenceId, SlotId
+
+# The contract's life of a sequence, written out: (status, event) -> the status that follows. There are no other edges.
+LEGAL = {
+    ("waiting", "admit"): "running",
+    ("waiting", "rest"): "idle",
+    ("waiting", "retire"): "retired",
+    ("running", "pause"): "paused",
+    ("running", "rest"): "idle",
+    ("running", "retire"): "retired",
+    ("paused", "admit"): "running",
+    ("paused", "rest"): "idle",
+    ("paused", "retire"): "retired",
+    ("idle", "return"): "waiting",
+    ("idle", "retire"): "retired",
+}
 
 
 def make_sequence(prompt: list[int] | None = None, max_tokens: int = 5, seed: int | None = None) -> Sequence:
@@ -36,36 +53,32 @@ def test_a_new_sequence_holds_its_ids_its_prompt_and_no_output() -> None:
 
 
 @pytest.mark.feature("003-05", "002-43")
-@given(st.lists(st.sampled_from(Event)))
-def test_only_the_events_of_the_table_move_a_sequence_and_others_change_nothing(events: list[Event]) -> None:
-    seq, status = make_sequence(), Status.WAITING
-    for event in events:
-        target = TRANSITIONS.get((status, event))
-        before = state_of(seq)
-        if target is None:
-            with pytest.raises(IllegalTransition, match=event.value):
-                seq.apply(event)
-            assert state_of(seq) == before
-        else:
+@pytest.mark.parametrize("status", Status)
+@pytest.mark.parametrize("event", Event)
+def test_an_event_moves_a_sequence_along_the_legal_edges_alone(status: Status, event: Event) -> None:
+    seq = make_sequence()
+    seq.status = status
+    before = state_of(seq)
+    if (target := LEGAL.get((status.value, event.value))) is not None:
+        seq.apply(event)
+        assert state_of(seq) == {**before, "status": Status(target)}
+    else:
+        with pytest.raises(IllegalTransition, match=event.value):
             seq.apply(event)
-            status = target
-            assert state_of(seq) == {**before, "status": target}
+        assert state_of(seq) == before, "it changes nothing"
 
 
 @pytest.mark.feature("003-05", "002-43")
-def test_every_status_is_reachable_and_a_retired_sequence_stays_retired() -> None:
-    reached = {Status.WAITING}
-    while more := {target for (source, _), target in TRANSITIONS.items() if source in reached} - reached:
-        reached |= more
-    assert reached == set(Status)
-    assert not [source for source, _ in TRANSITIONS if source is Status.RETIRED]
-
-
-@pytest.mark.feature("003-05")
-def test_a_sequence_runs_only_after_admission_and_returns_only_from_idle() -> None:
-    into_running = {source for (source, event), target in TRANSITIONS.items() if target is Status.RUNNING}
-    assert into_running == {Status.WAITING, Status.PAUSED}
-    assert [source for (source, event) in TRANSITIONS if event is Event.RETURN] == [Status.IDLE]
+@given(st.lists(st.sampled_from(Event)))
+def test_whatever_happens_a_sequence_goes_a_legal_way(events: list[Event]) -> None:
+    seq, way = make_sequence(), list[tuple[str, str, str]]()
+    for event in events:
+        before = seq.status.value
+        with suppress(IllegalTransition):
+            seq.apply(event)
+            way.append((before, event.value, seq.status.value))
+    assert all(LEGAL.get((before, event)) == after for before, event, after in way)
+    assert [after for *_, after in way].count("retired") <= 1
 
 
 def test_the_phase_follows_from_the_counters() -> None:

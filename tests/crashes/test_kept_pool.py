@@ -182,7 +182,9 @@ def test_a_torn_record_is_a_miss(machine: Machine) -> None:
     block = machine.core.kv.state.trie.match("", PROMPT, 40, False)[0][6].block_id
     os.pwrite(machine.file, bytes(40), HEADER_BYTES + block * FORM.num_bytes + 100)
     machine.lives.crash()
-    assert machine.dropped == 4, "that block, and those that only follow it"
+    assert machine.dropped == 4 and len(machine.recorded()) == 6, "that block, and those that only follow it"
+    machine.lives.crash()
+    assert machine.dropped == 0 and len(machine.recorded()) == 6, "what is of no use is not kept for the next engine"
     assert tokens_of(machine.fill()) == right(PROMPT) and machine.adopted == 6
 
 

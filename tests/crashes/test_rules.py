@@ -310,36 +310,6 @@ def test_requests_that_an_engine_had_accepted_are_not_refused_by_the_next_one_fo
         assert tokens == oracle([number, 2], 30, 1000)
 
 
-def test_on_trial_a_request_runs_alone_and_the_others_go_on_behind_it() -> None:
-    lives = Lives(make)
-    others = [lives.ask(stream([i, 2], 40)) for i in range(1, 4)]
-    lives.run(lambda: all(each.responses for each in others))
-    suspect = lives.ask(stream([7, 7], 40), Resume(trial_tokens=5))
-    waiting = lives.ask(stream([8, 8], 40), Resume(trial_tokens=5))
-    counts = [len(each.responses) for each in others]
-    lives.run(lambda: len(suspect.responses) >= 5)
-    assert [len(each.responses) for each in others] == counts and not waiting.responses
-    lives.run(lambda: len(waiting.responses) >= 5)
-    assert [len(each.responses) for each in others] == counts and len(suspect.responses) == 5
-    lives.run(lambda: all(each.has_ended for each in [*others, suspect, waiting]))
-    for prompt, client in zip(([1, 2], [2, 2], [3, 2], [7, 7], [8, 8]), [*others, suspect, waiting], strict=True):
-        tokens = [token for each in client.responses for token in each.result.output_token_ids[0]]
-        assert tokens == oracle(prompt, 40, 1000)
-    assert lives.loop.trials.request_id is None
-    lives.core.check_integrity()
-
-
-def test_a_suspect_that_is_cancelled_leaves_the_engine_to_the_others() -> None:
-    lives = Lives(make)
-    other = lives.ask(stream([1, 2], 30))
-    suspects = [lives.ask(stream([i, 7], 40), Resume(trial_tokens=0)) for i in (3, 4)]
-    lives.run(lambda: len(suspects[0].responses) >= 3)
-    for number in (3, 2):
-        lives.tell(Cancel(lives.index << CLIENT_SHIFT | number))
-    lives.run(lambda: all(each.has_ended for each in (other, *suspects)))
-    assert lives.core.scheduler.only is None
-
-
 def test_a_turn_that_still_runs_for_a_lost_connection_is_run_again_for_the_new_one() -> None:
     lives = Lives(make)
     request = stream([1, 2], 30, session=SessionConfig(7, start=True))

@@ -14,6 +14,7 @@ from backend.api import quantised
 from backend.api.config import EngineConfig
 from backend.api.config_file import load_config
 from backend.architectures.checkpoint import Checkpoint, examine
+from backend.architectures.hosted import sizes_of
 from backend.models import loader
 from backend.worker.loaded_model import LoadedModel
 from deploy import capacity, doctor
@@ -245,3 +246,32 @@ def test_a_checkpoint_that_asks_for_quantised_kv_is_counted_so(model: Path) -> N
 
 def test_the_groups_that_are_allowed_are_those_of_the_kernels() -> None:
     assert quantised.LEAST_GROUP == min(GROUPS) and quantised.QOQ_GROUP == GROUP
+
+
+@pytest.mark.parametrize(
+    ("content", "sizes"),
+    [
+        ({"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}, (2, 2, 8, 1)),
+        ({"num_attention_heads": 8, "hidden_size": 64, "head_dim": 16, "max_position_embeddings": 99}, (1, 8, 16, 99)),
+        ({"n_layer": 3, "n_head": 4, "n_embd": 20, "n_positions": 7}, (3, 4, 5, 7)),
+        ({"num_hidden_layers": 9, "text_config": {"num_hidden_layers": 2, "head_dim": 4}}, (2, 1, 4, 1)),
+        # Of multi-head latent attention all heads have keys, with the dimensions that are rotated and those that are not.
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "head_dim": 16}
+            | {"kv_lora_rank": 8, "qk_nope_head_dim": 24, "qk_rope_head_dim": 10},
+            (1, 6, 34, 1),
+        ),
+        # The first positions of some encoders are not used.
+        ({"architectures": ["BertModel"], "max_position_embeddings": 512, "pad_token_id": 1}, (1, 1, 1, 512)),
+        ({"architectures": ["RobertaModel"], "max_position_embeddings": 514, "pad_token_id": 1}, (1, 1, 1, 512)),
+        ({"architectures": ["RobertaModel"], "max_position_embeddings": 514, "pad_token_id": 3}, (1, 1, 1, 510)),
+        ({"architectures": ["RobertaModel"], "max_position_embeddings": 514, "pad_token_id": None}, (1, 1, 1, 512)),
+        (
+            {"num_hidden_layers": -1, "num_attention_heads": 10**400, "head_dim": "x", "hidden_size": 1e308},
+            (1, 1, 1, 1),
+        ),
+    ],
+)
+def test_the_sizes_of_a_hosted_model_are_those_of_its_kv(content: dict[str, object], sizes: tuple[int, ...]) -> None:
+    """Layers, heads of keys and values, their dimension, positions."""
+    assert sizes_of(content) == sizes

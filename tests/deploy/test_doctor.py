@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from backend.api.config import EngineConfig
-from deploy import doctor, invocation, libpython, model_source, running
+from deploy import doctor, invocation, libpython, memory, model_source, running
 from deploy.doctor import Finding, show
 from deploy.errors import UserError
 
@@ -49,6 +49,36 @@ def test_choices_of_the_cpu_kernels_are_shown_and_a_wrong_one_fails(monkeypatch:
     monkeypatch.setenv("EVERBATCH_CHOICES", "speed=1")
     finding = doctor.cpu_kernels()
     assert finding.state == "fail" and "EVERBATCH_CHOICES has 'speed'" in finding.seen and finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("free", "available", "limit", "used", "state", "seen"),
+    [
+        (1, 8, None, 0, "ok", "8.0 GiB available of 16.0 GiB"),  # what the page cache has can be had
+        (8, 1, None, 0, "warn", "1.0 GiB available of 16.0 GiB"),
+        (8, 8, 4, 1, "ok", "3.0 GiB available of 4.0 GiB"),  # a container's limit, where it is the lower one
+        (8, 8, 4, 3, "warn", "1.0 GiB available of 4.0 GiB"),
+        (1, 1, 4, 1, "warn", "1.0 GiB available of 4.0 GiB"),
+    ],
+)
+def test_memory_is_what_can_be_had_of_the_machine_and_of_the_container(
+    *,
+    free: int,
+    available: int,
+    limit: int | None,
+    used: int,
+    state: str,
+    seen: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"MemTotal": 16 << 30, "MemFree": free << 30, "MemAvailable": available << 30}
+    monkeypatch.setattr(memory, "_meminfo", lambda: told)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n" if limit is None else f"{limit << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{used << 30}\n")
+    finding = doctor.memory()
+    assert finding.state == state and finding.seen.startswith(seen)
 
 
 def test_a_missing_libpython_fails_and_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

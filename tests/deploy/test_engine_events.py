@@ -83,6 +83,21 @@ def test_a_log_that_grows_fast_is_not_read_as_a_whole(log: Path, monkeypatch: py
     assert len(events._rest) == 300
 
 
+@pytest.mark.parametrize("way", ["emptied", "grown fast"])
+def test_half_a_line_and_what_comes_much_later_are_no_event(
+    way: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_events, "MAX_BYTES", 300)
+    events = EngineEvents(log)
+    write(log, OWNER + "the engine process")
+    assert events.fresh() == []
+    if way == "emptied":
+        log.write_text(" and so on\n" + KILLED)
+    else:
+        write(log, "\n" + " " * 1000 + "and so on\n" + KILLED)
+    assert events.fresh() == ["the engine process was ended by signal 9 (SIGKILL); it is started again in 0.5 s"]
+
+
 def test_a_log_that_is_removed_while_it_is_looked_at_ends_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = EngineEvents(log)
     monkeypatch.setattr(events, "_size", lambda: 10_000)  # the file was there when its size was asked for

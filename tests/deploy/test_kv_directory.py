@@ -41,6 +41,16 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyt
     assert "belongs to user" in look_at(str(tmp_path))[1]
 
 
+@pytest.mark.parametrize("user", [0, 12345])
+def test_a_directory_that_is_not_there_yet_may_be_made_where_others_write_too(
+    user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below /tmp."""
+    monkeypatch.setattr(kv_directory.os, "geteuid", lambda: user)
+    tmp_path.chmod(0o1777)
+    assert look_at(str(tmp_path / "a" / "b"))[0] in ("ok", "warn")
+
+
 def test_doctor_looks_at_it_when_it_is_told_of_it(tmp_path: Path) -> None:
     found = examine("127.0.0.1", Ports(1, 2, 3), kv_directory=str(tmp_path))
     assert [each.state for each in found if each.name == "second level of KV"] in (["ok"], ["warn"])

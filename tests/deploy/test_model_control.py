@@ -10,17 +10,19 @@ import pytest
 
 from backend.api import load_config
 from backend.api.several import Notice
+from deploy import model_control
 from deploy.errors import UserError
 from deploy.health import Report
-from deploy.model_control import REPLACED, UNLOADED
+from deploy.model_control import GIVEN_UP, REPLACED, UNLOADED
 from deploy.models_file import Entry
 from deploy.shares import Share
 from deploy.triton_control import ControlFailed
-from tests.deploy.scripted_models import Server
+from tests.deploy.scripted_models import SHARE, Server
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Server:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(model_control, "SETTLE_S", 0.02)  # the scripted stubs need no time
     return Server(tmp_path)
 
 
@@ -176,6 +178,93 @@ def test_an_idle_model_goes_to_sleep_and_a_request_wakes_it(server: Server) -> N
     assert server.notice(1) is None and any("loaded after" in line for line in server.told)
 
 
+@pytest.mark.parametrize("how", ["load of one unloaded", "load of one asleep", "replace", "Triton's own model control"])
+def test_a_model_that_is_there_again_is_idle_from_then_on(how: str, server: Server) -> None:
+    """Its last request may have been long ago."""
+    if how == "load of one unloaded":
+        server.control.unload("a")
+    elif how == "Triton's own model control":
+        server.triton.unload("a.engine")
+        server.settle()
+    server.now = 100.0
+    if how == "load of one asleep":
+        server.settle()
+        assert server.state("a") == "asleep"
+        server.now = 200.0
+    came = server.now
+    if how == "replace":
+        server.control.replace("a")
+    elif how == "Triton's own model control":
+        server.triton.load("a.engine", 1)
+        server.settle()
+    else:
+        server.control.load("a")
+    server.now = came + 29.0
+    server.settle()
+    assert server.state("a") == "loaded"
+    server.now = came + 30.0
+    server.settle()
+    assert server.state("a") == "asleep"
+
+
+def test_a_replacement_lives_by_what_the_file_says_then(server: Server) -> None:
+    server.again = lambda each, beside: (Entry("y", idle_unload_s=5.0, load_timeout_s=7.0), SHARE)
+    server.control.replace("b")
+    server.now = 5.0
+    server.settle()
+    assert server.state("b") == "asleep" and server.notice(3) == Notice("asleep", "", 7.0)
+
+
+def test_a_second_replacement_ends_the_engine_of_the_first(server: Server) -> None:
+    shares = [Share(load_config(overrides=[f"kv_cache.max_tokens={tokens}"]), tokens) for tokens in (64, 128)]
+    ended: set[int] = set()
+    for number, share in enumerate(shares, 3):
+        ended |= {pid for name in ("b.vllm_model", "b.everbatch") for pid in server.triton._pids(name)}
+        server.again = lambda each, beside, share=share: (each.entry, share)  # type: ignore[misc]
+        server.triton.calls.clear()
+        server.control.replace("b")
+        former = "b.engine" if number == 3 else f"b.engine-{number - 1}"
+        assert server.triton.calls[0] == f"load b.engine-{number}" and server.triton.calls[-1] == f"unload {former}"
+        assert not (server.place / "models" / former).exists() and not (server.place / f"e{number - 1}").exists()
+        (_, described) = server.control.described()
+        assert (described.engine, described.owner, described.memory_bytes) == (
+            *(number, f"b.engine-{number}", share.num_bytes),
+        )
+    assert len(ended) == 4 and ended <= server.control.retired
+    assert {server.triton.engine_of[name] for name in ("b.engine-4", "b.vllm_model", "b.everbatch")} == {"e4"}
+    server.control.replace("a")
+    assert server.triton.calls[-1] == "unload a.engine", "numbers are of the server, so no two engines share one"
+    assert server.triton.engine_of["everbatch"] == "e5" and server.triton.is_ready("b.engine-4")
+
+
+def test_a_model_that_is_asleep_is_loaded_before_it_is_replaced(server: Server) -> None:
+    """Requests may be held for its former engine, which has to answer them."""
+    server.now = 100.0
+    server.settle()
+    assert server.state("a") == "asleep"
+    server.triton.calls.clear()
+    server.control.replace("a")
+    assert server.triton.calls[:2] == ["load a.engine", "load a.engine-3"]
+    assert server.triton.calls[-1] == "unload a.engine" and server.state("a") == "loaded"
+
+
+@pytest.mark.parametrize("operation", ["unload", "replace"])
+def test_an_operation_is_over_when_the_process_of_the_engine_has_ended(
+    operation: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then its memory is taken and its directory, with its socket, is in use."""
+    looks: list[bool] = []
+
+    def is_alive(pid: int) -> bool:
+        looks.append((server.place / "e2").exists())
+        return len(looks) < 4
+
+    monkeypatch.setattr(server.control, "_is_alive", is_alive)
+    getattr(server.control, operation)("b")
+    assert looks == [True] * 4
+    assert (server.place / "e2").exists() == (operation == "unload")
+
+
 def test_a_request_that_comes_as_a_model_goes_to_sleep_keeps_it_awake(server: Server) -> None:
     server.now = 100.0
     tell = server.sets[0].engine.tell
@@ -220,12 +309,35 @@ def test_tritons_own_model_control_is_followed(server: Server) -> None:
     assert server.state("b") == "loaded" and server.notice(2) is None
 
 
+@pytest.mark.parametrize("state", ["asleep", "unloaded"])
+def test_signs_that_are_older_than_an_operation_undo_nothing(
+    state: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signs are read four times a second, so an engine that has ended may still seem to be ready."""
+    signs = server.triton.reports()
+    monkeypatch.setattr(server.control, "_reports", lambda: signs)
+    if state == "unloaded":
+        server.control.unload("a")
+    server.now = 100.0
+    for _ in range(3):
+        server.settle()
+        assert server.state("a") == state
+    monkeypatch.setattr(server.control, "_reports", server.triton.reports)
+    for _ in range(2):
+        server.settle()
+    notice = server.notice(1)
+    assert server.state("a") == state and notice is not None and notice.state == state
+    server.triton.load("a.engine", 1)
+    server.settle()
+    assert server.state("a") == "loaded", "by Triton's own model control, with another stub"
+
+
 def test_an_engine_that_is_given_up_is_this_models_failure_only(server: Server) -> None:
     (pid,) = server.triton._pids("b.engine")
     server.triton.stubs[pid] = Report("b.engine", "given_up", pid)
     server.settle()
     assert server.state("b") == "failed" and server.state("a") == "loaded"
-    assert server.triton.calls == ["unload b.engine"]
+    assert server.triton.calls == ["unload b.engine"] and server.notice(2) == Notice("failed", GIVEN_UP)
 
 
 def test_an_unknown_model_is_one_sentence_with_those_that_there_are(server: Server) -> None:

@@ -116,6 +116,12 @@ def test_what_the_server_did_not_take_is_told_again(watched: Watched) -> None:
     watched.until(lambda: watched.signs.looks > looks + 2)
     watched.told.refuse = False
     watched.until(lambda: asked == [False], sign="unavailable")
+    refusals = lambda: sum("the server was not told" in event for event in watched.events)
+    assert refusals() == 1
+    watched.told.refuse = True
+    watched.until(lambda: refusals() == 2, sign="ready")
+    watched.told.refuse = False
+    watched.until(lambda: asked == [False, True], sign="ready")
 
 
 def test_an_engine_that_was_given_up_is_a_final_failure(watched: Watched) -> None:
@@ -219,9 +225,10 @@ def test_what_fails_in_a_look_is_told_once_and_the_watch_goes_on(watched: Watche
     watched.signs.error = None
     watched.until(lambda: not watched.told.told_ready, sign="unavailable")
     assert watched.monitor.failure() is None
-    assert [event for event in watched.events if "No space" in event] == [
-        "watching the server failed: OSError: [Errno 28] No space left on device"
-    ]
+    told = "watching the server failed: OSError: [Errno 28] No space left on device"
+    assert [event for event in watched.events if "No space" in event] == [told]
+    watched.signs.error = OSError(28, "No space left on device")
+    watched.until(lambda: watched.events.count(told) == 2)
 
 
 def test_a_console_that_is_gone_does_not_end_the_watch(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

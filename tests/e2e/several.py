@@ -23,7 +23,7 @@ from deploy.several_server import SeveralServer
 from tests.e2e.starts import wait_ready
 
 WAIT_S = 60.0
-EXACT = ("model.dtype=float32", "model.num_threads=1")
+EXACT = ("model.dtype=float32", "model.num_threads=1", "kv_transfer.enabled=true")
 
 
 class Running:

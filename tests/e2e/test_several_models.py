@@ -16,7 +16,7 @@ from deploy import probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.models_file import Entry
 from tests.e2e.several import WAIT_S, Load, Running, two_models
-from tests.e2e.wire import eventually
+from tests.e2e.wire import TokenClient, eventually, ids_of
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,26 @@ def test_two_of_tensorrt_llms_model_sets_are_there_under_two_names(name: str, ru
     body = {"text_input": "def main(", "max_tokens": 4, "stream": False}
     status, text = probe.request(running.server.http_url, "POST", f"/v2/models/{name}/generate", body, WAIT_S)
     assert status == 200 and "text_output" in text
+
+
+@pytest.mark.feature("002-49")
+def test_the_prompt_runs_on_one_engine_and_its_output_on_the_other(running: Running) -> None:
+    """Both servers of disaggregated serving, over Triton's tensors: `two` has another pool of the same model."""
+    prompt, exact = [(7 * n) % 90 + 1 for n in range(75)], {"exclude_input_in_output": True}
+    url = running.server.grpc_url
+    with TokenClient(url) as first, TokenClient(url, "two.tensorrt_llm") as second:
+        alone = second.generate(prompt, 12)
+        (context,) = first.start(prompt, 12, request_type="context_only", **exact)
+        assert ids_of(context) == alone[:1]
+        state = context.as_numpy("context_phase_params")
+        given = {"context_phase_params": state[0], "return_perf_metrics": True, **exact}
+        (rest,) = second.start(prompt, 12, request_type="generation_only", **given)
+        assert ids_of(rest) == alone and rest.as_numpy("num_context_tokens").item() == 1
+        damaged = second.start(
+            prompt, 12, request_type="generation_only", context_phase_params=state[0, :-1].tolist(), **exact
+        )
+        assert "is damaged: its checksum is another one" in second.error_of(damaged)
+        assert second.generate(prompt, 12) == alone
 
 
 def test_each_engine_has_its_own_label_and_its_own_pool(running: Running) -> None:

@@ -48,6 +48,7 @@ TYPES = {
     "resume_ended": bool,
     "guided_decoding_guide_type": np.object_,
     "guided_decoding_guide": np.object_,
+    "context_phase_params": np.uint8,
 }
 
 CANCELLED = "everbatch_requests_finished_total{reason=cancelled}"
@@ -97,7 +98,9 @@ class TokenClient:
         self._url, self._model = url, model
         self._streams: list[Stream] = []
 
-    def start(self, prompt: list[int], max_tokens: int, request_id: str = "", **inputs: Any) -> Stream:
+    def start(
+        self, prompt: list[int], max_tokens: int, request_id: str = "", request_type: str = "", **inputs: Any
+    ) -> Stream:
         """Send a request on a stream of its own; scalars and lists become [1, n] tensors of the right type."""
         if "CORRID" in inputs:  # what is left out of a turn means a session of one turn (START=1, END=1)
             inputs = {"START": 0, "END": 0, **inputs}
@@ -108,15 +111,18 @@ class TokenClient:
                 for name, value in values.items()
             },
             request_id,
+            {"request_type": request_type} if request_type else None,
         )
 
-    def send(self, arrays: dict[str, np.ndarray], request_id: str = "") -> Stream:
+    def send(
+        self, arrays: dict[str, np.ndarray], request_id: str = "", parameters: dict[str, str] | None = None
+    ) -> Stream:
         """Send tensors as they are."""
         stream = Stream(grpcclient.InferenceServerClient(self._url))
         self._streams.append(stream)
         stream.client.start_stream(lambda result, error: stream.responses.put((result, error)))
         stream.client.async_stream_infer(
-            self._model, [to_input(*item) for item in arrays.items()], request_id=request_id
+            self._model, [to_input(*item) for item in arrays.items()], request_id=request_id, parameters=parameters
         )
         return stream
 

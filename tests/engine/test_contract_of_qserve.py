@@ -12,8 +12,10 @@ from backend.api.config import RecordsConfig
 from backend.api.request import RequestId
 from backend.api.stats import BlocksStored
 from backend.core.messages import Submit
-from backend.core.sequence import TRANSITIONS, Event, Sequence, Status
+from backend.core.sequence import Event, Sequence, Status
+from backend.serving.wires.vllm import finish_name
 from backend.wire.framing import decode_command, encode_frame
+from tests.core.test_sequence import LEGAL
 from tests.engine.driver import Driver
 from tests.engine.test_beams import ask, check, oracle
 
@@ -81,6 +83,22 @@ ENDED = {
 }
 
 
+@pytest.mark.feature("003-06")
+@pytest.mark.parametrize(
+    ("status", "reason", "name"),
+    [
+        ("FINISHED_STOPPED", FinishReason.END_ID, "stop"),
+        ("FINISHED_STOPPED", FinishReason.STOP_WORDS, "stop"),
+        ("FINISHED_LENGTH_CAPPED", FinishReason.LENGTH, "length"),
+        ("FINISHED_ABORTED", FinishReason.CANCELLED, "abort"),
+        ("FINISHED_ABORTED", FinishReason.TIMED_OUT, "abort"),
+    ],
+)
+def test_ends_have_the_names_that_qserve_gives_to_its_statuses(status: str, reason: FinishReason, name: str) -> None:
+    """FINISHED_IGNORED, a prompt that is too long, is refused with an error here and never becomes a sequence."""
+    assert ENDED[reason] == status and finish_name(reason) == name
+
+
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Status, Event, Status, Sequence]]:
     """Every change of a sequence's status, as it happens."""
@@ -96,9 +114,9 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Status, Event, Status, 
     return noted
 
 
-@pytest.mark.feature("003-05")
+@pytest.mark.feature("003-05", "002-43")
 @pytest.mark.parametrize("seed", range(5))
-def test_an_engine_under_pressure_moves_sequences_along_the_table_only(
+def test_an_engine_under_pressure_moves_sequences_along_legal_edges_only(
     seed: int, moves: list[tuple[Status, Event, Status, Sequence]]
 ) -> None:
     """Requests that end by a token, by length, by cancelling and by their deadline, with pauses in between."""
@@ -115,7 +133,7 @@ def test_an_engine_under_pressure_moves_sequences_along_the_table_only(
         driver.clock.advance(0.3)
         if draw.random() < 0.1:
             driver.core.cancel(RequestId(draw.choice(asked)))
-    assert all(TRANSITIONS[before, event] is after for before, event, after, _ in moves)
+    assert all(LEGAL[before.value, event.value] == after.value for before, event, after, _ in moves)
     by_sequence: dict[int, list[Status]] = {}
     for before, _, after, seq in moves:
         assert by_sequence.setdefault(seq.seq_id, [Status.WAITING])[-1] is before, "nothing moves it behind our back"

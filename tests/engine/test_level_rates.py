@@ -59,3 +59,12 @@ def test_a_slow_level_is_tried_again_with_few_blocks() -> None:
 def test_seconds_of_computing_are_known_when_a_prompt_has_run() -> None:
     assert LevelRates(32, 1000).prefill_s(3) is None
     assert rates(1.0, 2.0).prefill_s(3) == pytest.approx(6.0)
+
+
+def test_after_a_try_it_is_left_alone_again_as_long_as_before() -> None:
+    made = rates(5.0, 1.0)
+    assert made.num_to_load(20, 0, 0, 11 * SECOND) == PROBE_BLOCKS
+    made.note_load(4_000, 20.0, 12 * SECOND)
+    assert made.num_to_load(20, 0, 0, 13 * SECOND) == 0
+    assert made.num_to_load(20, 0, 0, 21 * SECOND) == 0
+    assert made.num_to_load(20, 0, 0, 23 * SECOND) == PROBE_BLOCKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from backend.api import EngineConfig, Request, Response
+from backend.api import EngineConfig, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig
 from backend.api.live_view import CACHED, FREE, LiveView
 from backend.core.messages import Look, Submit
@@ -146,3 +146,32 @@ def test_many_looks_at_a_time_share_a_view() -> None:
     assert num_rows() == 0
     driver.clock.advance(0.001)
     assert num_rows() == 1
+
+
+def test_sessions_of_one_number_in_two_namespaces_are_told_apart() -> None:
+    driver = Driver(pool_tokens=128)
+    for salt in ("alice", "bob"):
+        driver.ask([1], 2, session=SessionConfig(7, start=True), cache_salt=salt)
+        driver.run()
+    running = driver.ask([2], 9, session=SessionConfig(7), cache_salt="bob")
+    driver.step()
+    view = LiveViews(driver.core).view()
+    (idle,), (row,) = view.sessions, view.rows
+    assert idle.namespace and row.namespace and idle.namespace != row.namespace
+    assert idle.session and row.session and idle.session != row.session
+    driver.core.cancel(running)
+    driver.run()
+    assert len({each.session for each in LiveViews(driver.core).view().sessions}) == 2
+
+
+def test_a_paused_row_holds_no_blocks() -> None:
+    driver = Driver(pool_tokens=24, policy="max_utilization")
+    for token in (1, 2):
+        driver.ask([token] * 8, 12)
+    while not driver.core.scheduler.waiting.num_paused:
+        driver.step()
+    view = LiveViews(driver.core).view()
+    assert [(row.stage, row.num_blocks > 0) for row in (*view.rows, *view.queue)] == [
+        ("generation", True),
+        ("paused", False),
+    ]

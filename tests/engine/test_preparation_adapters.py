@@ -353,3 +353,17 @@ def test_an_engine_without_lora_refuses() -> None:
     got = serve(core, request(1, "a"), request(1))
     assert {each.error_code for each in got.values()} == {ErrorCode.UNSUPPORTED}
     assert not workers.threads
+
+
+@pytest.mark.feature("001-46")
+@pytest.mark.parametrize(("num_blocks", "expected"), [(500, 400), (2400, 20)])
+def test_adapters_get_a_share_of_what_an_injected_probe_finds_behind_weights_and_kv(
+    num_blocks: int, expected: int
+) -> None:
+    """10,000 bytes are free behind the weights, and a block takes four: of what the pool leaves, adapters get 5 %."""
+    workers = HashWorkerGroup(free_bytes=10_000, bytes_per_token=1)
+    workers.info = msgspec.structs.replace(workers.info, lora_module_bytes=1, device="cuda:0")
+    kv_cache = KvCacheConfig(block_size=4, max_tokens=4 * num_blocks)
+    core = EngineCore(EngineConfig(kv_cache=kv_cache, lora=LoraSection(enabled=True)), workers)
+    assert core.adapters.device.capacity == expected
+    core.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from backend.api.config import RecordsConfig
-from backend.api.stats import RequestStage, RequestStats
+from backend.api.stats import DebugTensors, RequestStage, RequestStats
 from tests.engine.driver import Driver
 
 
@@ -85,3 +87,48 @@ def test_who_returns_from_a_pause_is_not_new_again() -> None:
         driver.step()
     assert driver.core.counters.pauses_total
     assert sum(step.num_new_active_requests for step in driver.core.take_records().iterations) == 2
+
+
+class Sink:
+    """A KvEventSink, beside which the cache keeps all its events."""
+
+    def start(self, block_size: int) -> None: ...
+
+    def offer(self, events: object, prefixes: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("sink", [None, Sink()])
+def test_of_too_many_events_the_latest_are_kept_and_each_is_handed_over_once(sink: Sink | None) -> None:
+    def taken(max_kv_events: int) -> list[list[int]]:
+        records = RecordsConfig(max_kv_events=max_kv_events)
+        driver = Driver(records=records, pool_tokens=200, max_num_tokens=8, kv_events=sink)
+        ids = []
+        for token in (1, 2):
+            driver.ask([token] * 41, 2)
+            driver.run()
+            ids.append([event.event_id for event in driver.core.take_records().kv_events])
+        assert driver.core.take_records() is None
+        return ids
+
+    every = taken(1000)
+    assert [number for ids in every for number in ids] == list(range(sum(map(len, every))))
+    assert min(map(len, every)) > 2 and taken(2) == [ids[-2:] for ids in every]
+
+
+def test_tokens_of_the_output_are_no_tokens_of_the_prompt() -> None:
+    driver = recording()
+    request = driver.ask([1, 2, 3], 5)
+    driver.run()
+    told = [stats for step in driver.core.take_records().requests for stats in step.requests]
+    assert {stats.request_id for stats in told} == {request}
+    assert [stats.num_computed_tokens for stats in told] == [3] * 5
+
+
+def test_debug_tensors_are_handed_over_once() -> None:
+    driver = recording()
+    recorder = driver.core._recorder
+    recorder._debug_tensors = deque([DebugTensors(4, {})], maxlen=2)
+    assert [each.iter for each in recorder.take().debug_tensors] == [4]
+    assert recorder.take() is None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
 
 from backend.api import OutputConfig, Request, SessionConfig
+from backend.api.config import SessionsConfig
+from backend.core.sequence import Status
+from backend.engine.sessions import idle_bytes
 from tests.engine.driver import Driver, answer
 
 
@@ -145,12 +149,35 @@ def test_two_requests_of_a_session_in_one_poll_are_a_conflict() -> None:
 
 
 @pytest.mark.feature("004-31")
-@pytest.mark.parametrize("session_len, outputs", [(10, 7), (4, 1), (100, 20)])
-def test_session_len_cuts_the_output(session_len: int, outputs: int) -> None:
+@pytest.mark.parametrize("session_len, outputs", [(None, 20), (100, 20), (23, 20), (22, 19), (10, 7), (4, 1)])
+def test_session_len_cuts_the_output_with_a_warning(
+    session_len: int | None, outputs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """3 tokens and 20 more are 23."""
     driver = Driver()
     request = driver.turn(1, [1, 2, 3], 20, start=True, session_len=session_len)
     driver.run()
     assert driver.tokens(request) == answer([1, 2, 3], 20)[:outputs]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "session 1: 3 tokens of history and prompt and 20 of output exceed its session_len; the output is cut to "
+        f"{outputs} tokens"
+    ] * (outputs < 20)
+
+
+@pytest.mark.feature("004-31")
+def test_session_len_counts_history_and_what_is_refused_is_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver()
+    converse(driver, 1, [[1, 2]])
+    length = len(driver.log(1))
+    cut = driver.turn(1, [7], 20, session_len=length + 5)
+    driver.run()
+    assert len(driver.tokens(cut)) == 4 and f"session 1: {length + 1} tokens of history and prompt" in caplog.text
+    caplog.clear()
+    full = driver.turn(1, [7], 20, session_len=length + 5)
+    driver.run()
+    assert f"history and prompt have {length + 6} tokens, the limit is {length + 5}" in driver.error(full)
+    assert not caplog.records
 
 
 @pytest.mark.feature("004-16", "004-29")
@@ -263,3 +290,58 @@ def test_a_turn_tells_the_tokens_before_it_once_and_only_if_asked() -> None:
     unasked = driver.turn(1, [7], 2)
     driver.run()
     assert told(unasked) == [None, None]
+
+
+def test_a_session_that_is_too_large_alone_stays_until_another_one_is_used() -> None:
+    driver = Driver(max_session_bytes=1)
+    for session in (1, 2, 1):
+        driver.turn(session, [session, 2, 3], 2, start=True)
+        driver.run()
+        assert [key.id for key in driver.core.sessions._sessions] == [session]
+    driver.stop(1, end=True)
+    driver.step()
+    assert len(driver.core.sessions) == driver.core.sessions.num_bytes == 0
+
+
+def test_the_memory_of_sessions_is_counted_once_whatever_becomes_of_them() -> None:
+    """It is that of the idle ones, and nothing is left of those that ran, were replaced, rewound, cancelled or erased."""
+    driver = Driver()
+
+    def check() -> None:
+        idle = [seq for seq in driver.core.sessions.all() if seq.status is Status.IDLE]
+        assert driver.core.sessions.num_bytes == sum(idle_bytes(seq.num_tokens, 4) for seq in idle)
+
+    for fields in ({"start": True}, {}, {"step": 3}, {"start": True}, {}):
+        request = driver.turn(1, [1, 2, 3, 4, 5], 6, **fields)
+        driver.step(2)
+        check()
+        if not fields:
+            driver.core.cancel(request)
+        driver.run()
+        check()
+    driver.turn(2, [7], 3, start=True)
+    driver.run()
+    driver.turn(2, [8], 3, end=True)
+    driver.step(2)
+    check()
+    driver.run()
+    check()
+    assert len(driver.core.sessions) == 1
+
+
+def test_a_session_that_is_used_again_is_not_the_next_one_to_leave() -> None:
+    driver = Driver(pool_tokens=128)  # at most 100 sessions
+    driver.core.sessions._config = SessionsConfig(3, 1 << 28, idle_ttl_s=100.0)
+    for session in (1, 2, 3):
+        driver.turn(session, [session], 2, start=True)
+        driver.run()
+        driver.clock.advance(30.0)
+    driver.turn(1, [5], 2)
+    driver.run()
+    assert [seq.session_key.id for seq in driver.core.sessions.all()] == [2, 3, 1]
+    driver.turn(4, [4], 2, start=True)
+    driver.run()
+    assert [seq.session_key.id for seq in driver.core.sessions.newest()] == [4, 1, 3]
+    driver.clock.advance(71.0)  # the last use of 3 was 101 s ago, that of 1 and 4 71 s
+    driver.core.sessions.expire(driver.clock.monotonic_ns())
+    assert [seq.session_key.id for seq in driver.core.sessions.all()] == [1, 4]

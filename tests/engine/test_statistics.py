@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from backend.api import Request
+from backend.api.request import KvOrigin
+from backend.core.clock import ManualClock
 from backend.core.messages import Delivered, Resume
-from backend.core.step import MemoryUse
+from backend.core.step import MemoryUse, StepInput
+from backend.engine.flight import Flight
+from backend.engine.statistics import Statistics
+from backend.scheduler.scheduler import StepPlan
 from tests.engine.driver import VOCAB, Driver
 
 
@@ -163,3 +168,34 @@ def test_times_of_a_request_that_another_engine_had_begun_count_from_when_the_se
     assert account.first_token_ns - account.arrival_ns == 500_000_000
     assert account.arrival_ns <= account.first_scheduled_ns <= account.first_token_ns <= account.last_token_ns
     assert driver.core.statistics.first_token_s[-1] == 0.5
+
+
+def test_a_request_that_ends_before_it_is_queued_counts_as_accepted_and_as_ended() -> None:
+    statistics = Statistics(ManualClock())
+    for _ in range(2):
+        statistics.count_unqueued("CANCELLED")
+    counters = statistics.counters
+    assert (counters.requests_accepted_total, counters.requests_finished_total) == (2, {"CANCELLED": 2})
+
+
+@pytest.mark.parametrize("name", ["translate", ""])
+def test_sequences_of_an_adapter_are_counted_under_its_name_or_else_its_number(name: str) -> None:
+    driver = Driver(slots=1)
+    origin = KvOrigin(lora_id=3, lora_name=name)
+    for token in range(3):
+        driver.ask([token], 4)
+    driver.step()
+    for seq in (*driver.core.scheduler.waiting, *driver.core.scheduler.running):
+        seq.kv_origin, seq.adapter = origin, "content"
+    stats = driver.core.stats()
+    assert (stats.running_adapters, stats.waiting_adapters) == ({name or "3": 1}, {name or "3": 2})
+
+
+def test_a_step_that_was_submitted_early_lasts_from_the_end_of_the_one_before() -> None:
+    driver = Driver()
+    statistics, clock = driver.core.statistics, driver.clock
+    flight = Flight(StepPlan(driver.core.kv.plan()), StepInput(7, []), clock.monotonic_ns())
+    clock.advance(2.0)
+    assert statistics.record(flight) == 2.0
+    clock.advance(0.5)
+    assert statistics.record(flight) == 0.5

@@ -9,9 +9,11 @@ import pytest
 
 from backend.api import SamplingConfig
 from backend.api.errors import ConfigError
+from backend.core.sequence import Sequence
 from backend.core.step import StepInput
 from backend.engine.flight import Flight
-from backend.kvcache.plan import Admission
+from backend.kvcache.plan import Admission, KVPlan
+from backend.scheduler.scheduler import StepPlan
 from tests.engine.driver import Driver, answer
 
 PLACE = 4096  # bytes that a block of 4 tokens takes in the fake model
@@ -115,6 +117,66 @@ def test_a_swapped_sequence_comes_before_what_waits_and_takes_no_more_slots_than
         if driver.core.scheduler.waiting.num_paused:
             assert third not in running, "a new prompt runs although a swapped sequence waits"
     assert driver.tokens(second) == answer(SECOND, 16) and driver.tokens(third) == answer([1, 2], 2)
+
+
+def all_swapped(count: int, **options: Any) -> tuple[Driver, list[int]]:
+    """So many requests, with different numbers of tokens to come, all of which are swapped out in one step."""
+    driver = swapping(pool_tokens=400, slots=count, **options)
+    requests = [driver.ask([10 * n + 1, 2, 3], 4 + 2 * n) for n in range(count)]
+    driver.step(2)
+    plan = StepPlan(driver.core.kv.plan())
+    for seq in reversed(driver.core.scheduler.running):
+        plan.kv.pause(seq)
+    driver.core.workers.submit(driver.core.scheduler.commit(plan, step_id=-1, now_ns=0))
+    driver.core.workers.collect()
+    assert driver.core.scheduler.waiting.num_paused == count
+    return driver, requests
+
+
+@pytest.mark.feature("003-71")
+def test_of_swapped_sequences_as_many_come_back_as_there_are_slots() -> None:
+    driver, _ = all_swapped(4)
+    plan, admitted = driver.core.kv.plan(), []
+    plan.free_slots = 2
+    for seq in driver.core.scheduler.waiting:
+        admitted.append(driver.core.scheduler._capacity.admit(plan, seq, [], []))
+    assert admitted == [Admission.NOW, Admission.NOW, Admission.LATER, Admission.LATER]
+
+
+@pytest.mark.feature("003-71")
+def test_a_third_swapped_sequence_waits_until_one_of_two_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run are always the first two, in the order of arrival, that have not ended."""
+    driver, requests = all_swapped(4)
+    monkeypatch.setattr(driver.core.scheduler._tuner, "max_sequences", lambda *_: 2)
+    left, ends = list(requests), []
+    while driver.core.has_work:
+        driver.step()
+        running = [seq.request_id for seq in driver.core.scheduler.running]
+        ends += [request for request in left if driver.responses[request][-1].is_final]
+        left = [request for request in left if request not in ends]
+        assert running == left[: len(running)] and len(running) <= 2
+        assert len(running) >= min(2, len(left)) - 1, "a place is taken in the step after an end"
+    assert ends == requests and driver.core.counters.recomputed_tokens_total == 0
+    for n, request in enumerate(requests):
+        assert driver.tokens(request) == answer([10 * n + 1, 2, 3], 4 + 2 * n)
+
+
+@pytest.mark.feature("003-71")
+def test_what_can_never_run_is_answered_without_a_step_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """QServe's scheduler returns early when it has only ignored something; the next call schedules the rest."""
+    driver = swapping(pool_tokens=400)
+    admit = driver.core.scheduler._capacity.admit
+    ignored = driver.ask([1, 2, 3], 4)
+
+    def never(plan: KVPlan, seq: Sequence, *others: Any) -> Admission:
+        return Admission.NEVER if seq.request_id == ignored else admit(plan, seq, *others)
+
+    monkeypatch.setattr(driver.core.scheduler._capacity, "admit", never)
+    driver.step()
+    assert driver.error(ignored) and not driver.workers.trace and not driver.core.has_work
+    last = driver.ask([4, 5], 3)
+    driver.run()
+    assert driver.tokens(last) == answer([4, 5], 3) and driver.used_blocks == 0
 
 
 @pytest.mark.feature("003-29")

@@ -126,6 +126,7 @@ def test_each_kind_of_record_has_a_limit_of_its_own_and_the_latest_are_kept() ->
     events = [KvEvent(number, BlocksCreated(1)) for number in range(6)]
     tensors = [DebugTensors(number, {}) for number in range(6)]
     shelf.put(Records(iterations=steps, requests=requests, kv_events=events, debug_tensors=tensors))
+    shelf.limit(limits)  # of the next engine: what the one before has told stays
     assert shelf.take_iterations() == steps[-1:]
     assert shelf.take_requests() == requests[-2:]
     assert shelf.take_kv_events(0) == events[-3:]

@@ -55,7 +55,8 @@ def test_an_interactive_session_has_its_history_until_a_turn_ends_it(client: API
     assert turns(triton) == [("user", "one"), ("assistant", TEXT), ("user", "two")]
     assert second["history_tokens"] == first["input_tokens"] + first["tokens"] > 0
     assert second["input_tokens"] == 0 < first["input_tokens"]  # the fake's prompt does not grow: it is all history
-    ask([{"role": "user", "content": "three"}])  # the last turn: interactive_mode is off
+    third = ask([{"role": "user", "content": "three"}])  # the last turn: interactive_mode is off
+    assert third["history_tokens"] == second["history_tokens"] + second["tokens"], "of all turns, not of the last one"
     assert len(turns(triton)) == 5
     ask("again", interactive_mode=True)
     assert turns(triton) == [("user", "again")]
@@ -146,6 +147,18 @@ def test_sessions_belong_to_their_key(serve: Callable[..., Any], triton: FakeTri
         assert turns(triton) == [("user", "secret-of-number-2")]
         list(client.chat_interactive_v1("more", session_id=1))
         assert [text for _, text in turns(triton)] == ["secret-of-number-2", TEXT, "more"]
+        one, two = (APIClient(served.url, f"secret-of-number-{number}", timeout_s=60) for number in (1, 2))
+        num_before = len(triton.requests)
+        asked = one.chat_interactive_v1("hold", session_id=8, interactive_mode=True)
+        thread = threading.Thread(target=list, args=(asked,))
+        thread.start()
+        held = triton.wait_for(num_before + 1)[-1]
+        list(two.chat_interactive_v1("", session_id=8, cancel=True))
+        assert next(two.chat_interactive_v1("hi", session_id=8))["text"] == TEXT, "its own session is free"
+        assert not held.ended.is_set(), "another client's turn goes on"
+        list(one.chat_interactive_v1("", session_id=8, cancel=True))
+        thread.join(60)
+        assert not thread.is_alive() and held.ended.wait(60)
 
 
 def test_calls_and_reasoning_of_earlier_turns_reach_the_model(client: APIClient, triton: FakeTriton) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
 
+from gateway.answers import Answer, Outlet, Running
+from gateway.counters import Counters
+from gateway.middleware import Middleware
 from gateway.places import SHARE, Places
+from gateway.request_log import RouteNames
+from gateway.settings import Settings
 from tests.gateway.fake_triton import FakeTriton
 from tests.gateway.test_keys import ALICE, BOB, LINES, Serve, keyed, write
 from tests.gateway.test_limits import COMPLETION, HOLD, connect, post
@@ -39,6 +46,42 @@ def test_without_keys_all_places_are_everybodys() -> None:
 def test_few_places_are_given_to_whoever_holds_none(total: int) -> None:
     places = Places(total, with_shares=True)
     assert [places.take(str(i)) for i in range(total + 1)] == [True] * total + [False]
+
+
+class Found(NamedTuple):
+    """What a client finds when a part of its answer has come."""
+
+    part: bytes
+    requests: int  # that are being answered
+    replies: int  # that are being generated
+    counted: int  # requests that have ended, in the counters
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_places_are_free_and_the_request_is_counted_when_the_last_part_is_sent(is_stream: bool) -> None:
+    """Its client may ask at once for the next one, or for the load."""
+    counters, requests, replies = Counters(), Places(3, with_shares=False), Running(Places(3, with_shares=False))
+    found = list[Found]()
+
+    async def work(out: Outlet) -> None:
+        if is_stream:
+            await out.event(b"first")
+            await out.end_of_events(b"last")
+        else:
+            await out.json([b"{}"])
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            found.append(Found(message["body"], requests.taken, replies.choices, sum(counters.requests.values())))
+
+    body = asyncio.Queue[Message]()
+    body.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+    app = Middleware(Answer(work, replies, 2, 60.0), RouteNames([]), Settings(), None, counters, requests)
+    scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": [(b"host", b"127.0.0.1")]}
+    asyncio.run(app(scope, body.get, send))
+    assert found[-1] == Found(b"last" if is_stream else b"{}", 0, 0, 1)
+    assert found[:-1] and all(each[1:] == (1, 2, 0) for each in found[:-1])
+    assert found[-2].part == b"", "ahead of it the client has read the rest: otherwise it keeps its places"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.booleans())))

@@ -191,6 +191,27 @@ def test_operations_reach_the_launcher_and_its_errors_the_operator(triton: FakeT
     assert operations == [("list", ""), ("load", "b"), ("unload", "b"), ("replace", "b")]
 
 
+def test_after_an_operation_a_model_is_asked_for_its_length_again(triton: FakeTriton, launcher: Launcher) -> None:
+    """Also after one that failed, which may have done so when the new engine served."""
+    with serving(triton.url, control=launcher.path) as served:
+        served.wait_healthy()
+
+        def times_asked() -> int:
+            for _ in range(2):
+                assert served.request("GET", "/v1/models/everbatch")[1]["max_model_len"] == 2048
+            return sum("tokenize" in seen.body for seen in triton.requests)
+
+        assert times_asked() == 1
+        served.request("GET", "/v1/admin/models")
+        assert times_asked() == 1, "a list changes nothing"
+        for number, operation in enumerate(("load", "unload", "replace"), 2):
+            served.request("POST", f"/v1/admin/models/everbatch/{operation}")
+            assert times_asked() == number
+        launcher.answer = {"models": [], "error": "the former engine does not end", "is_request": False}
+        assert served.request("POST", "/v1/admin/models/everbatch/replace")[0] == 503
+        assert times_asked() == 5
+
+
 def test_only_a_key_with_the_word_admin_operates_models(triton: FakeTriton, launcher: Launcher, tmp_path: Path) -> None:
     keys = write(tmp_path / "keys", f"alice {ALICE} admin\nbob {BOB} metrics adapters\n")
     with serving(triton.url, control=launcher.path, api_keys=keys) as served:

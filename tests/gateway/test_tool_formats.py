@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.messages import Function
-from gateway.parts import Call, Part, PartReader, Reasoning, whole_answer
-from gateway.reasoning import REASONING_FORMATS, ReasoningReader, WithoutReasoning
+from gateway.parts import Call, Part, PartReader, whole_answer
 from gateway.reasoning import found_in as reasoning_found_in
 from gateway.tool_formats.harmony import HarmonyReader
 from gateway.tool_formats.reader import CallReader
@@ -66,87 +65,6 @@ def test_what_is_no_call_stays_text_to_the_last_character(name: str) -> None:
             assert content == case.text
             num_without += 1
     assert num_without > 5
-
-
-HARMONY = (
-    "<|channel|>analysis<|message|>They want 1 < 2.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
-    '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"text": "<|x|> }"}<|call|>'
-    "<|start|>assistant<|channel|>final<|message|>Done"
-)
-HARMONIES = [
-    HARMONY,
-    HARMONY.replace('"}', '"'),  # no JSON
-    "no channel at all <|channel|>",
-    "<|start|>assistant<|channel|>final<|message|>",
-    ' to=functions.x<|channel|>commentary json<|message|>{"a": 1}',
-    "<|start|>" + "x" * 600 + "<|message|>",
-    "<|channel|>analysis<|message|>cut off <|en",
-    "<|start|>" + "y" * 600,
-]
-
-
-def read_all(reader: PartReader, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    found = list[Part]()
-    for piece in pieces:
-        found += reader.push(piece)
-    content, reasoning, calls = whole_answer([*found, *reader.flush()])
-    return content, reasoning, [(call.name, call.arguments) for call in calls]
-
-
-def test_channels_are_reasoning_content_and_calls() -> None:
-    expected = ("Let me see.Done", "They want 1 < 2.", [("add", '{"text": "<|x|> }"}')])
-    assert read_all(HarmonyReader(), [HARMONY]) == expected
-    content, _, calls = read_all(HarmonyReader(), [HARMONIES[1]])
-    assert calls == [] and '<|message|>{"text": "<|x|> }' in content
-    assert read_all(HarmonyReader(), [HARMONIES[2]])[0] == HARMONIES[2]
-    assert read_all(HarmonyReader(), [HARMONIES[4]])[2] == [("x", '{"a": 1}')]
-    assert read_all(HarmonyReader(), [HARMONIES[5]])[0] == HARMONIES[5]
-    assert read_all(HarmonyReader(), [HARMONIES[6]])[1] == "cut off <|en"
-    assert read_all(HarmonyReader(), [HARMONIES[7]])[0] == HARMONIES[7]
-
-
-@pytest.mark.parametrize("text", HARMONIES)
-def test_channels_are_read_the_same_in_any_pieces(text: str) -> None:
-    expected = read_all(HarmonyReader(), [text])
-    assert read_all(HarmonyReader(), list(text)) == expected
-    for place in range(1, len(text)):
-        assert read_all(HarmonyReader(), [text[:place], text[place:]]) == expected
-
-
-THOUGHTS = {
-    "<think>\n1 < 2 </thin\n</think>\n\nYes": ("Yes", "1 < 2 </thin"),
-    "\n <think></think>Yes": ("Yes", ""),
-    "<think>cut off </thi": ("", "cut off </thi"),
-    "no thought </think>": ("no thought </think>", ""),
-    "<thin": ("<thin", ""),
-    "  ": ("  ", ""),
-    "<think>a</think><think>b</think>": ("<think>b</think>", "a"),
-    '<think>a <tool_call>{"name": "x", "arguments": {}}</tool_call></think>b': (
-        "b",
-        'a <tool_call>{"name": "x", "arguments": {}}</tool_call>',
-    ),
-}
-
-
-def thinking() -> ReasoningReader:
-    return ReasoningReader(REASONING_FORMATS["think"], CallReader(TOOL_FORMATS["hermes"].format, FUNCTIONS))
-
-
-@pytest.mark.parametrize(("text", "expected"), THOUGHTS.items())
-def test_reasoning_is_what_stands_between_its_marks_at_the_beginning(text: str, expected: tuple[str, str]) -> None:
-    assert read_all(thinking(), [text]) == (*expected, [])
-    assert read_all(thinking(), list(text)) == (*expected, [])
-    for place in range(1, len(text)):
-        assert read_all(thinking(), [text[:place], text[place:]]) == (*expected, [])
-    assert read_all(WithoutReasoning(thinking()), [text]) == (expected[0], "", [])
-
-
-def test_reasoning_is_told_as_it_comes() -> None:
-    reader = thinking()
-    assert reader.push("<think>one") == [Reasoning("one")]
-    assert reader.push(" two <") == [Reasoning(" two")]
-    assert reader.push("x </") == [Reasoning(" <x")]
-    assert reader.push("think> yes") == ["yes"]
 
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "text" / "chat_templates"
@@ -302,6 +220,35 @@ def test_parameters_bring_what_they_refer_to() -> None:
         "parts"
     ]
     assert {"schema": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}} in parts
+
+
+@pytest.mark.parametrize("name", ["qwen_tags", "glm"])
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, '"5"', '"5"'),
+        ({"type": "string", "enum": ["5", "a"]}, '"5"', "5"),
+        ({"type": "string", "const": "5"}, '"5"', "5"),
+        ({"type": ["string", "null"]}, '"5"', "5"),
+        ({"type": "integer"}, "5", 5),
+        (True, '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_a_value_is_written_and_read_as_a_text_or_as_json_by_its_schema(
+    name: str, schema: Any, text: str, value: Any
+) -> None:
+    """The guide has the model write what the reader then takes: a text as it is, and anything else as JSON."""
+    format = TOOL_FORMATS[name].format
+    function = Function.model_construct(name="f", parameters={"properties": {"a": schema}, "required": ["a"]})
+    structure = format.structure(function)
+    has_schema = any("schema" in part for part in structure["parts"] if isinstance(part, dict))
+    assert has_schema == (value != text), "what is JSON is guided by its schema"
+    written = "".join(
+        part if isinstance(part, str) else f"{text}{part.get('until', '')}" for part in structure["parts"]
+    )
+    reader = CallReader(format, {"f": function})
+    (call,) = [*reader.push(structure["begin"] + written + structure["end"]), *reader.flush()]
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"a": value}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,15 @@ CLOSED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"t": {"t": {}}}],
         [{"t": {"u": {}}}, {"u": 1}],
     ),
+    "a $ref behind a $ref, and both again": (
+        {
+            "type": "object",
+            "properties": {key: {"$ref": f"#/$defs/{key[0]}"} for key in ("o1", "n1", "o2", "n2")},
+            "$defs": {"n": NAMED, "o": {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}}},
+        },
+        [{"o1": {"x": {"name": "y"}}, "n1": {"name": "y"}, "o2": {"x": {"name": "y"}}, "n2": {"name": "y"}}],
+        [{"o1": {"x": {"name": "y", "b": 1}}}, {"o1": {"x": {"name": "y"}, "b": 1}}, {"n2": {"name": "y", "x": {}}}],
+    ),
     "or null": (
         {"type": "object", "properties": {"x": {"anyOf": [NAMED, {"type": "null"}]}}},
         [{"x": {"name": "y"}}, {"x": None}],

@@ -351,6 +351,18 @@ def test_compiled_guides_of_live_requests_are_bounded_and_shared_between_namespa
     assert told.wait(7)[6] == (6, ""), "what is only cached is in nobody's way"
 
 
+def test_a_guide_that_several_wait_for_needs_room_for_the_one_who_has_least() -> None:
+    jobs = FakeJobs()
+    compiler, told = make(jobs, live_bytes=1 << 20)
+    begin(compiler, 0, "500000", "a")
+    told.wait(1)
+    jobs.gate.clear()
+    begin(compiler, 1, "300000", "a")
+    begin(compiler, 2, "300000", "b")
+    jobs.gate.set()
+    assert sorted(told.wait(3)) == [(0, ""), (1, ""), (2, "")]
+
+
 def test_a_backend_that_cannot_be_made_is_not_set_up() -> None:
     def fail() -> GuideBackend:
         raise ConfigError("the model directory has no tokenizer.json")

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from backend.api.guide import Guide, GuideType
+from backend.guided.held import Held, compile_held
 from backend.guided.holdable import LLGUIDANCE, XGRAMMAR
 from backend.guided.keywords import KEYWORDS
 from backend.guided.loosening import Loosening
@@ -352,3 +353,25 @@ def test_any_value_of_any_keyword_is_loosened(keyword: str) -> None:
             schema = {"type": "object", "properties": {"a": {keyword: value}}}
             found = Loosening(row, schema, is_strict=False).schema()
             assert found["properties"]["a"].keys() <= row.keywords | {"anyOf", "minItems"}, value
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, None])
+def test_the_first_form_that_is_not_refused_is_taken_or_the_last_refusal_told(taken: int | None) -> None:
+    structure = {"begin": "<", "schema": of(a=TEXT), "end": ">", "hold": "most"}
+    tag = {"triggers": ["<"], "structures": [structure]}
+    tried: list[Held] = []
+
+    def make(held: Held) -> int:
+        tried.append(held)
+        if len(tried) == taken:
+            return len(tried)
+        raise GuideError(f"refused for the time {len(tried)}")
+
+    guide = Guide(GuideType.STRUCTURAL_TAG, json.dumps(tag))
+    if taken is None:
+        with pytest.raises(GuideError, match="refused for the time 3"):
+            compile_held(guide, LLGUIDANCE, make)
+    else:
+        assert compile_held(guide, LLGUIDANCE, make) == taken == len(tried)
+    if len(tried) == 3:
+        assert '"schema": {"type": "object"}' in tried[2].guide.text and tried[2].notes, "any object, and it is told"

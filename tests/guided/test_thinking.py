@@ -62,6 +62,30 @@ def test_a_budget_forces_what_is_left_of_the_end_mark() -> None:
     assert course_of(Thinking(END, max_tokens=0), list(END)).phase is Phase.ANSWER
 
 
+@pytest.mark.parametrize("is_guided", [False, True])
+@pytest.mark.parametrize(
+    ("max_tokens", "ids", "by_budget"),
+    [
+        (3, (1, 2, 3, *END), True),  # the whole mark is forced
+        (3, (1, 40, 41, 40, 42), True),  # the rest of it
+        (5, (1, *END), False),  # the model has ended it within its budget, with the last token
+        (None, (1, *END), False),
+    ],
+)
+def test_what_follows_the_end_mark_is_forced_where_a_budget_or_a_guide_needs_it(
+    max_tokens: int | None, ids: tuple[int, ...], by_budget: bool, is_guided: bool
+) -> None:
+    """A budget without a guide, too: the model has not written the mark by itself and would not go on with what follows it."""
+    thinking = Thinking(END, (), FOLLOW, max_tokens=max_tokens)
+    course, place = ThinkingCourse(thinking, is_guided), course_of(thinking, list(ids), is_guided)
+    forced = []
+    while (token_id := course.forced(place)) is not None:
+        forced.append(token_id)
+        place = course_of(thinking, [*ids, *forced], is_guided)
+    assert forced == (list(FOLLOW) if by_budget or is_guided else [])
+    assert place.phase is Phase.ANSWER
+
+
 def test_without_its_beginning_there_is_no_reasoning() -> None:
     thinking = Thinking(END, (START, 4))
     assert course_of(thinking, [START, 4]).phase is Phase.THINK

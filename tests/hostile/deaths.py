@@ -57,7 +57,8 @@ STACK = Bug(
 )
 # Last digits of return addresses in this very binary (they do not change with where it is loaded): a response of a model
 # is handed to the gRPC front, as opposed to the front's own threads.
-_FRONT_ALONE = re.compile(r"# 0x[0-9A-F]+88B in \S*/tritonserver\n *\d+# 0x[0-9A-F]+ in \S*libstdc")
+# The frame below libstdc++'s start of a thread: two of the front's own threads have been seen to die.
+_FRONT_ALONE = re.compile(r"# 0x[0-9A-F]+(?:88B|9A0) in \S*/tritonserver\n *\d+# 0x[0-9A-F]+ in \S*libstdc")
 _FRAMES = re.compile(r"^ *\d+# 0x", re.MULTILINE)
 _MODEL_ANSWERS = re.compile(r"in \S*/tritonserver\n *\d+# 0x[0-9A-F]+390 in \S*libtritonserver")
 

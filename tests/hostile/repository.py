@@ -1,4 +1,4 @@
-"""A model repository in which every front of backend/serving/fronts is served at once, each under the name of its role."""
+"""A model repository in which every front of backend/serving/wires is served at once, each under the name of its role."""
 
 from __future__ import annotations
 

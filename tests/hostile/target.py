@@ -37,7 +37,8 @@ class Target:
     """
 
     def __init__(self, directory: Path, overrides: tuple[str, ...] = ()) -> None:
-        self._config = load_config(overrides=[*EXACT, *overrides])
+        # A pool that is soon full: what the engine grows by afterwards is no KV.
+        self._config = load_config(overrides=[*EXACT, "kv_cache.max_tokens=50000", *overrides])
         self._directory = directory
         self._starts = 0
         self._known: dict[int, tuple[str, Process]] = {}

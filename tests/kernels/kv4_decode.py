@@ -9,7 +9,8 @@ import re
 from collections import Counter
 
 from kernels import decode_attention
-from tests.kernels.toolchain import SHARED_LIMIT, compile_variant
+from tests.kernels.shared_memory import SHARED_LIMIT
+from tests.kernels.toolchain import compile_variant
 
 # Variant -> the most instructions an element of the pool may cost: what was reached, and a tenth for other compilers.
 LIMITS = {"4-bit": 2.75, "8-bit": 4.4, "16-bit": 1.85}

@@ -15,7 +15,6 @@ from triton.compiler import ASTSource
 
 from kernels.common.triton_runtime import Variant
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a thread block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

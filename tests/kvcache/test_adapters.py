@@ -61,7 +61,7 @@ def test_an_adapter_waits_while_those_in_use_leave_no_room() -> None:
 
 
 @pytest.mark.feature("001-46")
-def test_the_device_level_is_a_share_of_the_memory_that_a_probe_finds_free() -> None:
+def test_the_device_level_is_a_share_of_the_memory_that_is_left() -> None:
     """5 % of 4,000 bytes; and with device_module_layers 3 times a module of 70 bytes."""
     config, info = LoraSection(enabled=True), ModelInfo("m", 10, 10, device="cuda:0", lora_module_bytes=70)
     assert AdapterCache(config, info, 4000).device.capacity == 200

@@ -102,3 +102,18 @@ def test_a_pause_in_the_plan_makes_room_in_the_same_plan() -> None:
     cache.kv.commit(plan)
     assert cache.kv.num_evicted_blocks(old) == 4
     cache.kv.check_integrity([new])
+
+
+def test_the_slots_of_one_plan_are_counted_whoever_takes_one_or_gives_it_back() -> None:
+    cache = cache_with(40, slots=2)
+    running = cache.start(make_sequence(1, [1] * 4))
+    admitted, reserved, late = (make_sequence(i, [i] * 4) for i in (2, 3, 4))
+    plan = cache.kv.plan()
+    mark = plan.mark()
+    assert plan.admit(admitted, 4, 0) is Admission.NOW
+    assert [plan.admit(late, 4, 0), plan.reserve_slot(late)] == [Admission.LATER] * 2
+    plan.pause(running)
+    assert plan.reserve_slot(reserved) is Admission.NOW
+    assert [plan.admit(late, 4, 0), plan.reserve_slot(late)] == [Admission.LATER] * 2
+    plan.rollback(mark)
+    assert [plan.reserve_slot(late), plan.admit(admitted, 4, 0)] == [Admission.NOW, Admission.LATER]

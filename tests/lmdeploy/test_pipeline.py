@@ -93,6 +93,18 @@ def test_a_session_goes_on_with_its_turns(pipe: Pipeline) -> None:
     assert "".join(piece.text for piece in pipe.chat("x", session=chatted, gen_config=SHORT, stream_response=True))
 
 
+def test_a_turn_has_all_that_an_answer_without_a_session_has() -> None:
+    """It is made of the pieces of a stream, which bring the new tokens, and all logits so far."""
+    whole = Response("", 0, 0)
+    whole.extend(Response("a", 1, 3, None, [7], [{7: -1.0}], logits=["row of 7"]))
+    whole.extend(
+        Response("bc", 3, 3, None, [8, 9], [{8: -2.0}, {9: -3.0}], logits=["row of 7", "row of 8", "row of 9"])
+    )
+    whole.extend(Response("", 3, 3, "stop"))
+    logprobs, logits = [{7: -1.0}, {8: -2.0}, {9: -3.0}], ["row of 7", "row of 8", "row of 9"]
+    assert whole == Response("abc", 3, 3, "stop", [7, 8, 9], logprobs, logits)
+
+
 def test_a_session_has_a_number(pipe: Pipeline) -> None:
     first = "".join(piece.text for piece in pipe.stream_infer("import os", session_id=77, gen_config=SHORT))
     list(pipe.stream_infer("import sys", session_id=77, gen_config=SHORT))

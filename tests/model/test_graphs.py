@@ -44,6 +44,7 @@ def constant(value: int) -> Step:
     return step
 
 
+@pytest.mark.feature("003-60")
 def test_the_first_run_is_eager_the_second_captured_all_others_replayed() -> None:
     recorder = Recorder()
     graphs = graphs_of(recorder)

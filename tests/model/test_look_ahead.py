@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Never
@@ -14,10 +15,13 @@ from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import NewRow, SampledToken, StepInput, StepOutput, WorkersLost
 from backend.engine.core import EngineCore
+from backend.scheduler.scheduler import StepPlan
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.pipeline import Pending
+
+PATIENCE_S = 20.0  # of a thread that waits for another
 
 
 def make_core(directory: Path, look_ahead: bool = True) -> EngineCore:
@@ -38,6 +42,72 @@ def finish(core: EngineCore) -> dict[int, object]:
     while core.has_work:
         responses |= {response.request_id: response for response in core.step()}
     return responses
+
+
+@pytest.mark.feature("001-34")
+def test_a_step_is_planned_and_submitted_while_the_one_ahead_of_it_computes(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step computes until the second one is planned. If it were computed where it is submitted, none would be."""
+    core, expected = make_core(checkpoint("llama2")), make_core(checkpoint("llama2"), look_ahead=False)
+    order: list[tuple[str, int]] = []
+    second_is_planned = threading.Event()
+    execute, commit = core.workers.runner.execute, core.scheduler.commit
+
+    def computing(step: StepInput) -> StepOutput:
+        order.append(("computes", step.step_id))
+        assert second_is_planned.wait(PATIENCE_S), "no step was planned meanwhile"
+        output = execute(step)
+        order.append(("computed", step.step_id))
+        return output
+
+    def planning(plan: StepPlan, step_id: int, started_ns: int) -> StepInput:
+        order.append(("planned", step_id))
+        if step_id == 1:
+            second_is_planned.set()
+        return commit(plan, step_id, started_ns)
+
+    monkeypatch.setattr(core.workers.runner, "execute", computing)
+    monkeypatch.setattr(core.scheduler, "commit", planning)
+    for each in (core, expected):
+        ask(each, 1, [1, 2, 3])
+        ask(each, 2, [4, 5])
+    answers, those_expected = finish(core), finish(expected)
+    for request_id in (1, 2):
+        assert answers[request_id].result.output_token_ids == those_expected[request_id].result.output_token_ids
+    assert order.index(("planned", 1)) < order.index(("computed", 0))
+    steps = [step_id for event, step_id in order if event == "computes"]
+    assert steps == sorted(steps), "steps are computed in the order of submission"
+    core.close()
+
+
+def test_blocks_are_read_behind_the_steps_in_flight(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads KV between two steps sees what the step in flight writes."""
+    core, read_begins = make_core(checkpoint("llama2")), threading.Event()
+    execute, storage = core.workers.runner.execute, core.workers.runner.storage
+    order: list[str] = []
+
+    def computing(step: StepInput) -> StepOutput:
+        assert read_begins.wait(PATIENCE_S)
+        order.append("computed")
+        return execute(step)
+
+    def reading(block_ids: list[int]) -> bytes:
+        order.append("read")
+        return b""
+
+    monkeypatch.setattr(core.workers.runner, "execute", computing)
+    monkeypatch.setattr(storage, "read", reading)
+    ask(core, 1, [1, 2, 3])
+    core.step()
+    reader = threading.Thread(target=core.workers.read_blocks, args=([0],))
+    reader.start()
+    read_begins.set()
+    reader.join(PATIENCE_S)
+    core.close()
+    assert order == ["computed", "read"]
 
 
 @pytest.mark.parametrize("place", ["launch", "wait"])
@@ -85,7 +155,7 @@ def test_workers_that_are_lost_end_the_engine(
     monkeypatch.setattr(core.workers.runner, "launch", launch)
     ask(core, 1, [1, 2, 3])
     with pytest.raises(WorkersLost):
-        core.step()
+        finish(core)
 
 
 def test_a_pool_whose_growth_failed_half_way_grows_later(monkeypatch: pytest.MonkeyPatch) -> None:

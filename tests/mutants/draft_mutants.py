@@ -6,7 +6,7 @@ from backend.api import draft_limits
 from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.model_drafting import ModelDrafter
 from backend.scheduler.step_cost import StepCost
-from backend.serving.wires import trtllm_inputs
+from backend.serving.wires import trtllm_inputs, trtllm_text
 from backend.worker import draft_model, pipeline
 from backend.worker.draft_model import DraftModel
 from compat.llm import speculative
@@ -55,6 +55,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "rows_with_drafts_are_taken_for_plain_ones": (
         change_everywhere(pipeline.samples_of, ("has_drafts = True", "pass")),
         MODEL,
+    ),
+    "num_draft_tokens_is_forgotten": (
+        change(trtllm_text, "_parse_row", ('max_draft_tokens=batch.scalar("num_draft_tokens", row) or None,', "")),
+        ["tests/serving/test_text_requests.py"],
     ),
     "lookahead_may_have_no_window": (
         change_everywhere(draft_limits.drafts_of_lookahead, ("window_size < 1", "window_size < 0")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from backend.api.request import Request
+from backend.core import sequence
+from backend.core.sequence import TRANSITIONS, Event, Status
 from backend.engine import beams
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
@@ -17,7 +19,7 @@ from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import Scheduler
 from backend.scheduler.tuning import BatchTuner
-from tests.mutants.changes import change, change_everywhere
+from tests.mutants.changes import Plant, change, change_everywhere
 
 STATIC = ["tests/engine/test_static_batching.py"]
 PRIORITY = ["tests/scheduler/test_priority.py"]
@@ -28,9 +30,19 @@ TAILS = ["tests/kvcache/test_tails.py"]
 
 QSERVE = ["tests/engine/test_contract_of_qserve.py"]
 BEAMS = ["tests/engine/test_beams.py"]
+LIFE = ["tests/core/test_sequence.py"]
 EVICTED = ["tests/kvcache/test_evicted.py"]
 
+
+def _may_pause(status: Status) -> Plant:
+    """An edge from this status to PAUSED."""
+    edges = {**TRANSITIONS, (status, Event.PAUSE): Status.PAUSED}
+    return lambda set_attribute: set_attribute(sequence, "TRANSITIONS", edges)
+
+
 MUTANTS = {
+    "an_idle_session_may_be_paused": (_may_pause(Status.IDLE), LIFE),
+    "a_waiting_sequence_may_be_paused": (_may_pause(Status.WAITING), LIFE),
     "inputs_besides_tokens_stay_behind": (
         change_everywhere(step_rows.new_row, ("extra_inputs=request.extra_inputs", "extra_inputs={}")),
         QSERVE,

@@ -100,18 +100,16 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     # Connections and places.
     "failed_requests_keep_their_places": (
-        change(
-            middleware.Middleware, "__call__", ("if context.admitted:", "if context.admitted and not context.left:")
-        ),
+        change(middleware.Middleware, "__call__", ("with context.at_end:", "if True:")),
         CONNECTIONS,
     ),
     "a_reply_of_many_gives_one_place_back": (
-        change(Answer, "__call__", ("leave(context.namespace, self._choices)", "leave(context.namespace, 1)")),
+        change(Answer, "__call__", ("leave, context.namespace, self._choices)", "leave, context.namespace, 1)")),
         LIMITS,
     ),
     "replies_are_all_strangers": (
         change(
-            Answer, "__call__", ("enter(context.namespace,", 'enter("",'), ("leave(context.namespace,", 'leave("",')
+            Answer, "__call__", ("enter(context.namespace,", 'enter("",'), ("leave, context.namespace,", 'leave, "",')
         ),
         PLACES,
     ),

@@ -20,6 +20,7 @@ from backend.hosted import (
 from backend.hosted.adapters import AdapterHost
 from backend.hosted.embeddings import EmbeddingHost
 from backend.worker import extras, hosted_tier
+from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import TokenAdapters
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -33,6 +34,10 @@ _ADAPTERS = "tests/hosted/test_adapters.py::"
 _GIVEN = "tests/hosted/test_prompt_inputs.py::test_given_embeddings_are_those_of_inputs_embeds"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "experts_in_float16_and_float32_are_not_computed_together": (
+        change(PackedLinear, "operand", ("FLOAT32 if self.struct.format == FLOAT16 else ", "")),
+        ["tests/hosted/test_formats.py::test_experts_that_are_held_in_different_types_are_computed_in_one_call"],
+    ),
     "tables_of_the_library_are_not_counted": (
         change_everywhere(sizes.check_elements, ("*module.named_buffers()", "*()")),
         [

@@ -50,6 +50,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(block_file._locked, ("fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")),
         FILE,
     ),
+    "a_block_is_forgotten_wherever_it_lies": (
+        change(SecondLevel, "forget", ("self._places.get(block.key) == block.place", "block.key in self._places")),
+        ["tests/kvcache/test_second_level.py"],
+    ),
     "links_to_files_are_followed": (
         change_everywhere(block_file._locked, (" | os.O_NOFOLLOW", "")),
         FILE,

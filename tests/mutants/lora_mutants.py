@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.api import adapter_files
+from backend.engine.cache import make_cache
 from backend.engine.names import AdapterNames
 from backend.engine.read_ahead import ReadAhead
 from backend.kvcache import adapters as cached_adapters
@@ -32,6 +33,10 @@ NAMED = ["tests/executor/test_named_adapters.py"]
 GATEWAY = ["tests/gateway/test_adapters.py"]
 
 MUTANTS = {
+    "adapters_get_a_share_of_what_kv_takes": (
+        change_everywhere(make_cache, ("free_bytes - num_blocks * block_bytes(config, model)", "free_bytes")),
+        WAITING,
+    ),
     "the_newest_goes": (
         change(AdapterLru, "put", ("next(each for each in self._bytes", "next(each for each in [*self._bytes][::-1]")),
         CACHE,

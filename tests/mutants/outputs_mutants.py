@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.api.request import Request
 from backend.core.gathered import Gathered
+from backend.core.sequence import BeamSequence
 from backend.engine import gathered
 from backend.models.decoder import Decoder
 from backend.sampling.slots import SlotParameters
@@ -12,7 +13,7 @@ from backend.worker import extras
 from backend.worker.extras import GatheringPass, Part, SlotWants
 from backend.worker.post_processors import PostProcessors
 from kernels import sampling
-from tests.mutants.changes import change
+from tests.mutants.changes import change, change_everywhere
 
 LOGITS = "tests/model/test_gathered_logits.py::"
 PROCESSORS = "tests/model/test_post_processors.py::"
@@ -26,8 +27,35 @@ PROMPTS = "tests/model/test_prompt_inputs.py::"
 OUTPUTS = "tests/model/test_prompt_outputs.py::"
 DEBUG = "tests/model/test_debug_tensors.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
+BEAMS = "tests/model/test_beam_outputs.py::"
+OF_EACH = [BEAMS + "test_generation_logits_are_those_of_each_hypothesis"]
+WITH_BEAMS = [BEAMS + "test_a_post_processor_is_called_once_a_step_with_the_tokens_of_each_beam"]
 
 MUTANTS = {
+    "a_fork_and_its_parent_share_their_rows": (
+        change(Gathered, "fork", ("list(rows) for name, rows in self._gen", "rows for name, rows in self._gen")),
+        OF_EACH,
+    ),
+    "rows_of_candidates_that_were_lost_stay": (
+        change(Gathered, "keep_generation", ("del rows[num_tokens:]", "pass")),
+        [BEAMS + "test_a_paused_row_gives_back_the_logits_of_candidates_that_it_loses"],
+    ),
+    "a_fork_has_the_rows_of_its_own_past": (
+        change(BeamSequence, "become", ("parent.gathered.fork()", "self.gathered")),
+        OF_EACH,
+    ),
+    "each_beam_is_a_call_of_its_own": (
+        change(GatheringPass, "process", ("part.want.num_beams > 1", "part.want.num_beams > 99")),
+        WITH_BEAMS,
+    ),
+    "what_is_done_to_the_logits_of_beams_is_lost": (
+        change(GatheringPass, "process", ("if len(call) > 1:", "if not call:")),
+        WITH_BEAMS,
+    ),
+    "of_a_search_whose_processor_fails_one_row_ends": (
+        change_everywhere(gathered.apply, ("for member in members(seq)", "for member in [seq]")),
+        [BEAMS + "test_a_post_processor_that_fails_for_beams_ends_their_request_alone"],
+    ),
     "a_processor_that_exits_ends_the_engine": (
         change(PostProcessors, "_run_one", ("(Exception, SystemExit)", "Exception")),
         RAISES,

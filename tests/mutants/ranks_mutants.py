@@ -37,6 +37,15 @@ LAUNCHED = ["tests/ranks/test_launched.py"]
 
 # name -> (what plants it, tests that must fail)
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "kv_is_swapped_out_once_its_block_is_used_anew": (
+        change(
+            rank_process.Rank,
+            "prepare",
+            ("    self._storage.swap_out(told.swap_out)\n", ""),
+            ("copy_blocks(told.copies)", "copy_blocks(told.copies); self._storage.swap_out(told.swap_out)"),
+        ),
+        ["tests/ranks/test_unequal_ranks.py"],
+    ),
     "all_ranks_hold_the_first_kv_head": (
         change_everywhere(shards.cuts, ("first_kv = rank * kv // size", "first_kv = 0")),
         SHARDS,

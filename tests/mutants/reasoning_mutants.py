@@ -26,6 +26,7 @@ from tests.mutants.changes import Plant, change, change_everywhere
 
 ENGINE = ["tests/guided/test_thinking.py"]
 FORMATS = ["tests/gateway/test_tool_formats.py"]
+READERS = ["tests/gateway/test_answer_readers.py"]
 FRONT = ["tests/serving/test_everbatch_model.py"]
 GATEWAY = ["tests/gateway/test_reasoning.py"]
 GUIDES = ["tests/guided/test_tool_guides.py"]
@@ -88,11 +89,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     # The gateway.
     "white_space_of_reasoning_stays": (
         change(ReasoningReader, "_read_reasoning", ("self._held = self._held.lstrip()", "pass")),
-        FORMATS,
+        READERS,
     ),
     "half_an_end_mark_is_told": (
         change(ReasoningReader, "_read_reasoning", ("keep = _begun(self._held, self._marks.end)", "keep = 0")),
-        FORMATS,
+        READERS,
     ),
     "an_end_tag_ends_any_value": (change(_Tagged, "_text", ("if goes_on:", "if True:")), FORMATS),
     "a_backslash_escapes_nothing": (change(Source, "json", ("place += 1", "pass")), FORMATS),
@@ -124,7 +125,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "a_channel_without_a_message_waits_for_ever": (
         change(HarmonyReader, "_read_head", (" and len(text) < MAX_HEAD + len(MESSAGE)", "")),
-        FORMATS,
+        READERS,
     ),
     "a_special_token_is_written_in_letters": (
         change(_TagGrammar, "_quoted", ("word if i % 2 else json.dumps(word)", "json.dumps(word)")),

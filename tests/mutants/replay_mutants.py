@@ -20,9 +20,11 @@ from backend.serving.observe.metrics import MetricsPublisher
 from tests.mutants.changes import change, change_everywhere
 
 RULES = ["tests/crashes/test_rules.py"]
+TRIALS = ["tests/crashes/test_trials.py"]
 FORMER = ["tests/crashes/test_former.py"]
 CONTRACT = ["tests/crashes/test_contract.py"]
 LOG = ["tests/engine/test_session_log.py"]
+ORDERS = ["tests/engine/test_session_log_orders.py"]
 
 MUTANTS = {
     "cancels_are_lost_with_the_engine": (
@@ -141,16 +143,44 @@ MUTANTS = {
     ),
     "others_run_beside_a_trial": (
         change(Scheduler, "_sets_others_aside", ("if self.only is None:", "if True:")),
-        RULES,
+        TRIALS,
     ),
     "others_are_admitted_beside_a_trial": (
         change(Scheduler, "_line", ("self.only in (None, seq.request_id)", "True")),
-        RULES,
+        TRIALS,
     ),
-    "a_trial_ends_at_once": (change(Trials, "_is_over", (">= self._num_tokens", ">= 0")), RULES),
+    "a_trial_ends_at_once": (change(Trials, "_is_over", (">= self._num_tokens", ">= 0")), TRIALS),
     "a_trial_outlives_its_request": (
         change(Trials, "_is_over", ("return request_id not in self._core.preparation", "return False")),
-        RULES,
+        TRIALS,
+    ),
+    "what_clients_have_had_counts_in_a_trial": (
+        change(
+            Trials,
+            "advance",
+            ("dict(enumerate(len(each.token_ids) for each in waiting.resume.delivered))", "{}"),
+        ),
+        TRIALS,
+    ),
+    "a_new_log_counts_before_it_is_there": (
+        change(
+            SessionLog,
+            "_begin",
+            ("_write(file, records, HEADER_BYTES)", "self._put_header(False); _write(file, records, HEADER_BYTES)"),
+        ),
+        ORDERS,
+    ),
+    "the_old_log_goes_before_the_new_one_counts": (
+        change(
+            SessionLog,
+            "_begin",
+            ("self._put_header(is_closed=False)", "os.ftruncate(self._files[before], 0); self._put_header(False)"),
+        ),
+        ORDERS,
+    ),
+    "closing_leaves_what_ended_last": (
+        change(SessionLog, "close", ("self.flush(sessions)\n    self.flush(sessions)", "self.flush(sessions)")),
+        ORDERS,
     ),
     "what_a_poison_request_did_is_not_forgiven": (
         change(BackOff, "forgive", ("self._ends.pop()", "pass")),

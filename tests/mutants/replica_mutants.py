@@ -15,6 +15,10 @@ FRONT = ["tests/replicas/test_front.py"]
 ADDRESS = ["tests/wire/test_address.py"]
 
 MUTANTS = {
+    "only_the_last_loss_is_remembered": (
+        change(Front, "_take_answer", ("(*live.lost_by, live.replica)", "(live.replica,)")),
+        ["tests/replicas/test_front_rules.py"],
+    ),
     "a_replicas_load_does_not_count": (
         change(Placement, "place", ("new[each] + loads[each].tokens", "new[each]")),
         PLACEMENT,

@@ -123,7 +123,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [SEVERAL + "test_a_stop_string_stops_its_sequence_in_the_engine_and_the_last_end_is_final"],
     ),
     "logits_of_what_was_cut_off_stay": (
-        change(sequence_output, "generation_logits", ("[0, :num_kept]", "[0]")),
+        change(sequence_output, "generation_logits", ("[beam, :num_kept]", "[0]")),
         [SEVERAL + "test_logits_come_with_the_tokens_that_they_belong_to"],
     ),
     "lengths_count_the_padding": (

@@ -20,6 +20,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(SwapSpace, "_indices", ("self._blocks.ref_count(handle.block_id) == leaving[handle]", "True")),
         ENGINE,
     ),
+    "more_come_back_than_there_are_slots": (
+        change(KVPlan, "admit", ("self.free_slots == 0", "False")),
+        ENGINE,
+    ),
     "there_is_always_room": (
         change(SwapSpace, "can_swap_out", ("num_blocks <= len(self._free)", "True")),
         ENGINE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.sampling import slots, torch_choice
-from backend.worker import adapters, draft_model, input_batch, post_processors
+from backend.worker import adapters, draft_model, input_batch, lane, post_processors
 from tests.mutants.changes import Plant, change
 
 _RULES = "tests/sampling/test_sampler_rules.py::"
@@ -66,6 +66,14 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "embedded_prompts_stay_with_the_slot": (
         change(draft_model.DraftModel, "_follow", ("self._embedded.discard if", "(lambda slot: None) if")),
         [_MODEL + "test_draft_model.py"],
+    ),
+    "steps_are_computed_where_they_are_submitted": (
+        change(lane.Lane, "start", ("self._thread is None", "True")),
+        [_MODEL + "test_look_ahead.py::test_a_step_is_planned_and_submitted_while_the_one_ahead_of_it_computes"],
+    ),
+    "kv_is_read_beside_the_step_that_writes_it": (
+        change(lane.Lane, "wait_for", ("self._thread is None", "True")),
+        [_MODEL + "test_look_ahead.py::test_blocks_are_read_behind_the_steps_in_flight"],
     ),
     "the_batched_processor_is_forgotten": (
         change(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from backend.api.lora import LoraConfig
 from backend.engine.core import EngineCore
 from backend.executor.load import workers_of
 from backend.scheduler.scheduler import StepPlan
+from backend.worker.kv_storage import KVStorage
 from tests.families.tiny import VOCAB
 from tests.model.adapters import make_adapter
 from tests.native.harness import Format, prompt
@@ -48,6 +51,26 @@ def test_bits_do_not_depend_on_eviction_chunks_or_company(checkpoint: Checkpoint
     assert_same(run(engine_config(directory, 2, form, max_num_tokens=16)), plain)
     alone = run(engine_config(directory, 2, form), PROMPTS[:1])
     assert_same(alone, Ran(plain.tokens[:1], plain.logits[:1]))
+
+
+def test_kv_that_was_swapped_out_comes_back_on_every_rank(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = engine_config(checkpoint("llama"), 2)
+    pool = replace(base.kv_cache, max_tokens=32 * 7, swap_bytes=1 << 22, watermark=0.0)
+    config = replace(base, kv_cache=pool, scheduler=replace(base.scheduler, preemption="swap"))
+    moved: dict[KVStorage, Counter[str]] = {}
+    for name in ("swap_out", "swap_in"):
+        plain = getattr(KVStorage, name)
+
+        def moves(storage: KVStorage, pairs: Sequence[tuple[int, int]], name: str = name, do: Any = plain) -> None:
+            moved.setdefault(storage, Counter())[name] += len(pairs)
+            do(storage, pairs)
+
+        monkeypatch.setattr(KVStorage, name, moves)
+    swapped = run(config, num_tokens=40)
+    assert len(moved) == 2 and all(counts == Counter(swap_out=4, swap_in=2) for counts in moved.values())
+    assert_same(swapped, run(base, num_tokens=40))
 
 
 def test_an_adapter_is_cut_as_the_layers_that_it_adds_to(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import ConfigError, load_config
-from backend.api.config import EngineConfig
+from backend.api.config import EngineConfig, KvCacheConfig
 from backend.api.launched import KEY_VARIABLE
 from backend.executor.load import workers_of
+from backend.kvcache.sizing import block_bytes, num_pool_blocks
 from backend.wire.address import NetworkAddress
 from backend.worker import joined_group, joined_rank, joining, rank_process
 from backend.worker.joining import Joiner, accept_links
@@ -231,6 +232,27 @@ def test_free_memory_is_that_of_the_fullest_machine(checkpoint: Checkpoint, monk
             assert workers.free_memory_bytes() == (8 << 20) // 3
             workers._ranks_of = {"one": [0], "another": [1, 2]}
             assert workers.free_memory_bytes() == (9 << 20) // 2
+        finally:
+            workers.shutdown()
+
+
+@pytest.mark.feature("003-62")
+@pytest.mark.parametrize(("first", "second"), [(10, 8), (8, 10)])
+def test_the_pool_has_as_many_blocks_as_fit_on_the_machine_that_holds_least(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, first: int, second: int
+) -> None:
+    """Two machines have memory for 10 and for 8 blocks."""
+    config = joined(engine_config(checkpoint("llama"), 1, stages=2))
+    config = replace(config, kv_cache=KvCacheConfig(block_size=32, free_memory_fraction=1.0))
+    with ranks_of(config):
+        workers = workers_of(config)
+        try:
+            info = workers.load()
+            size = block_bytes(config, info)
+            monkeypatch.setattr(joined_group, "free_bytes", lambda device: first * size)
+            monkeypatch.setattr(rank_process, "free_bytes", lambda device: second * size)
+            workers._ranks_of = {"one": [0], "another": [1]}
+            assert num_pool_blocks(config, info, workers.free_memory_bytes()) == 8
         finally:
             workers.shutdown()
 

@@ -22,7 +22,7 @@ def main(
 ) -> None:
     """Run tests/real on published weights."""
     variables = os.environ | {VARIABLE: ",".join(PUBLISHED if everything else [DEFAULT])}
-    command = [sys.executable, "-m", "pytest", "tests/real", "-q", "-rs"]
+    command = [sys.executable, "-m", "pytest", "tests/real", "-q", "-rs", "--timeout", "3600"]
     sys.exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
 
 

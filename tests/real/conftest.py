@@ -37,7 +37,13 @@ class RealModel:
     def _directory(self) -> Path:
         directory = self.file.with_suffix("")
         if not (directory / "tokenizer.json").exists():
-            self.transformers.to(torch.bfloat16).save_pretrained(directory)
+            model = self.transformers  # in float32, or its rounding would be taken for a fault of the engine
+            model.hf_quantizer = (
+                None  # its tensors are plain ones by now, and a model read of a GGUF file is not saved else
+            )
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config
+            model.save_pretrained(directory)
             del self.transformers
             AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name).save_pretrained(directory)
         return directory

@@ -103,6 +103,10 @@ def test_sampling_follows_vllms_defaults_and_names(tools: TextTools) -> None:
             r"^request\.guide\.type: invalid enum value 'xml'; allowed are json, json_schema, regex, ebnf_grammar, struct",
         ),
         (
+            {"prompt": "a", "tell_prompt": "a" * 5000},
+            r"^request\.tell_prompt: invalid enum value 'a{64}\.\.\.'.{0,40}$",
+        ),
+        (
             {"prompt": "a", "guide": {"type": "choice"}},
             r"structural_tag; a choice is a regex red\|green, or a json_schema",
         ),

@@ -354,6 +354,30 @@ def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
         assert told == {label: eval(term, dict(values)) for label, term in SOURCES[family.name].items()}, family.name
 
 
+def test_spans_are_counters_that_grow_by_what_is_new() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=False)
+    publisher.add_spans()
+    for sent in (0, 3, 3, 5):
+        publisher.publish_spans({"sent": sent, "rejected": 2, "dropped_requests": 0})
+    found = metrics()
+    values = [found["everbatch_spans_total", outcome] for outcome in ("sent", "rejected", "dropped_requests")]
+    assert [(metric.current, metric.num_updates) for metric in values] == [(5, 2), (2, 1), (0, 0)]
+
+
+@pytest.mark.parametrize("ends_engine", [False, True])
+def test_the_gauges_of_an_engine_end_with_the_model_that_ends_it(ends_engine: bool) -> None:
+    """Triton keeps the values of a model that is unloaded: a server with several models would show blocks of an engine that has
+    gone.
+    """
+    books = Books(LABELS, log_requests=False, owner=True, vllm_hello=lambda: None)
+    books.publish_engine(stats(num_active_requests=9), ready=True)
+    books.close(ends_engine)
+    found = metrics()
+    gauges = ("nv_trt_llm_request_metrics", "active"), ("nv_trt_llm_kv_cache_block_metrics", "used")
+    assert [found[gauge].current for gauge in gauges] == ([0, 0] if ends_engine else [9, 2])
+    assert found["everbatch_tokens_total", "recomputed"].current == 4, "what was counted stays"
+
+
 def test_pauses_of_the_engine_are_counters_that_grow_by_what_is_new() -> None:
     publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=False)
     for counts in (PauseCounts(), PauseCounts(3, 1, 1.5), PauseCounts(3, 1, 1.5), PauseCounts(5, 2, 4.0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -113,13 +114,25 @@ def test_one_child_renders_one_chat_after_the_other(process: RenderProcess) -> N
     assert set(children_of(pid)) <= before
 
 
+def test_a_child_that_dies_between_two_chats_is_given_none(process: RenderProcess) -> None:
+    process(False, variables("hello"))
+    pid = process.process._running._process.pid  # type: ignore[union-attr]
+    dead = children_of(pid)
+    for child in dead:
+        os.kill(child, signal.SIGKILL)
+    wait_for(lambda: not set(dead) & set(children_of(pid)))
+    for _ in range(2):
+        assert process(False, variables("hello")).startswith("<s>[user]")
+
+
 def test_a_chat_that_waits_for_a_processor_too_long_is_given_up() -> None:
     process = RenderProcess(TEMPLATES, Limits(cpu_s=600.0, num_bytes=96 * MIB), patience_s=0.2)
     process.process.wait_until_ready()
     with pytest.raises(InvalidRequest, match=r"takes longer than 0\.2 s"):
         process(False, variables("loop"))
-    pid = process.process._running._process.pid  # type: ignore[union-attr]
-    wait_for(lambda: not children_of(pid))
+    running = process.process._running
+    assert running is not None and not running._jobs, "it is not waited for any more"
+    wait_for(lambda: not children_of(running._process.pid))
     process.close()
 
 

@@ -186,6 +186,12 @@ def test_rows_that_nobody_takes_are_forgotten_from_the_oldest_on(
         rows.add_refused(stream_of(str(n)), Failure(ErrorCode.UNAVAILABLE, "full"))
     assert [row.request_id for row in rows.take(budget_s=60)] == [str(n) for n in range(3, 13)]
     assert "3 ended requests are missing from metrics and request log" in caplog.text
+    caplog.clear()
+    for number in (0, 1):
+        for n in range(10 + number):
+            rows.add_refused(stream_of(str(n)), Failure(ErrorCode.UNAVAILABLE, "full"))
+        assert len(list(rows.take(budget_s=60))) == 10
+        assert [record.args for record in caplog.records] == [(1,)] * number, "of each loss once"
 
 
 def test_publishing_stops_when_its_time_is_over_and_goes_on_later() -> None:

@@ -190,6 +190,16 @@ def test_a_new_request_is_told_as_new_and_a_turn_by_its_request_id() -> None:
     assert not again.is_life_of(other.turn + "executor-1")
 
 
+def test_a_turn_is_that_of_one_client_session_request_id_and_prompt() -> None:
+    def turn(request_id: str = "id", session: int = 7, prompt: int = 1, salt: str = "alice") -> str:
+        resume = resume_of(asked([prompt], session=SessionConfig(session), cache_salt=salt), (), request_id)
+        assert resume is not None
+        return resume.turn
+
+    others = {turn(request_id="di"), turn(session=8), turn(prompt=2), turn(salt="bob"), turn(salt="")}
+    assert len(others) == 5 and turn() == turn() not in others
+
+
 def test_a_turn_goes_on_only_by_its_request_id() -> None:
     with pytest.raises(InvalidRequest, match="needs the request id"):
         resume_of(asked([1], session=SessionConfig(7)), [Delivered([5])], "")

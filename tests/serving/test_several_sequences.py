@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
@@ -17,7 +18,7 @@ from backend.serving.delivery.sequence_output import SequenceOutput, context_log
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.server import ModelServer
-from backend.serving.wires.trtllm_outputs import RowSettings, text_output
+from backend.serving.wires.trtllm_outputs import RowSettings, text_output, token_output
 from backend.serving.wires.trtllm_tokens import parse_token_requests
 from backend.serving.work import Arrays, RowOutput, Work
 from backend.text.accumulator import OutputDelta
@@ -130,6 +131,19 @@ def test_beams_are_told_from_their_beginning_in_one_response() -> None:
     assert told(output) == [{"0": [5, 6], "1": [5, 7]}] and told(output) == []
     output.feed(beams([[8, 6, 1], [5]], final=True))
     assert told(output) == [{"0": [8, 6, 1, -1], "1": [5, -1]}] and output.num_output_tokens == 4
+
+
+@pytest.mark.feature("001-52")
+def test_the_logits_of_beams_are_one_tensor_with_a_row_for_each() -> None:
+    """[1, beams, longest, vocabulary]; behind the end of a shorter beam are zeros."""
+    numbers = np.arange(1, 13, dtype=np.float32).reshape(2, 2, 3)
+    numbers[1, 1] = 0
+    output = token_output(RowSettings(has_beams=True), [])
+    output.feed(
+        replace(beams([[8, 6], [5]], True), generation_logits=TensorData("float32", (2, 2, 3), numbers.tobytes()))
+    )
+    (arrays,) = output.render()
+    np.testing.assert_array_equal(dict(arrays)["generation_logits"], numbers[np.newaxis])
 
 
 def test_beams_that_do_not_stream_answer_at_their_end() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,25 @@ def test_what_a_stub_was_reading_when_it_died_is_not_read_by_the_next(tmp_path: 
     again = Suspects(file)  # that one ended in peace
     assert may_read(again, GUILTY)
     again.close()
+
+
+def test_a_text_that_has_been_read_makes_room_for_one_text(tmp_path: Path) -> None:
+    """Texts end in another order than they began: those that are being read keep their places."""
+    with ExitStack() as first, ExitStack() as others:
+        suspects = Suspects(tmp_path / "reading")
+        first.enter_context(suspects.reading(BEFORE))
+        others.enter_context(suspects.reading(GUILTY))
+        first.close()
+        for digest in (BESIDE, AFTER):
+            others.enter_context(suspects.reading(digest))
+        held = (tmp_path / "reading").read_bytes()
+        assert {held[i : i + DIGEST_BYTES] for i in range(0, len(held), DIGEST_BYTES)} == {GUILTY, BESIDE, AFTER}
+        copy = tmp_path / "copy"
+        copy.write_bytes(held)
+    suspects.close()
+    successor = Suspects(copy)
+    assert [may_read(successor, each) for each in (BEFORE, GUILTY, BESIDE, AFTER)] == [True, False, False, False]
+    successor.close()
 
 
 def test_a_text_whose_reading_fails_is_none_of_them(tmp_path: Path) -> None:

@@ -65,8 +65,9 @@ def make_text_server(
     front.may_end.set()
 
 
-def ask(text: str = "a", request_id: str = "", **extra: np.ndarray) -> InferenceRequest:
-    return InferenceRequest({"text_input": strings(text), "max_tokens": ints(4), **extra}, request_id)
+def ask(text: str = "a", request_id: str = "", namespace: str = "", **extra: np.ndarray) -> InferenceRequest:
+    inputs = {"text_input": strings(text), "max_tokens": ints(4), **extra}
+    return InferenceRequest(inputs, request_id, parameters={"cache_salt": namespace} if namespace else None)
 
 
 def test_text_is_read_on_its_own_threads_and_its_inputs_are_kept(
@@ -117,6 +118,26 @@ def test_turns_of_one_session_reach_the_engine_in_the_order_they_came(
     assert [executor.requests[n + 1].input_token_ids for n in range(6)] == expected
     for n, turn in enumerate(turns):
         executor.end(n + 1)
+        turn.sender.wait()
+
+
+def test_a_client_waits_neither_for_others_texts_nor_for_others_sessions_of_the_same_number(
+    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> None:
+    """One client alone has half of the threads."""
+    server = make_text_server(EngineConfig(triton=TritonConfig(text_threads=2)))
+    turns = [ask(CORRID=uint64(5), START=ints(1), END=ints(0), namespace=name) for name in ("alice", "alice", "bob")]
+    server.execute(turns)
+    for _ in ("alice", "bob"):
+        acquire(front.begun)
+    assert not front.begun.acquire(timeout=0.05)
+    front.may_end.set()
+    for _ in turns:
+        acquire(executor.submitted)
+    assert [executor.requests[n].cache_salt for n in (1, 2, 3)].count("bob") == 1
+    for n in (1, 2, 3):
+        executor.end(n)
+    for turn in turns:
         turn.sender.wait()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result, Unsupported
 from backend.api.config import TritonConfig
+from backend.api.draft_limits import check_drafts
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
 from backend.serving.intake.batch import Batch
@@ -163,11 +164,26 @@ def test_a_session_turn_may_generate_nothing(works: Callable[..., list[Work]]) -
     assert works(text_input=strings("a"), max_tokens=ints(0), CORRID=uint64(1))[0].request.max_tokens == 0
 
 
-def test_images_and_drafts_are_refused(works: Callable[..., list[Work]]) -> None:
-    for name, array in {"image_input": np.ones((1, 1, 3, 1, 1), np.float16), "num_draft_tokens": ints(2)}.items():
+@pytest.mark.feature("W-01")
+def test_num_draft_tokens_bounds_the_guesses_of_a_step(works: Callable[..., list[Work]]) -> None:
+    """Upstream's draft model makes so many for each step; here the engine guesses, and 0 leaves the number to it."""
+    for sent, expected in ((2, 2), (0, None), (None, None), (-1, -1)):
+        inputs = {} if sent is None else {"num_draft_tokens": ints(sent)}
+        (work,) = works(BLS, text_input=strings("a"), **inputs)
+        assert work.request.max_draft_tokens == expected
+    with pytest.raises(InvalidRequest, match="max_draft_tokens is -1, the least is 0"):
+        check_drafts(work.request, takes_drafts=True, max_seq_len=64, guesses=True)
+    (two,) = works(BLS, text_input=strings("a"), num_draft_tokens=ints(2))
+    check_drafts(two.request, takes_drafts=True, max_seq_len=64, guesses=True)
+    with pytest.raises(Unsupported, match=r"2 \(num_draft_tokens of tensorrt_llm_bls;.* speculation.mode=lookup"):
+        check_drafts(two.request, takes_drafts=True, max_seq_len=64, guesses=False)
+
+
+def test_images_and_logits_of_drafts_are_refused(works: Callable[..., list[Work]]) -> None:
+    for name, array in {"image_input": np.ones((1, 1, 3, 1, 1), np.float16), "use_draft_logits": bools(True)}.items():
         with pytest.raises(Unsupported, match=name):
             works(BLS, text_input=strings("a"), **{name: array})
-    assert works(BLS, text_input=strings("a"), num_draft_tokens=ints(0), image_url_input=strings(""))
+    assert works(BLS, text_input=strings("a"), use_draft_logits=bools(False), image_url_input=strings(""))
 
 
 def test_the_weight_of_a_word_is_added_to_each_of_its_tokens(

@@ -268,8 +268,6 @@ def test_parameters_carry_a_timeout_in_microseconds_from_either_transport() -> N
     for wrong in ('{"timeout": -1}', '{"timeout": "soon"}', '{"timeout": true}', '{"cache_salt": 3}'):
         with pytest.raises(InvalidRequest):
             parse_parameters(0, wrong)
-    with pytest.raises(Unsupported, match="disaggregated"):
-        parse_parameters(0, '{"request_type": "context_only"}')
 
 
 def test_values_read_from_a_request_do_not_keep_its_memory() -> None:

@@ -111,11 +111,14 @@ def test_without_top_k_and_top_p_decoding_is_greedy(fields: dict[str, float], is
     assert asked(**fields).sampling_config.is_greedy == is_greedy
 
 
+@pytest.mark.feature("004-28")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"beam_width": 2}, "beam_width asks for beam search"),
         ({"len_penalty": 0.5}, "len_penalty asks for beam search"),
+        ({"beam_search_diversity_rate": 0.5}, "beam_search_diversity_rate asks for beam search"),
+        ({"prompt_learning_task_name_ids": 3}, "prompt_learning_task_name_ids asks for prompt tuning"),
         ({"input_embeddings": [1, 2]}, "input_embeddings asks for embeddings"),
     ],
 )

@@ -31,6 +31,7 @@ def add_tokenizer(
     add_bos: bool | None = None,
     add_eos: bool | None = None,
     eot: str | None = None,
+    eom: str | None = None,
 ) -> None:
     """As convert_hf_to_gguf.py does. `config` is tokenizer_config.json; with `scores` the file is one of SentencePiece's."""
     writer.add_tokenizer_model("gpt2" if scores is None else "llama")
@@ -51,6 +52,8 @@ def add_tokenizer(
             getattr(writer, f"add_{name}_token_id")(vocab[config[key]])
     if eot is not None:
         writer.add_eot_token_id(vocab[eot])
+    if eom is not None:
+        writer.add_eom_token_id(vocab[eom])
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     if add_eos is not None:

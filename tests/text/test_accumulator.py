@@ -99,3 +99,38 @@ def test_results_after_the_end_add_metrics_only() -> None:
     output.end(FinishReason.CANCELLED)
     output.append(tokens(A, last=True))
     assert output.finish is FinishReason.CANCELLED and output.take().ids == []
+
+
+def test_a_stream_that_begins_again_has_all_its_settings() -> None:
+    backend = Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a"))
+    backend.add_special_tokens(["<m>", "<n>"])
+    tokenizer, m, n = Tokenizer(backend), 3, 4
+    settings: list[dict[str, Any]] = [
+        {},
+        {"prompt_ids": [A]},
+        {"stops": ["x b"]},
+        {"stops": ["x b"], "include_stop": True},
+        {"skip_special_tokens": False},
+        {"shown_ids": frozenset({m})},
+    ]
+    found = []
+    for each in settings:
+        stream = TextStream(tokenizer, **each)
+        runs = [
+            [*(run.push([token_id]) for token_id in (A, m, n, X, B, A)), run.flush()]
+            for run in (stream, stream.restarted(), stream.restarted().restarted())
+        ]
+        assert runs[0] == runs[1] == runs[2]
+        found.append(runs[0])
+    assert all(one not in found[:i] for i, one in enumerate(found)), "each setting makes a difference"
+
+
+@pytest.mark.parametrize("prefix", ["", "p "])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tokens_that_are_withdrawn_take_their_text_along_and_nothing_ahead_of_it(count: int, prefix: str) -> None:
+    output = accumulator(prefix=prefix, may_withdraw=True)
+    output.append(tokens(A, X, A, last=True))
+    deltas = [output.take()]
+    output.withdraw(count)
+    deltas.append(output.take())
+    assert followed(deltas) == ([A, X, A][: 3 - count], prefix + " ".join("axa"[: 3 - count]))

@@ -200,12 +200,14 @@ def test_the_file_says_what_is_put_around_a_text(
 
 
 def test_all_tokens_that_end_a_text_do(tmp_path: Path) -> None:
-    """The one that is named, the end of a turn, and what says so itself: as llama.cpp has it."""
+    """Those that are named (of a text, of a turn, of a message), and what says so itself: as llama.cpp has it."""
     backend, config = llama3_bpe()
     config |= {"eos_token": "<|end_of_text|>"}
-    file = write_file(tmp_path / "a.gguf", backend, config, pre="llama-bpe", eot="<|end_header_id|>")
+    file = write_file(
+        tmp_path / "a.gguf", backend, config, pre="llama-bpe", eot="<|end_header_id|>", eom="<|start_header_id|>"
+    )
     vocab = backend.get_vocab(with_added_tokens=True)
-    ids = [vocab[text] for text in ("<|end_of_text|>", "<|end_header_id|>", "<|eot_id|>")]
+    ids = [vocab[text] for text in ("<|end_of_text|>", "<|end_header_id|>", "<|start_header_id|>", "<|eot_id|>")]
     assert list(Tokenizer.from_directory(file).eos_ids) == ids
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import ROOT, command_of, examples, run_as_a_user, run_python, users_checkout
+from tests.trtllm.test_names import CLASSES
 
 BLOCKS = examples("executor.md")
 EXAMPLES = ROOT / "docs" / "examples"
@@ -39,6 +41,20 @@ def test_the_logits_processor_example_lets_even_tokens_through_only(checkout: Pa
     printed = run_as_a_user(checkout, *command_of(EXAMPLES / "executor_logits_processor.py"))
     allowed = printed.splitlines()[1].removeprefix("even ")
     assert all(token % 2 == 0 for token in map(int, allowed.strip("[]").split(",")))
+
+
+@pytest.mark.feature("000-57")
+@pytest.mark.parametrize("program", sorted(EXAMPLES.glob("executor_*.py")), ids=lambda path: path.stem)
+def test_of_an_example_the_import_alone_is_this_projects(program: Path) -> None:
+    """What else they call has TensorRT-LLM's names; test_leader.py runs such a program on several ranks."""
+    tree = ast.parse(program.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    ours = [ast.unparse(each) for each in imports if "backend" in ast.unparse(each) or "compat" in ast.unparse(each)]
+    assert ours == ["from backend import trtllm"]
+    named = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "trtllm"
+    }
+    assert named and named <= {*CLASSES}
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

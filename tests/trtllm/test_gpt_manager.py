@@ -322,15 +322,19 @@ def test_more_beams_than_the_manager_allows_and_adapters_are_errors(model_path: 
     assert "LoRA task 7 not found in cache" in client.errors[2][0]
 
 
-@pytest.mark.feature("001-49", "001-53", "001-54")
+@pytest.mark.feature("001-49", "001-52", "001-53", "001-54")
 def test_tensors_of_beams_have_a_row_for_each(model_path: Path) -> None:
-    client = Client(request(1, [1, 2], 3, beam_width=[2], return_log_probs=[True]))
-    client.run(model_path, max_beam_width=2)
+    client = Client(request(1, [1, 2], 3, beam_width=[2], return_log_probs=[True], return_generation_logits=[True]))
+    client.run(model_path, max_beam_width=2, gather_generation_logits=True)
     (tensors,) = client.sent[1]
     output = tensors[names.OUTPUT_IDS]
     assert list(output.shape) == [1, 2, 5] and output[0, :, :2].tolist() == [[1, 2], [1, 2]]
     assert list(tensors[names.OUTPUT_LOG_PROBS].shape) == [1, 2, 3]
     assert list(tensors[names.CUM_LOG_PROBS].shape) == [1, 2]
+    own = tensors[names.GENERATION_LOGITS]
+    assert list(own.shape[:3]) == [1, 2, 3]
+    own = own.log_softmax(-1).gather(-1, output[:, :, 2:, None].long())[..., 0]
+    torch.testing.assert_close(own, tensors[names.OUTPUT_LOG_PROBS], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.feature("001-05", "001-49", "001-50", "000-28")

@@ -41,7 +41,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.feature("002-36")
+@pytest.mark.feature("002-36", "000-57")
 def test_rank_0_leads_and_the_others_compute(tmp_path: Path) -> None:
     checkpoint = make(tmp_path / "model", "llama", "float32", **SIZES)
     with socket.create_server(("127.0.0.1", 0)) as listener:

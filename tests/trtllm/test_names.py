@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import pydoc
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -57,6 +58,37 @@ def test_help_of_the_module_lists_every_class() -> None:
     assert [name for name in CLASSES if f"class {name}(" not in page] == []
     events = pydoc.plain(pydoc.render_doc(trtllm.kv_cache))
     assert [name for name in EVENTS if f"class {name}(" not in events] == []
+
+
+# Names of the C++ API that its Python bindings have as well. Getters of fields are attributes in Python.
+CPP = {
+    "Executor": """
+        enqueueRequest enqueueRequests awaitResponses getNumResponsesReady cancelRequest shutdown canEnqueueRequests
+        getLatestIterationStats getLatestRequestStats getLatestDebugTensors
+    """,
+    "Response": "hasError errorMsg result requestId clientId",
+    "Result": """
+        isFinal outputTokenIds cumLogProbs logProbs contextLogits generationLogits finishReasons sequenceIndex isSequenceFinal
+        additionalOutputs contextPhaseParams
+    """,
+    "Request": """
+        inputTokenIds maxTokens streaming samplingConfig outputConfig endId padId badWords stopWords embeddingBias
+        externalDraftTokensConfig promptTuningConfig loraConfig kvCacheRetentionConfig logitsPostProcessorName clientId
+        returnAllGeneratedTokens priority requestType contextPhaseParams guidedDecodingParams allottedTimeMs
+    """,
+    "SamplingConfig": "beamWidth topK topP temperature minTokens numReturnSequences",
+    "ExecutorConfig": "maxBeamWidth schedulerConfig kvCacheConfig logitsPostProcessorConfig guidedDecodingConfig parallelConfig",
+    "LogitsPostProcessorConfig": "processorMap processorBatched replicate",
+    "GuidedDecodingConfig": "backend encodedVocab tokenizerStr stopTokenIds",
+    "OrchestratorConfig": "isOrchestrator workerExecutablePath spawnProcesses",
+}
+
+
+@pytest.mark.feature("000-58")
+@pytest.mark.parametrize("name", CPP)
+def test_names_of_the_cpp_api_are_kept_in_pythons_spelling(name: str) -> None:
+    spelled = [re.sub("([A-Z])", r"_\1", each).lower() for each in CPP[name].split()]
+    assert [each for each in spelled if each not in dir(getattr(trtllm, name))] == []
 
 
 def test_the_version_is_the_project_s() -> None:

@@ -65,12 +65,18 @@ def context_logits(delta: OutputDelta) -> NDArray[np.float32] | None:
     return _joined([_array(result.context_logits) for result, _ in delta.with_tensors if result.context_logits])
 
 
-def generation_logits(delta: OutputDelta) -> NDArray[np.float32] | None:
-    """[as many as `ids`, vocabulary]; None if the delta has none."""
+def generation_logits(delta: OutputDelta, beam: int = 0) -> NDArray[np.float32] | None:
+    """[as many as `ids`, vocabulary]; None if the delta has none. `beam`: index of the delta's beam in its Results."""
     if not delta.with_tensors:
         return None
     kept = [(result.generation_logits, num_kept) for result, num_kept in delta.with_tensors]
-    return _joined([_array(logits)[0, :num_kept] for logits, num_kept in kept if logits is not None])
+    return _joined([_array(logits)[beam, :num_kept] for logits, num_kept in kept if logits is not None])
+
+
+def kv_state(delta: OutputDelta) -> NDArray[np.uint8] | None:
+    """The bytes of the state of a prompt that was computed for another server; None if the delta has none."""
+    states = [result.kv_state for result, _ in delta.with_tensors if result.kv_state is not None]
+    return np.frombuffer(states[0], np.uint8) if states else None
 
 
 def _array(tensor: TensorData) -> NDArray[np.float32]:

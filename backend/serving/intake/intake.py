@@ -102,7 +102,7 @@ class Intake:
     def _read(self, stream: Stream, request: TritonRequest) -> Incoming:
         """Raises EverbatchError; nothing of the request runs then."""
         stream.client_request_id = read_request_id(request)
-        parameters = read_parameters(request)
+        parameters = read_parameters(request, self._model.tensors)
         stream.namespace = parameters.namespace
         if self._trace_ratio is not None:
             stream.trace = begin_trace(parameters.caller, self._trace_ratio)

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from backend.api import EngineConfig, InvalidRequest, Unsupported
+from backend.api import EngineConfig, InvalidRequest
 from backend.core.step import ModelInfo
 from backend.serving.intake.batch import Batch
+from backend.serving.intake.phases import BOTH, check_has_phases, read_request_type
 from backend.serving.observe.trace_context import NO_CALLER, Caller
 from backend.serving.protocols import RequestHeader
+from backend.serving.tensors import ModelTensors
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
 MAX_REQUEST_ID = 256  # the most characters of a request id
@@ -42,6 +44,7 @@ class Parameters(NamedTuple):
     timeout_s: float | None = None
     namespace: str = ""
     caller: Caller = NO_CALLER
+    request_type: str = BOTH  # the phases that this server is to run (serving/intake/phases.py)
     others: dict[str, Any] = {}  # parameters that only some models understand; read-only
 
 
@@ -75,13 +78,9 @@ def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
     timeout = timeout_us or extra.get("timeout") or 0
     if isinstance(timeout, bool) or not isinstance(timeout, int) or timeout < 0:
         raise InvalidRequest(f"timeout is {str(timeout)[:40]}, a positive number of microseconds is expected")
-    kind = extra.get("request_type", "context_and_generation")
-    if kind != "context_and_generation":
-        raise Unsupported(
-            f"request_type {str(kind)[:40]!r} is disaggregated serving, which this version does not have; leave it out"
-        )
+    kind = read_request_type(extra.get("request_type"))
     others = {name: value for name, value in extra.items() if name not in OURS and not _is_tritons(name)}
-    return Parameters(timeout / 1e6 if timeout else None, _namespace(extra), _caller(extra), others)
+    return Parameters(timeout / 1e6 if timeout else None, _namespace(extra), _caller(extra), kind, others)
 
 
 def _caller(extra: dict[str, Any]) -> Caller:
@@ -110,13 +109,17 @@ def _namespace(extra: dict[str, Any]) -> str:
     return next(iter(given.values()), "")
 
 
-def read_parameters(request: RequestHeader) -> Parameters:
-    """Parse the parameters of a Triton request, which may hold any bytes. Raises InvalidRequest."""
+def read_parameters(request: RequestHeader, tensors: ModelTensors) -> Parameters:
+    """Parse the parameters of a Triton request, which may hold any bytes. Raises InvalidRequest, and Unsupported for a phase
+    that a model with these tensors cannot run alone.
+    """
     try:
         text = request.parameters()
     except UnicodeDecodeError:
         raise InvalidRequest("the request's parameters are not valid UTF-8; encode text as UTF-8") from None
-    return parse_parameters(request.timeout(), text)
+    parameters = parse_parameters(request.timeout(), text)
+    check_has_phases(parameters.request_type, tensors)
+    return parameters
 
 
 def read_request_id(request: RequestHeader) -> str:

@@ -11,6 +11,7 @@ import msgspec.inspect
 from msgspec import Struct
 
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
+from backend.api.errors import without_long_values
 from backend.api.guide import A_CHOICE
 from backend.api.sampling_fields import SAMPLING_FIELDS
 from backend.serving.intake.free_parameters import MAX_SHOWN, did_you_mean
@@ -188,7 +189,7 @@ def _sentence(name: str, error: Exception, kind: type[Any]) -> str:
     place = place.rstrip("`")
     choices = _choices(msgspec.inspect.type_info(kind), _PLACE.findall(place)) if place else ""
     hint = f"; {A_CHOICE}" if place == ".guide.type" and "'choice'" in problem else ""
-    return f"{name}{place}: {problem[:1].lower()}{problem[1:]}{choices}{hint}"
+    return f"{name}{place}: {problem[:1].lower()}{without_long_values(problem)[1:]}{choices}{hint}"
 
 
 def _choices(found: msgspec.inspect.Type, path: list[str]) -> str:

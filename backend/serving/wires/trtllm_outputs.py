@@ -17,7 +17,7 @@ from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
 from backend.core.messages import Delivered
 from backend.serving.delivery.outputs import BeamsOutput, Render, SeparateOutput, text_array
-from backend.serving.delivery.sequence_output import SequenceOutput, context_logits, generation_logits
+from backend.serving.delivery.sequence_output import SequenceOutput, context_logits, generation_logits, kv_state
 from backend.serving.work import Arrays, RowOutput
 from backend.text.accumulator import OutputDelta
 from backend.text.stream import TextStream
@@ -51,6 +51,11 @@ def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:
             ("output_ids", _padded(ids, np.int32)),
             ("sequence_length", np.array([[len(beam) for beam in ids]], np.int32)),
             *_common_arrays(settings, deltas, so_far),
+            *(
+                ("context_phase_params", state[np.newaxis])
+                for delta in deltas
+                if (state := kv_state(delta)) is not None
+            ),
         ]
 
     return _row_output(settings, lambda: SequenceOutput(streaming=settings.streaming), render)
@@ -138,8 +143,9 @@ def _common_arrays(settings: RowSettings, deltas: Sequence[OutputDelta], so_far:
         arrays.extend(_top_arrays(first.top_log_probs))
     if (of_prompt := so_far.context_logits(first)) is not None:
         arrays.append(("context_logits", of_prompt[np.newaxis]))
-    if (of_output := generation_logits(first)) is not None:
-        arrays.append(("generation_logits", of_output[np.newaxis, np.newaxis]))
+    of_output = [generation_logits(delta, n if settings.has_beams else 0) for n, delta in enumerate(deltas)]
+    if given := [logits for logits in of_output if logits is not None]:
+        arrays.append(("generation_logits", _padded_logits(given)))
     if settings.batch_index is not None:
         arrays.append(_number("batch_index", settings.batch_index))
     if settings.num_sequences > 1:
@@ -151,6 +157,12 @@ def _common_arrays(settings: RowSettings, deltas: Sequence[OutputDelta], so_far:
     if first.perf is not None:
         arrays.extend(_perf_arrays(first.perf))
     return arrays
+
+
+def _padded_logits(beams: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """[1, beams, the longest one's length, vocabulary], with zeros behind the end of shorter ones."""
+    longest = max(map(len, beams))
+    return np.stack([np.pad(logits, ((0, longest - len(logits)), (0, 0))) for logits in beams])[np.newaxis]
 
 
 def _padded(rows: Sequence[Sequence[float] | NDArray[np.float32]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -70,7 +70,7 @@ _ENGINE_ONLY_NOT_BUILT = (
         "encoder input", ("encoder_output_lengths", "INT32", ONE), ("mrope_position_deltas", "INT64", ONE), neutral=(0,)
     ),
     *refused("encoder input", ("skip_cross_attn_blocks", "BOOL", ONE), neutral=(False,)),
-    *refused("disaggregated serving", ("context_phase_params", "UINT8", ANY)),
+    Input("context_phase_params", "UINT8", ANY, "request"),  # with request_type=generation_only
     Input("lookahead_window_size", "INT32", ONE, "request"),
     Input("lookahead_ngram_size", "INT32", ONE, "request"),
     Input("lookahead_verification_set_size", "INT32", ONE, "request"),
@@ -153,7 +153,7 @@ TOKEN_MODEL = ModelTensors(
         Output("output_ids", "INT32", (-1, -1), "always"),
         Output("sequence_length", "INT32", ANY, "always"),
         *_COMMON_OUTPUTS,
-        Output("context_phase_params", "UINT8", ANY, "never yet"),
+        Output("context_phase_params", "UINT8", ANY, "request_type=context_only"),
     ),
 )
 
@@ -206,8 +206,8 @@ BLS = ModelTensors(
             ("video_bytes_input", "UINT8", (-1, -1, -1, -1)),
         ),
         *refused("image or video input", ("image_url_input", "STRING", ONE), neutral=("",)),
-        *refused("draft tokens", ("num_draft_tokens", "INT32", ONE), neutral=(0,)),
-        *refused("draft tokens", ("use_draft_logits", "BOOL", ONE), neutral=(False,)),
+        Input("num_draft_tokens", "INT32", ONE, "request"),  # of a step, where the engine guesses; 0: as it likes
+        *refused("logits of draft tokens", ("use_draft_logits", "BOOL", ONE), neutral=(False,)),
     ),
     outputs=_TEXT_OUTPUTS,
 )

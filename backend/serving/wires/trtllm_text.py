@@ -99,6 +99,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         guide=read_guide(batch, row),
         prompt_embeddings=read_embeddings(batch, row, context.config.limits.max_extra_bytes),
         lora=read_lora(batch, row, context),
+        max_draft_tokens=batch.scalar("num_draft_tokens", row) or None,
     )
     # The template wrote the prompt of a chat, so it is echoed only on request.
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)

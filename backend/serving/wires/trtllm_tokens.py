@@ -6,6 +6,7 @@ import numpy as np
 
 from backend.api import InvalidRequest, Request
 from backend.serving.intake.batch import Batch
+from backend.serving.intake.phases import read_phase
 from backend.serving.intake.requests import Parameters, ServingContext, check_mode, required
 from backend.serving.intake.resuming import check_resumed
 from backend.serving.wires.front import Front
@@ -65,6 +66,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         draft_tokens=[] if drafts is None else drafts.tolist(),
         ends_after_drafts=drafts is not None and drafts.size > 0,
         max_draft_tokens=read_lookahead(batch, row),
+        **read_phase(batch, row, parameters.request_type),
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
     settings = read_settings(batch, row, context, request, streaming)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import kernels
+from kernels import w4a8, w4a16, w8a8
 from kernels.common.triton_runtime import Variant
-from tests.kernels import kv4_decode
-from tests.kernels.toolchain import SHARED_LIMIT, compile_variant
+from tests.kernels import kv4_decode, shared_memory
+from tests.kernels.shared_memory import SHARED_LIMIT, Product
+from tests.kernels.toolchain import compile_variant
 
 MODULES = [importlib.import_module(f"kernels.{path.stem}") for path in Path(kernels.__file__).parent.glob("*.py")]
 VARIANTS = [
@@ -22,6 +25,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.feature("003-70")
 @pytest.mark.parametrize("variant, architecture", VARIANTS)
 def test_compiles_as_it_was_meant(variant: Variant, architecture: int) -> None:
     made = compile_variant(variant, architecture)
@@ -31,6 +35,33 @@ def test_compiles_as_it_was_meant(variant: Variant, architecture: int) -> None:
     assert made.shared_bytes <= SHARED_LIMIT[architecture]
     for mnemonic in variant.instructions.get(architecture, ()):
         assert made.count(mnemonic), f"no {mnemonic} in the machine code"
+
+
+SMALL = [
+    pytest.param(module, name, id=f"{module.__name__.removeprefix('kernels.')}-{name}")
+    for module in (w8a8, w4a16, w4a8)
+    for name, variant in module.variants().items()
+    if 80 in variant.architectures and "BLOCK_M" in variant.constants
+]
+
+
+@pytest.mark.feature("003-69")
+@pytest.mark.parametrize("module, name", SMALL)
+def test_products_take_the_shared_memory_that_their_tiles_say(module: ModuleType, name: str) -> None:
+    """So that tests/kernels/shared_memory.py, which compiles nothing, can say what fits."""
+    variant = module.variants()[name]
+    of = variant.constants
+    sizes = of["BLOCK_M"], of["BLOCK_N"]
+    by_words = {w8a8: (), w4a16: ("scales", "zeros"), w4a8: ("group_scales", "zeros")}[module]
+    is_in_words = bool(of.get("IN_WORDS")) and by_words[0] in variant.types
+    words = len(variant.types.keys() & by_words) if is_in_words else 0
+    step = {
+        w8a8: lambda: shared_memory.w8a8_step(*sizes, of["BLOCK_K"]),
+        w4a16: lambda: shared_memory.w4a16_step(*sizes, of["GROUP"], words),
+        w4a8: lambda: shared_memory.w4a8_step(*sizes, words),
+    }[module]()
+    expected = Product(name, 80, step, variant.num_stages).shared_bytes
+    assert compile_variant(variant, 80).shared_bytes == expected
 
 
 def test_every_architecture_has_something_of_every_kernel() -> None:

@@ -8,7 +8,8 @@ import pytest
 import triton
 
 from kernels import w4a8
-from tests.kernels.toolchain import SHARED_LIMIT, compile_variant
+from tests.kernels.shared_memory import SHARED_LIMIT
+from tests.kernels.toolchain import compile_variant
 
 
 @pytest.mark.parametrize("architecture", SHARED_LIMIT)

@@ -91,7 +91,9 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 def _modules() -> list[ModuleType]:
     found = [importlib.import_module(name) for name in FIRST]
     for package in map(importlib.import_module, PACKAGES):
-        names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if not info.ispkg]
+        names = [
+            info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if not info.ispkg
+        ]
         found += [importlib.import_module(name) for name in names if not f"{name}.".startswith(_WITHOUT)]
     return found
 
