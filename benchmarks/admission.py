@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from backend.api import EngineConfig, Request
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.core.step import WorkerGroup
 from backend.engine.core import EngineCore
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.api import EngineConfig, OutputConfig, Request, Response, SessionConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 
 HELD = 4

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.models import loader
 from backend.worker import fingerprint
 from backend.worker.loaded_model import LoadedModel

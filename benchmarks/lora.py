@@ -22,7 +22,7 @@ import numpy as np
 import typer
 
 from backend.api import EngineConfig, Request
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.api.request import RequestId
 from backend.api.tensor import TensorData

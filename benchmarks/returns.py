@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 from backend.executor.served_engine import SPIN_COUNT
 from benchmarks import pictures

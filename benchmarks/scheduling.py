@@ -38,11 +38,11 @@ from rich.progress import track
 from rich.table import Table
 
 from backend.api import EngineConfig, Request
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.api.errors import InvalidRequest
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
-from backend.core.garbage import calm_garbage_collector
+from backend.core.gc_tuning import calm_garbage_collector
 from backend.core.messages import Command, Hello
 from backend.core.step import BlockId, MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore

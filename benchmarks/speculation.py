@@ -41,8 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
-from backend.core.garbage import calm_garbage_collector
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.core.gc_tuning import calm_garbage_collector
 from backend.core.sequence import Sequence
 from backend.engine.core import EngineCore
 from backend.scheduler.drafting import Drafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from backend.api.config import CPU_MEMORY_FRACTION, EngineConfig, Implementation, WorkersConfig
+from backend.api.config.schema import CPU_MEMORY_FRACTION, EngineConfig, Implementation, WorkersConfig
 from backend.api.errors import ConfigError
 from backend.architectures.checkpoint import Checkpoint, examine
 from backend.architectures.hosted import ENCODERS

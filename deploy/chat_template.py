@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError, EverbatchError
 from backend.text.chat import ChatTemplate, read_templates
 from backend.text.tokenizer import Tokenizer

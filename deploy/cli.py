@@ -135,9 +135,9 @@ def serve_command(
     verbose: Annotated[bool, typer.Option(help="Show the server's log.")] = False,
 ) -> None:
     """Start a real tritonserver with a model, and keep it running until Ctrl-C."""
+    from deploy.multi_model_options import chosen_models
     from deploy.ports import Ports
     from deploy.serve import ServeOptions, serve
-    from deploy.several_options import chosen_models
 
     try:
         several = chosen_models(tuple(model or ()), models)

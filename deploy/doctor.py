@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from backend.api.config import EngineConfig, ModelConfigSection
+from backend.api.config.schema import EngineConfig, ModelConfigSection
 from backend.api.errors import ConfigError
-from backend.api.launched import KEY_VARIABLE, key_of, launched
+from backend.api.processes.launched import KEY_VARIABLE, key_of, launched
 from deploy import IS_CHECKOUT, ROOT, capacity, invocation, libpython, text_check
 from deploy.environment import hashes, is_complete
 from deploy.errors import UserError

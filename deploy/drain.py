@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from backend.api.silence import TICK_S
+from backend.api.processes.liveness import TICK_S
 from deploy import doors, health, server_log
 from deploy.processes import catches, processes_of_run, read_stat, send_signal, stubs_of
 from deploy.signs import Signs

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from backend.api.several import ENGINE, FILE, LABEL, OWNS, Notice
+from backend.api.config.multi_model import ENGINE, FILE, LABEL, OWNS, Notice
 from deploy import rundir
 from deploy.models_file import Entry
 from deploy.repository import DEFAULT_REPOSITORY, OWNER, Model, render_model

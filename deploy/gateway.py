@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec import json as msgspec_json
 
-from backend.api.back_off import BackOff
+from backend.api.processes.back_off import BackOff
 from deploy import ROOT, __version__, log_files, probe
 from deploy.errors import Failure, ServerFailed, StartCancelled, UserError
 from deploy.ports import check_port, reachable, url_host

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backend.api.silence import limit_s
+from backend.api.processes.liveness import limit_s
 
 UNLOADED = "unloaded"  # the last state of a stub whose model Triton was asked to unload
 DRAINING = "draining"

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.api.config import EngineConfig
-from backend.api.telemetry import otlp_settings
+from backend.api.config.schema import EngineConfig
+from backend.api.config.telemetry import otlp_settings
 from deploy import IS_CHECKOUT, ROOT, libpython, secret_flags
 from deploy.errors import UserError
 from deploy.ports import Ports

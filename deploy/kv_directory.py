@@ -6,7 +6,7 @@ import os
 import stat
 from typing import Literal
 
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 
 Seen = tuple[Literal["ok", "warn", "fail"], str, str]
 

@@ -24,8 +24,8 @@ from typing import Literal
 
 import msgspec
 
-from backend.api.several import Notice
-from backend.api.silence import TICK_S
+from backend.api.config.multi_model import Notice
+from backend.api.processes.liveness import TICK_S
 from deploy import health
 from deploy.engine_sets import Engine, EngineSet
 from deploy.errors import UserError

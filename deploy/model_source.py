@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from backend.api.checkpoint.gguf import SUFFIX, gguf_file, read_header
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
-from backend.api.gguf import SUFFIX, gguf_file, read_header
-from backend.api.model_files import shown
 from deploy import ROOT
 from deploy.errors import UserError
 

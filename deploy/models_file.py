@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from backend.api.model_files import shown
+from backend.api.checkpoint.model_files import shown
 from deploy.errors import UserError
 
 MAX_BYTES = 1 << 20

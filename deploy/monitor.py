@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from backend.api.silence import TICK_S
+from backend.api.processes.liveness import TICK_S
 from deploy import health, log_files, probe
 from deploy.engine_events import EngineEvents
 from deploy.errors import Failure

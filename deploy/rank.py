@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from backend.api.back_off import BackOff
-from backend.api.endpoints import check_address
+from backend.api.config.endpoints import check_address
 from backend.api.errors import ConfigError
-from backend.api.launched import launched
+from backend.api.processes.back_off import BackOff
+from backend.api.processes.launched import launched
 from deploy import ROOT
 from deploy.errors import UserError
 

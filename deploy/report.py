@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import COMMAND, ROOT, server_log
 from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
 from deploy.questions import TOKENS, shown_model

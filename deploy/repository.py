@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import ROOT
 from deploy.errors import UserError
 from deploy.rundir import is_plain

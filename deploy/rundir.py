@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import IS_CHECKOUT, ROOT
 from deploy.errors import UserError
 

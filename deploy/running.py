@@ -12,7 +12,7 @@ from typing import Literal
 from msgspec import DecodeError, Struct, ValidationError
 from msgspec import json as msgspec_json
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from client.located import Located
 from deploy.model_source import DEFAULT_MODEL
 from deploy.processes import Process, read_stat

@@ -12,26 +12,26 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from backend.api.adapter_files import check_adapter_files
-from backend.api.config import EngineConfig
-from backend.api.config_checks import check_config
-from backend.api.config_file import load_config
+from backend.api.checkpoint.adapter_files import check_adapter_files
+from backend.api.checkpoint.gguf import SUFFIX
+from backend.api.checkpoint.prompt_adapter_files import check_prompt_adapter
+from backend.api.config.checks import check_config
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
+from backend.api.config.telemetry import check_traces
 from backend.api.errors import ConfigError, EverbatchError
-from backend.api.gguf import SUFFIX
-from backend.api.prompt_adapter_files import check_prompt_adapter
-from backend.api.telemetry import check_traces
 from backend.architectures.checkpoint import Checkpoint
 from deploy import capacity, chat_template, limits, passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.model_source import resolve_model
 from deploy.models_file import Models
+from deploy.multi_model import MultiModel
+from deploy.multi_model_options import described, of_several, several_of
+from deploy.multi_model_server import MultiModelServer
 from deploy.ports import Ports, is_loopback
 from deploy.report import ConsoleReporter, differences, effective
 from deploy.repository import compose
-from deploy.several import Several
-from deploy.several_options import described, of_several, several_of
-from deploy.several_server import SeveralServer
 from deploy.supervisor import StopSignals, supervise
 from deploy.triton_server import TritonServer
 
@@ -188,7 +188,7 @@ def serve(options: ServeOptions, console: Console) -> int:
 
 
 def _server(
-    options: ServeOptions, config: EngineConfig, probe_model: str | None, several: Several | None
+    options: ServeOptions, config: EngineConfig, probe_model: str | None, several: MultiModel | None
 ) -> TritonServer:
     common: dict[str, Any] = {
         "ports": options.ports,
@@ -200,7 +200,7 @@ def _server(
         "extra_flags": passed_flags.check(options.flags),
     }
     if several is not None:
-        return SeveralServer(several, **common)
+        return MultiModelServer(several, **common)
     return TritonServer(
         config,
         profiles=options.profiles,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from backend.api.config import CPU_MEMORY_FRACTION, EngineConfig
+from backend.api.config.schema import CPU_MEMORY_FRACTION, EngineConfig
 from backend.architectures.checkpoint import Checkpoint
 from backend.architectures.hosted import ENCODERS
 from deploy import memory

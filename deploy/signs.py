@@ -15,7 +15,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from backend.api.silence import Silence
+from backend.api.processes.liveness import Liveness
 from deploy import health
 from deploy.health import Report
 
@@ -35,7 +35,7 @@ class Signs:
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # to write too: then it never ends
         self._rest = b""
         self._latest: dict[int, Report] = {}
-        self._silences: dict[int, Silence] = {}
+        self._silences: dict[int, Liveness] = {}
         self._num_looks = 0
         self._ended: dict[int, int] = {}  # stubs that have ended -> the number of looks when that was first seen
 
@@ -43,7 +43,7 @@ class Signs:
         """Take in the signs that have come, and count a look of silence for every other stub. Call it every TICK_S seconds."""
         fresh = self._take()
         self._num_looks += 1
-        self._silences |= {pid: Silence() for pid in fresh}
+        self._silences |= {pid: Liveness() for pid in fresh}
         silent = {pid: self._longer_silent(report) for pid, report in self._latest.items() if pid not in fresh}
         self._latest = silent | fresh  # never changed in place: another thread may read it
         return self.latest

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, Self
 
-from backend.api.back_off import BackOff
+from backend.api.processes.back_off import BackOff
 from deploy.errors import Failure, ServerFailed, StartCancelled
 
 MAX_FAILURES = 5  # in a row, without being ready in between

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from backend.api.config import EngineConfig
-from backend.api.silence import cpu_demand
+from backend.api.config.schema import EngineConfig
+from backend.api.processes.liveness import cpu_demand
 from deploy import ROOT, foreign, health, invocation, launch, log_files, memory, probe, rundir, running, server_log
 from deploy.drain import SERVER_MARGIN_S, Drain
 from deploy.errors import Failure, ServerFailed, StartCancelled

@@ -67,7 +67,7 @@ class Usage(msgspec.Struct, gc=False):
     reasoning_tokens: int = 0  # among completion_tokens
 
 
-class PromptTold(msgspec.Struct, gc=False):
+class PromptReport(msgspec.Struct, gc=False):
     """The prompt, as it is known when the first token comes; `token_ids` where the request asks for them."""
 
     prompt_tokens: int
@@ -85,7 +85,7 @@ class Piece(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
-    prompt: PromptTold | None = None  # in the first piece, where it is asked for
+    prompt: PromptReport | None = None  # in the first piece, where it is asked for
     max_model_len: int | None = None  # in the answer to a request that only tokenises
     tokenizer: dict[str, str] | None = None  # there too, where it is asked for: special tokens and the chat template
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed

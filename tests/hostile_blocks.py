@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from backend.core.block_file import HEADER_BYTES
 from backend.core.kept_block import RecordFormat
+from backend.storage.block_file import HEADER_BYTES
 from tests.engine.driver import Driver, answer
 from tests.fakes.level_io import ManualIo
 

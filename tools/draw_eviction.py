@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.api import EngineConfig, Request, SessionConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.request import RequestId, SessionId
 from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore

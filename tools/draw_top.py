@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from backend.api import EngineConfig, Request, Response, SamplingConfig, SessionConfig, SessionId
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.executor import Executor
 from client import top
 

@@ -1,4 +1,4 @@
-"""Writes the configuration table of docs/configuration.md from backend/api/config.py, between two markers.
+"""Writes the configuration table of docs/configuration.md from backend/api/config/schema.py, between two markers.
 
     .venv/bin/python -m tools.write_config_table          rewrite it
     .venv/bin/python -m tools.write_config_table --check  fail when it is not up to date

@@ -1,7 +1,7 @@
 """Frozen values that clients and processes exchange. Pure: standard library and msgspec only."""
 
-from backend.api.config import EngineConfig
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import (
     ConfigError,
     EngineUnavailable,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from backend.api.beam_limits import check_beams
-from backend.api.config import LimitsConfig
-from backend.api.config_ranges import MAX_SECONDS
+from backend.api.config.ranges import MAX_SECONDS
+from backend.api.config.schema import LimitsConfig
 from backend.api.draft_limits import check_drafts
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.guide import NOT_SET_UP, check_guide

@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from backend.api.checkpoint.model_files import read_object, shown
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
-from backend.api.model_files import read_object, shown
 from backend.api.tensor import TensorData
 
 UINT64 = 1 << 64

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from backend.api.config import EngineConfig, Implementation
+from backend.api.checkpoint.gguf import GgufHeader, gguf_file, read_header
+from backend.api.checkpoint.model_files import REMEDY, read_object, shown
+from backend.api.checkpoint.quantised import FILE, KvDtype
+from backend.api.checkpoint.weight_files import tensor_shapes, weight_files
+from backend.api.config.schema import EngineConfig, Implementation
 from backend.api.errors import ConfigError
-from backend.api.gguf import GgufHeader, gguf_file, read_header
-from backend.api.model_files import REMEDY, read_object, shown
-from backend.api.quantised import FILE, KvDtype
-from backend.api.weight_files import tensor_shapes, weight_files
 from backend.architectures import gguf_held
 from backend.architectures.description import ModelConfig
 from backend.architectures.hosted import ENCODERS, implementation_of, sizes_of

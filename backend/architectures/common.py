@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from backend.api.checkpoint.model_files import REMEDY, shown, token_ids
+from backend.api.checkpoint.quantised import FILE, parse_quantisation
 from backend.api.errors import ConfigError
-from backend.api.model_files import REMEDY, shown, token_ids
-from backend.api.quantised import FILE, parse_quantisation
 from backend.architectures.description import (
     Activation,
     Block,

@@ -23,8 +23,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from backend.api.config import Windows
-from backend.api.quantised import KvDtype
+from backend.api.checkpoint.quantised import KvDtype
+from backend.api.config.schema import Windows
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]  # gelu: with the error function; gelu_tanh: its approximation

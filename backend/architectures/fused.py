@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from backend.api.checkpoint.model_files import shown
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import shown
-from backend.api.quantised import FILE
 from backend.architectures.common import alike, describe, read_activation, read_layer_types, read_sizes, read_window
 from backend.architectures.description import Block, LayerConfig, LayerNames, ModelConfig
 from backend.architectures.llama import granite_factors

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from backend.api.checkpoint.gguf import AGAIN, GgufHeader
 from backend.api.errors import ConfigError
-from backend.api.gguf import AGAIN, GgufHeader
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 INT8 = {"Q8_0", "Q5_0", "Q4_0"}  # int8 and a scale for each 32 columns

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from backend.api.config import Implementation
+from backend.api.checkpoint.model_files import convert, shown
+from backend.api.checkpoint.quantised import FILE
+from backend.api.config.schema import Implementation
 from backend.api.errors import ConfigError
-from backend.api.model_files import convert, shown
-from backend.api.quantised import FILE
-from backend.architectures.nearest import refusal
 from backend.architectures.registry import FAMILIES, HEADLESS
+from backend.architectures.suggestions import refusal
 
 HOSTED: dict[str, str] = {  # architecture -> model_type
     "AXK1ForCausalLM": "axk1",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from backend.api.checkpoint.model_files import REMEDY
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import REMEDY
-from backend.api.quantised import FILE
 from backend.architectures.common import (
     alike,
     describe,

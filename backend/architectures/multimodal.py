@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from backend.api.checkpoint.model_files import REMEDY, convert, shown
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import REMEDY, convert, shown
-from backend.api.quantised import FILE
 from backend.architectures import gemma, llama
 from backend.architectures.description import ModelConfig, TensorNames
 from backend.architectures.settings import Settings

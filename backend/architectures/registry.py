@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from backend.api.checkpoint.gguf import GgufHeader
+from backend.api.checkpoint.model_files import convert, shown
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.gguf import GgufHeader
-from backend.api.model_files import convert, shown
-from backend.api.quantised import FILE
 from backend.architectures import fused, gemma, layer_norm, llama, multimodal, post_norm
 from backend.architectures.description import ModelConfig
-from backend.architectures.nearest import refusal
 from backend.architectures.settings import Settings
+from backend.architectures.suggestions import refusal
 
 
 class Family(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from backend.api.checkpoint.model_files import REMEDY, convert, shown
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import REMEDY, convert, shown
-from backend.api.quantised import FILE
 from backend.architectures.description import RopeConfig
 from backend.architectures.settings import Factor, Settings, Size
 

@@ -17,9 +17,9 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
+from backend.api.checkpoint.model_files import REMEDY, convert, shown
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import REMEDY, convert, shown
-from backend.api.quantised import FILE
 
 MAX_LAYERS = 4096  # bounds the memory that config.json's number alone can make the parser take
 

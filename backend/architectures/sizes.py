@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.quantised import FILE
 from backend.architectures.description import ModelConfig
 
 _REMEDY = "correct it, or fetch the checkpoint again"

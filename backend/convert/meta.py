@@ -16,8 +16,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from backend.api.checkpoint.model_files import convert, find_file, read_object, shown
 from backend.api.errors import ConfigError
-from backend.api.model_files import convert, find_file, read_object, shown
 from backend.convert.pickled import open_pickle
 from backend.models.convert import hf_to_meta, meta_to_hf
 from backend.models.loader import open_tensors

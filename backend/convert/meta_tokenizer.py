@@ -16,9 +16,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from backend.api.checkpoint.gguf import GgufHeader
+from backend.api.checkpoint.model_files import read_bytes
 from backend.api.errors import ConfigError
-from backend.api.gguf import GgufHeader
-from backend.api.model_files import read_bytes
 from backend.text.gguf_tokenizer import PREFIX, build_tokenizer
 from backend.text.tokenizer import MAX_TOKENIZER_BYTES
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from backend.api.checkpoint.model_files import find_file, shown
 from backend.api.errors import ConfigError
-from backend.api.model_files import find_file, shown
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_ENTRIES = 100_000

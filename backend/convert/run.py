@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from backend.api.checkpoint.gguf import gguf_file, read_header
+from backend.api.checkpoint.model_files import read_object, shown
 from backend.api.errors import ConfigError
-from backend.api.gguf import gguf_file, read_header
-from backend.api.model_files import read_object, shown
 from backend.convert.meta import MetaCheckpoint, is_meta, meta_params, meta_tensor
 from backend.convert.meta_tokenizer import read_tokenizer
 from backend.convert.pickled import PickledTensors

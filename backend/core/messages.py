@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
 from backend.api.stats import EngineStats, Records
@@ -147,8 +147,8 @@ class Recorded(Struct, frozen=True, tag="recorded"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """Sent every TICK_S (backend/api/silence.py), even while a step hangs. `turn_age_s`: duration of the present iteration,
-    0 when idle.
+    """Sent every TICK_S (backend/api/processes/liveness.py), even while a step hangs. `turn_age_s`: duration of the present
+    iteration, 0 when idle.
     """
 
     turn_age_s: float

@@ -11,12 +11,12 @@ from backend.core.sequence import BeamSequence
 from backend.core.step import StepOutput
 from backend.engine import beams, update
 from backend.engine.beams import BeamSearch, search_of
-from backend.engine.flight import Flight
+from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
 
 
-def apply(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
+def apply(flight: StepInFlight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
     """Apply a step to its sequences: counters, KV, candidates. Returns the searches that had rows in it, in row order."""
     samples = iter(output.sampled)
     searches: dict[int, BeamSearch] = {}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError
 from backend.core.clock import Clock
 from backend.core.kv_events import KvEventSink
-from backend.core.pool_file import PoolFile
 from backend.core.step import ModelInfo, WorkerGroup
 from backend.engine.level_traffic import LevelTraffic, NoLevel
 from backend.engine.make_level import MakeLevelIo, make_level
@@ -16,6 +15,7 @@ from backend.engine.pool_keeper import NoKeeper, PoolKeeper, open_pool_file
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.sizing import block_bytes, num_pool_blocks, num_swap_blocks
+from backend.storage.pool_file import PoolFile
 
 MAX_STEP_EVENTS = (
     100_000  # KV events kept from step to step where they are published; more are made up for by a full list

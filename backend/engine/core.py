@@ -1,6 +1,6 @@
 """EngineCore: owns every Sequence, and runs the persistent batch one step at a time.
 
-    admit -> expire -> schedule -> submit -> collect -> update -> publish      (looking ahead: engine/flight.py)
+    admit -> expire -> schedule -> submit -> collect -> update -> publish      (looking ahead: engine/steps_in_flight.py)
 
 Commands (enqueue, cancel, stop_session) are applied between steps. Each accepted request gets exactly one final response; a
 failed command gets an error response. An exception that concerns one request ends that request, not the engine. Not
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import EngineFault, EverbatchError, InvalidRequest, SessionError, SessionStatus
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason, Response
@@ -27,19 +27,19 @@ from backend.engine import beam_step, gathered, groups, publish, row_step, updat
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.cache import make_cache
 from backend.engine.deadlines import Deadlines
-from backend.engine.flight import Flight, StepsInFlight, WorkerFailure
+from backend.engine.encoder_models import with_whole_texts
 from backend.engine.intake import Intake
 from backend.engine.make_level import MakeLevelIo
 from backend.engine.names import AdapterNames
-from backend.engine.outbox import Outbox
 from backend.engine.prefetch import make_adapters
 from backend.engine.preparation import Preparation, Waiting
 from backend.engine.publish import empty_response
 from backend.engine.recorder import Recorder
+from backend.engine.response_buffer import ResponseBuffer
 from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics, gauges
+from backend.engine.steps_in_flight import StepInFlight, StepsInFlight, WorkerFailure
 from backend.engine.transfer import Transfer
-from backend.engine.whole_texts import with_whole_texts
 from backend.kvcache.sizing import with_usable_blocks
 from backend.scheduler.model_drafting import make_drafter
 from backend.scheduler.scheduler import Scheduler
@@ -76,7 +76,7 @@ class EngineCore:
         self._recorder = Recorder(config.records, self.kv, kv_events)
         self._in_flight = StepsInFlight(workers, self.model.looks_ahead)
         self._live: dict[RequestId, Sequence] = {}  # request -> its first live sequence
-        self._deadlines, self.outbox = Deadlines(), Outbox()
+        self._deadlines, self.outbox = Deadlines(), ResponseBuffer()
         self.names = AdapterNames(config.lora, workers.prepare_adapter, self.adapters.check_fits, self.outbox.put)
         self._interval = publish.Interval(int(config.triton.stream_interval_ms * 1e6))
 
@@ -248,12 +248,12 @@ class EngineCore:
         self.kv.check_integrity(self.scheduler.running)
         groups.check_integrity(self.scheduler, self._live)
 
-    def _schedule(self, started_ns: int) -> Flight | None:
+    def _schedule(self, started_ns: int) -> StepInFlight | None:
         """Plan a step and commit it. None if there is nothing to run, or nothing until the step in flight has landed."""
         plan = self.scheduler.schedule()
         if plan.is_empty or (self._in_flight and plan.must_wait):
             return None
-        flight = Flight(plan, self.scheduler.commit(plan, self._in_flight.next_step_id, started_ns), started_ns)
+        flight = StepInFlight(plan, self.scheduler.commit(plan, self._in_flight.next_step_id, started_ns), started_ns)
         for seq in filter(publish.holds_back, plan.paused):  # published now, for they may stay paused for long
             self.outbox.put(publish.result_response(seq, self.iteration))
         for seq, error in self.intake.refusals(plan):
@@ -265,7 +265,7 @@ class EngineCore:
             self._record(flight)
         return None
 
-    def _update(self, flight: Flight, output: StepOutput) -> None:
+    def _update(self, flight: StepInFlight, output: StepOutput) -> None:
         """Apply a landed step to its sequences, and publish the responses."""
         now_ns, self.statistics.iteration = self.clock.monotonic_ns(), flight.step.step_id
         if output.gathered or output.failed:
@@ -390,7 +390,7 @@ class EngineCore:
         for flight in flights:
             self._record(flight)
 
-    def _record(self, flight: Flight, output: StepOutput | None = None) -> None:
+    def _record(self, flight: StepInFlight, output: StepOutput | None = None) -> None:
         self.scheduler.note_step(flight.plan, self.statistics.record(flight))
         if self._recorder.wants_steps:
             self._recorder.record(flight, self.latest_iteration(), self._live.values(), output)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
 from backend.api.request import Request
 from backend.core.gathered import response_bytes
 from backend.core.sequence import Sequence
 from backend.core.step import StepOutput
-from backend.engine.flight import Flight
 from backend.engine.groups import members
+from backend.engine.steps_in_flight import StepInFlight
 
 
 class RowFailure(EverbatchError):
     """The logits post-processor of a request failed; only that request ends."""
 
 
-def apply(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, EverbatchError]]:
+def apply(flight: StepInFlight, output: StepOutput) -> Iterator[tuple[Sequence, EverbatchError]]:
     """Add the tensors of a step to their sequences. Yields the sequences whose rows failed in their post-processor or guide;
     they count as dropped from then on.
     """

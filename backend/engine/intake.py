@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from backend.api.config import EngineConfig, max_beam_width
+from backend.api.config.schema import EngineConfig, max_beam_width
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.limits import RequestLimits, check_request
 from backend.api.lora import LoraConfig

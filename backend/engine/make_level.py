@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.api.errors import ConfigError
-from backend.core.block_file import BlockFile
 from backend.core.clock import Clock
 from backend.core.kept_block import BlockStore, HostBlocks, RecordFormat
 from backend.core.step import ModelInfo, WorkerGroup
@@ -16,6 +15,7 @@ from backend.engine.level_threads import LevelIo, LevelThreads
 from backend.engine.level_traffic import LevelTraffic
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.second_level import SecondLevel
+from backend.storage.block_file import BlockFile
 
 log = logging.getLogger("everbatch.engine")
 MakeLevelIo = Callable[[BlockStore, RecordFormat], LevelIo]

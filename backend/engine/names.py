@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.api.adapter_files import allowed_directory, check_adapter_files, check_adapter_name
-from backend.api.config import LoraSection
+from backend.api.checkpoint.adapter_files import allowed_directory, check_adapter_files, check_adapter_name
+from backend.api.checkpoint.model_files import shown
+from backend.api.config.schema import LoraSection
 from backend.api.errors import EverbatchError, InvalidRequest, NotFound, Overloaded, Unsupported
 from backend.api.lora import LoraConfig
-from backend.api.model_files import shown
 from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.core.adapter import PreparedAdapter

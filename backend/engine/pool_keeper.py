@@ -11,11 +11,11 @@ import queue
 import threading
 from contextlib import suppress
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.core.kept_block import RecordFormat
-from backend.core.pool_file import PoolFile
 from backend.core.step import ModelInfo
 from backend.kvcache.pool_records import MAX_DUE, Due, PoolRecords
+from backend.storage.pool_file import PoolFile
 
 log = logging.getLogger("everbatch.engine")
 CLOSE_S = 0.5  # how long an end waits for the record that is being written

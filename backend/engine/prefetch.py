@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from backend.api.adapter_files import check_adapter_files
-from backend.api.config import EngineConfig
+from backend.api.checkpoint.adapter_files import check_adapter_files
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError, EverbatchError
 from backend.api.lora import UINT64, LoraConfig
 from backend.core.step import ModelInfo, WorkerGroup

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from backend.api.config import RecordsConfig
+from backend.api.config.schema import RecordsConfig
 from backend.api.stats import (
     DebugTensors,
     IterationRequests,
@@ -19,7 +19,7 @@ from backend.api.stats import (
 from backend.core.kv_events import KvEventSink
 from backend.core.sequence import Sequence, Status
 from backend.core.step import StepOutput
-from backend.engine.flight import Flight
+from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.manager import KVCacheManager
 
 
@@ -46,7 +46,7 @@ class Recorder:
 
     def record(
         self,
-        flight: Flight,
+        flight: StepInFlight,
         latest: IterationStats,
         live: Iterable[Sequence],
         output: StepOutput | None = None,

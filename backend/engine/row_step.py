@@ -7,13 +7,13 @@ from backend.core.sequence import Sequence
 from backend.core.step import StepOutput
 from backend.engine import groups, update
 from backend.engine.distributions import note_first_token, note_gaps
-from backend.engine.flight import Flight
 from backend.engine.statistics import Statistics
+from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.manager import KVCacheManager
 
 
 def apply(
-    flight: Flight, output: StepOutput, kv: KVCacheManager, statistics: Statistics, now_ns: int
+    flight: StepInFlight, output: StepOutput, kv: KVCacheManager, statistics: Statistics, now_ns: int
 ) -> list[tuple[Sequence, FinishReason]]:
     """Apply a step. Returns (sequence, finish reason) for those with new tokens, in row order."""
     plan, dropped, counters, distributions = flight.plan, flight.dropped, statistics.counters, statistics.distributions

@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from backend.api.config import SessionsConfig
+from backend.api.config.schema import SessionsConfig
 from backend.api.errors import SessionError, SessionStatus
 from backend.api.request import Request
 from backend.core.sequence import Event, Sequence, SessionKey, Status

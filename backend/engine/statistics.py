@@ -13,7 +13,7 @@ from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import MemoryUse
 from backend.engine.distributions import note_sequence
-from backend.engine.flight import Flight, StepRecord
+from backend.engine.steps_in_flight import StepInFlight, StepRecord
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
 
@@ -98,7 +98,7 @@ class Statistics:
         self.counters.requests_accepted_total += 1
         self.count_end(reason)
 
-    def record(self, flight: Flight) -> float:
+    def record(self, flight: StepInFlight) -> float:
         """Record a landed step, and return its duration in seconds.
 
         The duration counts from the end of the step before, if this one was submitted earlier."""

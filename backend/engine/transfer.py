@@ -13,15 +13,15 @@ import time
 
 from msgspec.structs import replace
 
-from backend.api.config import KvTransferConfig
+from backend.api.config.schema import KvTransferConfig
 from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 from backend.api.stats import EngineCounters
 from backend.core.kv_state import KvState, decode, encode, hash_of
-from backend.core.kv_store import KvStore
 from backend.core.sequence import Sequence
 from backend.core.step import ModelInfo, WorkerGroup
 from backend.kvcache.manager import KVCacheManager
+from backend.storage.kv_store import KvStore
 
 
 class Transfer:

@@ -18,10 +18,10 @@ import sys
 import threading
 from collections.abc import Callable
 
-from backend.api.config import EngineConfig
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import EverbatchError
-from backend.api.log_lines import set_up_logging
+from backend.api.processes.log_lines import set_up_logging
 from backend.core.step import WorkersLost
 from backend.executor.kept_files import KeptFiles
 from backend.executor.served_engine import ServedEngine, load_libraries
@@ -42,7 +42,7 @@ def main(serve: Callable[[EngineConfig, str, KeptFiles], None] = serve_engine) -
     what the parent holds for it.
     """
     parser = argparse.ArgumentParser(prog="everbatch-engine")
-    parser.add_argument("--config", help="JSON file of backend.api.config; defaults without it")
+    parser.add_argument("--config", help="JSON file of backend.api.config.schema; defaults without it")
     parser.add_argument("--socket", required=True)
     parser.add_argument(
         "--owns-directory", action="store_true", help="remove the socket's directory if the parent dies"

@@ -1,9 +1,9 @@
 """EngineProcess: starts the engine process and keeps it running.
 
 The supervisor notices a death at once, because the process's output ends, and starts the process again with back-off
-(backend/api/back_off.py). After MAX_RESTARTS restarts without a quiet minute the next death is the last: the process is given up
-with a critical log line, and `has_given_up` stays true. It cannot outlive this process, whose end closes the pipe that is its
-standard input.
+(backend/api/processes/back_off.py). After MAX_RESTARTS restarts without a quiet minute the next death is the last: the process
+is given up with a critical log line, and `has_given_up` stays true. It cannot outlive this process, whose end closes the pipe
+that is its standard input.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from backend.api.back_off import FIRST_DELAY_S, BackOff
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError, EngineUnavailable
+from backend.api.processes.back_off import FIRST_DELAY_S, BackOff
 from backend.executor.kept_files import KeptFiles
 from backend.executor.spare import Spare
 from backend.wire.address import GIVEN_UP

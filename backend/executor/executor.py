@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import EngineUnavailable, EverbatchError
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
@@ -47,8 +47,8 @@ from backend.executor.in_this_process import InThisProcess
 from backend.executor.live import OnResponse
 from backend.executor.mailbox import Mailboxes, ResponseReader
 from backend.executor.pause import NOT_BACK, Pauses
-from backend.executor.record_shelf import RecordReader, RecordShelf
 from backend.executor.replay import COUNTER, Replay
+from backend.executor.statistics_history import RecordReader, StatisticsHistory
 from backend.executor.transport import ENDED, Transport
 from backend.executor.watch import OwnedEngine, Watch
 from backend.wire.client import SocketTransport, wait_until
@@ -67,7 +67,7 @@ class Executor(InThisProcess, Commands, ResponseReader, RecordReader):
         self._hello: Hello | None = None
         self._stats: EngineStats | None = None
         self.adapters: Mapping[str, str] = {}  # that requests may name, with their directories
-        self._replay, self._mailboxes, self._records = Replay(), Mailboxes(), RecordShelf()
+        self._replay, self._mailboxes, self._records = Replay(), Mailboxes(), StatisticsHistory()
         self._lock = threading.Lock()
         self._sending = threading.RLock()  # held to give a command an id and send it; taken ahead of `_lock`
         self._counter = itertools.count(1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.core.step import WorkerGroup
 from backend.executor.load import engine_of, with_model_path, workers_of, workers_of_buffers
 from backend.executor.transport import InProcessTransport, Transport

@@ -8,7 +8,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.request import RequestId
 from backend.core.messages import Former
 from backend.engine.session_files import in_memory
@@ -20,7 +20,7 @@ _TRIAL, _CRC = struct.Struct("<16sQ"), struct.Struct("<I")
 
 class KeptFiles(NamedTuple):
     sessions: tuple[int, ...] = ()  # two descriptors of the log of sessions, or none
-    pool: int | None = None  # the KV pool's (core/pool_file.py)
+    pool: int | None = None  # the KV pool's (storage/pool_file.py)
     trial: int | None = None  # it names the request on trial
 
     @staticmethod

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError
-from backend.api.launched import Launched, key_of
+from backend.api.processes.launched import Launched, key_of
 from backend.core.step import WorkerGroup
 from backend.engine.core import EngineCore
 from backend.wire.kv_publisher import publisher_of

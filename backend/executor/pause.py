@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
 from backend.api.request import Request, RequestId
 from backend.api.response import Response

@@ -1,7 +1,7 @@
 """Prompt adapters: the rows of embeddings that prompt tuning has learned, put in front of the prompts of requests that name them.
 
-The files are those of backend/api/prompt_adapter_files.py. The virtual tokens of a request have the ids behind the vocabulary
-(`Request.prompt_embeddings`); KV is shared with requests of the same rows only.
+The files are those of backend/api/checkpoint/prompt_adapter_files.py. The virtual tokens of a request have the ids behind the
+vocabulary (`Request.prompt_embeddings`); KV is shared with requests of the same rows only.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from backend.api import Request
-from backend.api.adapter_files import WEIGHTS
+from backend.api.checkpoint.adapter_files import WEIGHTS
+from backend.api.checkpoint.model_files import shown
+from backend.api.checkpoint.prompt_adapter_files import TENSOR, check_prompt_adapter, prompt_adapter_file
 from backend.api.errors import ConfigError, Unsupported
-from backend.api.model_files import shown
-from backend.api.prompt_adapter_files import TENSOR, check_prompt_adapter, prompt_adapter_file
 from backend.api.tensor import TensorData
 
 MAX_HELD = 32  # adapters, and below their bytes together

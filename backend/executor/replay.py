@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.api.lora import LoraConfig
 from backend.api.request import Request, RequestId
 from backend.api.response import Response

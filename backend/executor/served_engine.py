@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.request import RequestId
-from backend.core.garbage import calm_garbage_collector
+from backend.core.gc_tuning import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop

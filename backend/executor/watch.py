@@ -1,7 +1,7 @@
 """Watch: notices that the engine gives no sign of life. The owner of the engine process kills it then.
 
     silent for a moment             the engine is taken to be well
-    for too long (api/silence.py)   the Executor is not ready: new requests are refused, and those in flight wait
+    for too long (api/processes/liveness.py)   the Executor is not ready: new requests are refused, and those in flight wait
     for longer than its patience    the owner kills the process, whose requests end with an error; it is started again
 
 Silence is counted in ticks of the watch's own thread, not in seconds. A stub that was itself stopped or starved has missed its
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from backend.api.silence import TICK_S, Silence
+from backend.api.processes.liveness import TICK_S, Liveness
 
 log = logging.getLogger("everbatch.executor")
 
@@ -74,7 +74,7 @@ class Watch:
         """
         self._process = process
         self._on_tick = on_tick
-        self._silence = Silence()
+        self._silence = Liveness()
         self._turn_age_s = 0.0
         self._num_signs = 0
         self.pid: int | None = None  # the engine process's id, once it is known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from backend.api.config import GuidedConfig
+from backend.api.config.schema import GuidedConfig
 from backend.api.errors import EngineUnavailable, EverbatchError, Overloaded
 from backend.api.guide import InvalidGuide
 from backend.core.limited_messages import Ending, Outcome

@@ -18,7 +18,7 @@ import msgspec
 
 from backend.api.errors import EverbatchError
 from backend.api.guide import Guide, GuideType
-from backend.api.log_lines import set_up_logging
+from backend.api.processes.log_lines import set_up_logging
 from backend.core.limited_messages import READY, Begin, Ending, Frames, Outcome
 from backend.core.limited_server import LimitedServer, first_message
 from backend.guided.compile_jobs import Setup, decode_guide

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from backend.api.config import GuidedConfig
+from backend.api.config.schema import GuidedConfig
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
 from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.request import RequestId

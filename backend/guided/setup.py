@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from backend.api.config import GuidedConfig
+from backend.api.config.schema import GuidedConfig
 from backend.api.errors import ConfigError
 from backend.api.guide import NOT_SET_UP
 from backend.core.limited_messages import Limits

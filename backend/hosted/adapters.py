@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from backend.api.adapter_files import projection_of
+from backend.api.checkpoint.adapter_files import projection_of
 from backend.hosted.layers import EngineLinear
 from backend.layers.lora import AdaptedTokens
 from backend.models.lora import Place, Projections

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import logging as library_logging
 
+from backend.api.checkpoint.model_files import shown, token_ids
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import shown, token_ids
-from backend.api.quantised import FILE
 from backend.architectures.description import LayerConfig, ModelConfig, RopeConfig
 from backend.architectures.hosted import ENCODERS, PART_PREFIX, PARTS
 from backend.architectures.settings import HARMLESS, is_harmless

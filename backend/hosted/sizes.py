@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend.api.checkpoint.model_files import shown
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import shown
-from backend.api.quantised import FILE
 
 # Elements that a model may have beyond its checkpoint's: tables that the library computes, such as masks and angles.
 # 512 MiB in float32; the mask of StarCoder's 8,192 positions has half of them.

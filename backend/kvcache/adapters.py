@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
-from backend.api.config import LoraSection
+from backend.api.config.schema import LoraSection
 from backend.api.errors import InvalidRequest
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import ModelInfo

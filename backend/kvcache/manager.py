@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.api.stats import BlocksStored, KvCacheStats, KvEvent
 from backend.core.sequence import Sequence, Status
 from backend.core.step import BlockId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from backend.api.config import CPU_MEMORY_FRACTION, EngineConfig, KvCacheConfig
+from backend.api.config.schema import CPU_MEMORY_FRACTION, EngineConfig, KvCacheConfig
 from backend.api.errors import ConfigError
 from backend.core.step import ModelInfo
 

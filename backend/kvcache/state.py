@@ -7,7 +7,7 @@ only reuse of their own KV is reported to them. A session always reuses its own 
 
 from __future__ import annotations
 
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.kvcache.block import BlockHandle

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backend.api.quantised import AwqFormat
+from backend.api.checkpoint.quantised import AwqFormat
 from backend.models.quantized import (
     QuantizedLayers,
     Scheme,

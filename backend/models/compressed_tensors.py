@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import torch
 
+from backend.api.checkpoint.quantised import Int4Format, Int8Format
 from backend.api.errors import ConfigError
-from backend.api.quantised import Int4Format, Int8Format
 from backend.layers.linear import QuantizedWeight
 from backend.models.quantized import (
     QuantizedLayers,

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from backend.api.checkpoint.model_files import REMEDY, parse_object, read_object
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import REMEDY, parse_object, read_object
-from backend.api.quantised import FILE
 from backend.architectures.description import ModelConfig
 from backend.architectures.registry import read_config
 from backend.models.quantization import parse_quantization

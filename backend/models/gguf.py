@@ -16,9 +16,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from backend.api.checkpoint.gguf import AGAIN, GgufHeader, TensorPlace
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
-from backend.api.gguf import AGAIN, GgufHeader, TensorPlace
-from backend.api.model_files import shown
 from backend.architectures.description import ModelConfig
 from backend.architectures.gguf_held import EMBEDDING, OUTPUT, SUPER_BLOCKS, held_forms
 from backend.models import gguf_blocks

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from backend.api.gguf import TYPES
+from backend.api.checkpoint.gguf import TYPES
 from backend.layers.linear import QuantizedWeight
 from kernels.common.super_blocks import SuperBlocks
 from kernels.common.super_blocks import floats as floats_of_super_blocks

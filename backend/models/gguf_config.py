@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from backend.api.checkpoint.gguf import AGAIN, GgufHeader, eos_ids
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
-from backend.api.gguf import AGAIN, GgufHeader, eos_ids
-from backend.api.model_files import shown
 from backend.architectures.gguf_held import EMBEDDING, OUTPUT
 from backend.architectures.registry import GGUF_ARCHITECTURES, gguf_architecture
 from backend.architectures.settings import Epsilon, Factor, NumLayers, Size

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from backend.api.checkpoint.quantised import GptqFormat
 from backend.api.errors import ConfigError
-from backend.api.quantised import GptqFormat
 from backend.models.quantized import (
     QuantizedLayers,
     Scheme,

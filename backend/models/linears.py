@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backend.api.config import Quantization
+from backend.api.config.schema import Quantization
 from backend.api.errors import ConfigError
 from backend.architectures.shards import Cut
 from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backend.api.config import Windows
+from backend.api.checkpoint.gguf import eos_ids, gguf_file, read_header
+from backend.api.checkpoint.model_files import read_object, shown, token_ids
+from backend.api.checkpoint.weight_files import tensor_names, weight_files
+from backend.api.config.schema import Windows
 from backend.api.errors import ConfigError
-from backend.api.gguf import eos_ids, gguf_file, read_header
-from backend.api.model_files import read_object, shown, token_ids
-from backend.api.weight_files import tensor_names, weight_files
 from backend.architectures.description import WHOLE, ModelConfig, Shard
 from backend.architectures.registry import HEADLESS
 from backend.architectures.shards import check_ranks, of_rank

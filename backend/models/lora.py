@@ -17,10 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backend.api.adapter_files import FUSED, MAX_WEIGHTS_BYTES, MODULES, WEIGHTS, check_rank, half_tensors, peft_weights
+from backend.api.checkpoint.adapter_files import (
+    FUSED,
+    MAX_WEIGHTS_BYTES,
+    MODULES,
+    WEIGHTS,
+    check_rank,
+    half_tensors,
+    peft_weights,
+)
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.lora import ADAPTER_CONFIG, CONFIG_ROWS, LoraConfig, check_lora, read_peft_config
-from backend.api.model_files import shown
 from backend.api.tensor import TensorData
 from backend.architectures.description import ModelConfig
 from backend.models.loader import open_tensors
@@ -52,7 +60,9 @@ class Projections(NamedTuple):
     """The projections of a model that LoRA adapters may change."""
 
     architecture: str
-    layers: Sequence[Mapping[str, Place]]  # one for each layer; projection_of (api/adapter_files.py) names its keys
+    layers: Sequence[
+        Mapping[str, Place]
+    ]  # one for each layer; projection_of (api/checkpoint/adapter_files.py) names its keys
 
     def place(self, layer: int, name: str) -> Place:
         """Raises InvalidRequest, and Unsupported for a projection that the model does not have."""

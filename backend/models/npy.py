@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from backend.api.checkpoint.model_files import find_file, shown
 from backend.api.errors import ConfigError
-from backend.api.model_files import find_file, shown
 
 Array = np.ndarray[Any, Any]
 _FORMAT: Any = np.lib.format  # it has no annotations

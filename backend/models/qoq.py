@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import torch
 
+from backend.api.checkpoint.quantised import QoqFormat
 from backend.api.errors import ConfigError
-from backend.api.quantised import QoqFormat
 from backend.models.quantized import QuantizedLayers, Scheme
 from backend.models.tensors import TensorSource
 from kernels.common.qserve_checkpoint import from_qserve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backend.api.quantised import (
+from backend.api.checkpoint.quantised import (
     AwqFormat,
     GptqFormat,
     Int4Format,

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
-from backend.api.model_files import shown
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from backend.api.checkpoint.gguf import GgufHeader, eos_ids, gguf_file, read_header
+from backend.api.checkpoint.model_files import find_file, read_object
 from backend.api.errors import ConfigError
-from backend.api.gguf import GgufHeader, eos_ids, gguf_file, read_header
-from backend.api.model_files import find_file, read_object
 from backend.models.gguf import raw_config
 from backend.models.loader import open_directory
 from backend.quant.folds import Layer

@@ -10,7 +10,7 @@ import logging
 import signal
 import sys
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.executor.engine_process import main, tell
 from backend.executor.executor import Executor
 from backend.executor.kept_files import KeptFiles

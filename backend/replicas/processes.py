@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from backend.api.config import CPU_MEMORY_FRACTION, EngineConfig
+from backend.api.config.schema import CPU_MEMORY_FRACTION, EngineConfig
 from backend.api.errors import ConfigError
 from backend.executor.executor import Executor
 

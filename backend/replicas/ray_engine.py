@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError, EngineUnavailable
 from backend.executor.executor import Executor
 from backend.executor.served_engine import ServedEngine

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from backend.api.config import Sharing, SpeculationConfig
+from backend.api.config.schema import Sharing, SpeculationConfig
 from backend.api.draft_limits import what_forbids_drafts
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Sequence

@@ -21,7 +21,7 @@ context token costs a quarter of that and a small step mostly waits for weights,
 
 from __future__ import annotations
 
-from backend.api.config import SchedulerConfig
+from backend.api.config.schema import SchedulerConfig
 
 CPU_CONTEXT_TOKENS = 512  # more would not make the products faster, and new requests would wait longer
 CPU_MIXED_TOKENS = 128

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from backend.api.config import EngineConfig, SpeculationConfig
+from backend.api.config.schema import EngineConfig, SpeculationConfig
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId

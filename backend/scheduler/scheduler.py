@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from backend.api.config import SchedulerConfig
+from backend.api.config.schema import SchedulerConfig
 from backend.api.request import RequestId
 from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import SequenceId, StepInput

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from backend.api.config import SchedulerConfig
+from backend.api.config.schema import SchedulerConfig
 
 _CONTEXT_HEAVY = 2.0  # prompt tokens per token of the answer
 _BALANCED = 0.5

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
-from backend.api.log_lines import set_up_logging
-from backend.api.several import ENGINE, LABEL, OWNS
-from backend.api.telemetry import check_traces
-from backend.core.garbage import calm_garbage_collector
+from backend.api.config.multi_model import ENGINE, LABEL, OWNS
+from backend.api.config.telemetry import check_traces
+from backend.api.processes.log_lines import set_up_logging
+from backend.core.gc_tuning import calm_garbage_collector
 from backend.executor import Executor
 from backend.serving import pb
 from backend.serving.intake.batch import Batch

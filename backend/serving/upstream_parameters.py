@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config_checks import check_config
+from backend.api.config.checks import check_config
+from backend.api.config.multi_model import ENGINE, LABEL, OWNS
 from backend.api.foreign import (
     RANKS_KEY,
     Checked,
@@ -28,7 +29,6 @@ from backend.api.foreign import (
     ranks_of_stage,
     refused,
 )
-from backend.api.several import ENGINE, LABEL, OWNS
 
 Convert = Callable[[str], Any]
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from backend.api.checkpoint.gguf import GgufHeader, gguf_file, read_header
+from backend.api.checkpoint.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
-from backend.api.gguf import GgufHeader, gguf_file, read_header
-from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
 from backend.text.template import MakeRenderer, Renderer, Templates, environment
 from backend.text.tokenizer import CONFIG, Tokenizer
 from backend.text.tool_prompt import knows_tools, with_tools, without_calls

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from backend.api.checkpoint.gguf import AGAIN, CONTROL, GgufHeader, TokenId
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
-from backend.api.gguf import AGAIN, CONTROL, GgufHeader, TokenId
-from backend.api.model_files import shown
 
 PREFIX = "tokenizer.ggml."
 _log = logging.getLogger("everbatch.text")

@@ -18,8 +18,8 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError, EverbatchError, InvalidRequest
-from backend.api.model_files import shown
 
 
 class Templates(Struct, frozen=True, forbid_unknown_fields=True):

@@ -45,7 +45,7 @@ from backend.wire.framing import (
     receive_frame,
     request_id_of,
 )
-from backend.wire.heart import Heart
+from backend.wire.heartbeat import HeartbeatSender
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
 
 log = logging.getLogger("everbatch.engine")
@@ -177,7 +177,7 @@ class EngineServer:
         self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
         self._address = FileAddress(address) if isinstance(address, str) else address
         self._listener = self._address.listen()
-        self._heart = Heart(present_iteration, self._broadcast, is_alive)
+        self._heart = HeartbeatSender(present_iteration, self._broadcast, is_alive)
         threading.Thread(target=self._accept, name="engine-accept", daemon=True).start()
         self._heart.start()
 

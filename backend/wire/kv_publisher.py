@@ -26,8 +26,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from backend.api.config import KvEventsConfig
-from backend.api.endpoints import is_bound
+from backend.api.config.endpoints import is_bound
+from backend.api.config.schema import KvEventsConfig
 from backend.api.errors import ConfigError
 from backend.api.stats import BlocksStored, KvEvent
 from backend.wire.kv_event_format import KvEventEncoder

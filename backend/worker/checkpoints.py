@@ -6,12 +6,12 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.api.config import Implementation, ModelConfigSection
+from backend.api.checkpoint.gguf import gguf_file
+from backend.api.checkpoint.model_files import read_object
+from backend.api.checkpoint.quantised import FILE
+from backend.api.checkpoint.weight_files import weight_files
+from backend.api.config.schema import Implementation, ModelConfigSection
 from backend.api.errors import ConfigError
-from backend.api.gguf import gguf_file
-from backend.api.model_files import read_object
-from backend.api.quantised import FILE
-from backend.api.weight_files import weight_files
 from backend.architectures.hosted import implementation_of
 from backend.models import loader
 from backend.worker.fingerprint import content_hash

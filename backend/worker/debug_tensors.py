@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.api.config import DEBUG_INPUTS, EngineConfig
+from backend.api.config.schema import DEBUG_INPUTS, EngineConfig
 from backend.api.errors import ConfigError
 from backend.api.tensor import TensorData
 from backend.core.gathered import LOGITS

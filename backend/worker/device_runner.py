@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.config import LoraSection
+from backend.api.config.schema import LoraSection
 from backend.core.step import Row, SlotId, StepInput, StepOutput
 from backend.layers.lora import StackedAdapted
 from backend.models.decoder import Decoder
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
 from backend.worker.draft_model import DraftModel
-from backend.worker.extras import Extras, FetchedRows, Pass
+from backend.worker.extra_outputs import ExtraOutputs, FetchedRows, Pass
 from backend.worker.graphs import Graphs
 from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import FlatBatch, InputBatch
@@ -89,7 +89,7 @@ class DeviceRunner(Runner):
         batch: InputBatch,
         parameters: SlotParameters,
         graphs: Graphs,
-        extras: Extras | None = None,
+        extras: ExtraOutputs | None = None,
         guided: GuidedRows | None = None,
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
         lora_page_bytes: int = 0,

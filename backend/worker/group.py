@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from backend.api.config import (
+from backend.api.checkpoint.gguf import SUFFIX
+from backend.api.config.schema import (
     GuidedConfig,
     KvCacheConfig,
     KvTransferConfig,
@@ -23,11 +24,10 @@ from backend.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from backend.api.cores import physical_cores
 from backend.api.errors import ConfigError, Unsupported
-from backend.api.gguf import SUFFIX
 from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
+from backend.api.processes.cores import physical_cores
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import BlockId, MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
 from backend.models import loader
@@ -40,7 +40,7 @@ from backend.worker.checkpoints import open_checkpoint, read_eos_ids
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.device_runner import DeviceRunner
 from backend.worker.draft_model import DraftModel
-from backend.worker.extras import Extras, check_outputs
+from backend.worker.extra_outputs import ExtraOutputs, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.guided_rows import GuidedRows
 from backend.worker.input_batch import InputBatch, SlotMemory
@@ -335,7 +335,7 @@ class InProcessWorkerGroup:
         loaded, slots, device = self._ready, self._num_slots, self.device
         model, max_len, vocab_size = loaded.model, loaded.max_seq_len, loaded.config.vocab_size
         storage = loaded.storage(block_size, num_blocks, layers)
-        extras = Extras(self._processors, self._debug, cuts_prompts=not loaded.is_encoder)
+        extras = ExtraOutputs(self._processors, self._debug, cuts_prompts=not loaded.is_encoder)
         prompts = PromptInputs(vocab_size, model.dtype, device)
         if loaded.tier_name == "triton":
             batch = InputBatch(slots + 1, max_len, block_size, device, prompts)

@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig, ModelConfigSection, WorkersConfig
-from backend.api.cores import physical_cores
+from backend.api.config.schema import EngineConfig, ModelConfigSection, WorkersConfig
 from backend.api.errors import ConfigError
-from backend.api.launched import ENV, key_of, rank_0_of
+from backend.api.processes.cores import physical_cores
+from backend.api.processes.launched import ENV, key_of, rank_0_of
 from backend.architectures.description import Shard
 from backend.core.step import MemoryUse
 from backend.models import loader
 from backend.worker.checkpoints import content_of
 from backend.worker.debug_tensors import DebugFetch
-from backend.worker.followers import Followers
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.joining import Joined, JoinPoint, machine_id, machines, network_address
 from backend.worker.memory import free_bytes
 from backend.worker.post_processors import PostProcessors
+from backend.worker.rank_followers import RankFollowers
 from backend.worker.rank_messages import Load, Loaded, MakePool
 from backend.worker.ranked_group import RankedWorkerGroup
 from kernels.cpu.ranks import RankPlace, RanksMemory, RanksShape
@@ -33,7 +33,7 @@ END_S = 1.0  # from the end of a rank's links to that of its connection
 
 
 class JoinedFollower:
-    """A rank that has joined, as Followers see it."""
+    """A rank that has joined, as RankFollowers see it."""
 
     pid = None
 
@@ -133,7 +133,7 @@ class JoinedWorkerGroup(RankedWorkerGroup):
             beside = [each for each in beside if self._shards[each].stage == stage]
         return replace(self._section, num_threads=self._threads or max(1, cores // len(beside)))
 
-    def _follow(self, section: ModelConfigSection, shards: Sequence[Shard]) -> Followers:
+    def _follow(self, section: ModelConfigSection, shards: Sequence[Shard]) -> RankFollowers:
         self._joined = self._point.gather(len(shards), self._load_timeout_s, self._progress)
         self._ranks_of = machines(machine_id(), self._joined)
         torch.set_num_threads(self._section_of(0).num_threads or 1)
@@ -142,7 +142,7 @@ class JoinedWorkerGroup(RankedWorkerGroup):
             for rank, shard in enumerate(shards, 1)
         ]
         joined = [JoinedFollower(rank, each) for rank, each in enumerate(self._joined, 1)]
-        return Followers(loads, self._load_timeout_s, self._workers.rank_timeout_s, joined)
+        return RankFollowers(loads, self._load_timeout_s, self._workers.rank_timeout_s, joined)
 
     def _check_loaded(self, found: Sequence[Loaded]) -> None:
         self._found = found

@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 
-from backend.api.cores import physical_cores
-from backend.api.endpoints import check_address
+from backend.api.config.endpoints import check_address
 from backend.api.errors import ConfigError
-from backend.api.launched import key_of
-from backend.api.log_lines import set_up_logging
+from backend.api.processes.cores import physical_cores
+from backend.api.processes.launched import key_of
+from backend.api.processes.log_lines import set_up_logging
 from backend.wire.address import NetworkAddress
 from backend.worker.joining import Joiner, network_address
 from backend.worker.rank_messages import MakePool

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from backend.api.errors import ConfigError
-from backend.api.launched import KEY_VARIABLE
+from backend.api.processes.launched import KEY_VARIABLE
 from backend.wire.address import HANDSHAKE_S, NetworkAddress
 from backend.worker.rank_messages import At, FromNewcomer, Join, Link, Refused, receive_first, send
 from backend.worker.weight_cache import code_version

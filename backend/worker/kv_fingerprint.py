@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.models.loader import Checkpoint
 from backend.worker.fingerprint import content_hash

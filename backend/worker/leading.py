@@ -15,16 +15,16 @@ from backend.core.step import StepInput
 from backend.models.cut import adapter_of_rank
 from backend.models.lora import Layers
 from backend.worker.adapters import DeviceAdapters
-from backend.worker.followers import Followers
 from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeCall, NativeTier
+from backend.worker.rank_followers import RankFollowers
 from backend.worker.rank_messages import Adapter, Prepare, RunRows, SlotContents
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.ranks import LostRank
 
 
 class LeadingTier(NativeTier):
-    def __init__(self, followers: Followers, *arguments: Any) -> None:
+    def __init__(self, followers: RankFollowers, *arguments: Any) -> None:
         """arguments: those of NativeTier."""
         super().__init__(*arguments)
         self._followers = followers
@@ -53,7 +53,7 @@ class SharedAdapter:
 class LeadingRunner(ModelRunner):
     """Tells the other ranks what changes before a step, then changes it here."""
 
-    def __init__(self, followers: Followers, whole: ModelConfig, others: Sequence[Shard], *arguments: Any) -> None:
+    def __init__(self, followers: RankFollowers, whole: ModelConfig, others: Sequence[Shard], *arguments: Any) -> None:
         """whole: the model. others: what each of the other ranks has of it. arguments: those of ModelRunner."""
         super().__init__(*arguments)
         self._followers, self._whole, self._others = followers, whole, others

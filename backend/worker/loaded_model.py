@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, Quantization
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, Quantization
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.shards import most_layers

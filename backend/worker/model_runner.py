@@ -13,7 +13,7 @@ from backend.api.sampling import SamplingConfig
 from backend.core.step import BlockId, NewRow, Row, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
 from backend.worker.draft_model import DraftModel
-from backend.worker.extras import Extras, FetchedRows, Pass
+from backend.worker.extra_outputs import ExtraOutputs, FetchedRows, Pass
 from backend.worker.guided_rows import GuidedRows
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
@@ -31,7 +31,7 @@ class ModelRunner(Runner):
         storage: KVStorage,
         batch: InputBatch,
         sampler: Sampler,
-        extras: Extras | None = None,
+        extras: ExtraOutputs | None = None,
         guided: GuidedRows | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:

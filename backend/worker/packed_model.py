@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 from backend.layers.linear import Linear
 from backend.models.decoder import Decoder, Follow
 from backend.models.linears import LinearOptions

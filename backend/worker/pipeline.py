@@ -1,7 +1,7 @@
 """The stages of a step that are the same on every device. Both runners are one sequence of them:
 
     prepare        release and upload adapters, grow the KV pool, copy blocks, store new rows, append blocks, run the draft model
-    forward        run the model, in several passes where prompts want many rows of logits (extras.py)
+    forward        run the model, in several passes where prompts want many rows of logits (extra_outputs.py)
     post-process   let the post-processors that requests name change logits
     mask           set the logits of tokens that a guide forbids to -inf (guided_rows.py)
     choose         choose a token behind the newest token of each row, and behind each of its drafts
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from backend.core.step import NewRow, Row, SampledToken, SlotId, StepInput, StepOutput
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.draft_model import DraftModel
-from backend.worker.extras import Extras, FetchedRows, fetch_all
+from backend.worker.extra_outputs import ExtraOutputs, FetchedRows, fetch_all
 from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
@@ -112,13 +112,13 @@ class Runner:
         batch: InputBatch,
         adapters: DeviceAdapters[Any],
         set_sampling: Callable[[NewRow], None],
-        extras: Extras | None,
+        extras: ExtraOutputs | None,
         guided: GuidedRows | None,
         draft_model: DraftModel | None,
     ) -> None:
         """`set_sampling`: remembers the sampling parameters of the sequence that takes a slot."""
         self.storage, self.batch, self.adapters = storage, batch, adapters
-        self.extras, self.guided = extras or Extras(), guided or GuidedRows(None, 0, 0)
+        self.extras, self.guided = extras or ExtraOutputs(), guided or GuidedRows(None, 0, 0)
         self.draft_model = draft_model
         self._set_sampling = set_sampling
 

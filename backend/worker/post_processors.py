@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.api.request import Request
 

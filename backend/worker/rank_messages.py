@@ -25,7 +25,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection
 from backend.architectures.description import Shard
 from backend.worker.native_tier import NativeRows
 from backend.worker.prompt_inputs import Embedded

@@ -1,6 +1,6 @@
 """A rank other than 0: `python -m backend.worker.rank_process --rank N --socket DESCRIPTOR --parent PID`.
 
-Rank 0 starts it (followers.py) and says over the socket what to do (rank_messages.py). It ends when rank 0 does, and when it
+Rank 0 starts it (rank_followers.py) and says over the socket what to do (rank_messages.py). It ends when rank 0 does, and when it
 cannot go on: rank 0 then knows that it is lost.
 """
 
@@ -18,7 +18,7 @@ from ctypes import CDLL
 import torch
 
 from backend.api.errors import ConfigError
-from backend.api.log_lines import set_up_logging
+from backend.api.processes.log_lines import set_up_logging
 from backend.architectures.shards import vocabulary
 from backend.models import loader
 from backend.worker.checkpoints import content_of, open_checkpoint

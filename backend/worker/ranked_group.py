@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig, ModelConfigSection
-from backend.api.cores import physical_cores
+from backend.api.config.schema import EngineConfig, ModelConfigSection
 from backend.api.errors import ConfigError
+from backend.api.processes.cores import physical_cores
 from backend.architectures.description import Shard
 from backend.architectures.shards import shards_of
 from backend.core.step import MemoryUse, ModelInfo, WorkersLost
@@ -18,13 +18,13 @@ from backend.models import loader
 from backend.models.cut import adapter_of_rank
 from backend.models.lora import Layers
 from backend.worker.debug_tensors import DebugFetch
-from backend.worker.followers import Followers
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import SlotMemory
 from backend.worker.leading import LeadingRunner, LeadingTier, SharedAdapter
 from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner
 from backend.worker.post_processors import PostProcessors
+from backend.worker.rank_followers import RankFollowers
 from backend.worker.rank_messages import Load, Loaded, MakePool
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.ranks import RankPlace, RanksMemory, RanksShape
@@ -69,7 +69,7 @@ class RankedWorkerGroup(InProcessWorkerGroup):
                 f"{self._asked} and model.kernels is {config.model.kernels}, and only native kernels run on several "
                 f"ranks; use --set model.kernels=native"
             )
-        self._followers: Followers | None = None
+        self._followers: RankFollowers | None = None
         self._memory: RanksMemory | None = None
         self._mapped_bytes = 0
 
@@ -172,11 +172,11 @@ class RankedWorkerGroup(InProcessWorkerGroup):
         self._followers = self._follow(section, self._shards[1:])
         return checkpoint, eos_ids
 
-    def _follow(self, section: ModelConfigSection, shards: Sequence[Shard]) -> Followers:
+    def _follow(self, section: ModelConfigSection, shards: Sequence[Shard]) -> RankFollowers:
         """The other ranks, which begin to load."""
         loads = [Load(shard, section, self._kv_cache, self._lora) for shard in shards]
         self._progress(f"starting {len(loads)} more ranks")
-        return Followers(loads, self._load_timeout_s, self._workers.rank_timeout_s)
+        return RankFollowers(loads, self._load_timeout_s, self._workers.rank_timeout_s)
 
     def _make_memory(self, shape: RanksShape, place: RankPlace, pool: MakePool) -> RanksMemory:
         """Let the other ranks make their pools, and have what all ranks share. Raises ConfigError."""
@@ -214,6 +214,6 @@ class RankedWorkerGroup(InProcessWorkerGroup):
         return LeadingRunner(self._others, self._ready.whole, self._shards[1:], tier, *arguments)
 
     @property
-    def _others(self) -> Followers:
+    def _others(self) -> RankFollowers:
         assert self._followers is not None  # load comes before whatever needs them
         return self._followers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend.api.config import LoraSection
+from backend.api.config.schema import LoraSection
 from backend.core.adapter import PreparedAdapter
 from backend.layers.lora import Stacks
 from backend.models.decoder import Decoder

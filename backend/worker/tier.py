@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.core.step import Row

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import torch
 
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 from backend.worker import weight_file
 from backend.worker.weight_file import Content, Damaged
 from kernels.cpu.build import cache_directories

@@ -7,7 +7,7 @@ import statistics
 import time
 
 from backend.api import OutputConfig, Request, SamplingConfig
-from backend.api.config import SpeculationConfig
+from backend.api.config.schema import SpeculationConfig
 from backend.api.guide import Guide, GuideType
 from backend.scheduler.drafting import Drafter
 from benchmarks.guides.decode import PROMPT, SCHEMA

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from backend.api import EngineConfig, Request
-from backend.api.config import GuidedConfig, KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import GuidedConfig, KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.engine.core import EngineCore

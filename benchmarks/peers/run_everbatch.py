@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 from backend.api import EngineConfig, Request, Response
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.core.garbage import calm_garbage_collector
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.core.gc_tuning import calm_garbage_collector
 from backend.executor.served_engine import SPIN_COUNT
 from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 

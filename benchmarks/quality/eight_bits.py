@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from backend.api.config import Quantization
+from backend.api.config.schema import Quantization
 from backend.layers.linear import DenseLinear
 from backend.models.config import read_model_config
 from backend.models.decoder import Decoder

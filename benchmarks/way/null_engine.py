@@ -14,11 +14,11 @@ import threading
 import time
 from collections import deque
 
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
 from backend.api.errors import InvalidRequest
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
-from backend.core.garbage import calm_garbage_collector
+from backend.core.gc_tuning import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore

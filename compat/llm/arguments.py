@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig
-from backend.api.config_checks import check_config
+from backend.api.config.checks import check_config
+from backend.api.config.schema import KvCacheConfig
 from backend.api.foreign import RefusedParameter, Setting, UnknownParameter, put
 from compat.config_object import ConfigObject
 from compat.llm.errors import NotHere, ParameterError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from backend.api.config import ChunkingPolicy, Policy
+from backend.api.config.schema import ChunkingPolicy, Policy
 from backend.api.foreign import ForeignTable, honoured, no_effect, refused
 from compat.llm.upstream_parameters import PYTORCH, SPECULATION, TENSORRT
 from compat.tensorrt_llm import DYNAMIC_BATCH, KV_CACHE, PEFT_CACHE

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, LimitsConfig, ModelConfigSection
 
 # Any number of prompts may wait for any time, and each may ask for logits. A program is a single client: its requests share KV
 # token by token, and results report reuse.

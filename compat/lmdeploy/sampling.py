@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config_checks import check_config
+from backend.api.config.checks import check_config
 from backend.api.foreign import ForeignTable, RefusedParameter, Setting, UnknownParameter, put
 from compat.llm import GuidedDecodingParams, NotHere, ParameterError, SamplingParams
 from compat.llm.program import PROGRAM

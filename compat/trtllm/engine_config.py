@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from backend.api import ConfigError
-from backend.api.config import DEBUG_INPUTS, EngineConfig
-from backend.api.config_file import checked_config
-from backend.api.config_ranges import MAX_SECONDS
+from backend.api.config.file import checked_config
+from backend.api.config.ranges import MAX_SECONDS
+from backend.api.config.schema import DEBUG_INPUTS, EngineConfig
 from backend.api.foreign import RANKS_KEY, RefusedParameter, Setting, put, ranks_of_stage
 from backend.core.gathered import LOGITS
 from compat.trtllm.configs import ExecutorConfig, ParallelConfig

@@ -12,7 +12,7 @@ import threading
 from typing import NoReturn
 
 from backend.api import EngineConfig, EverbatchError
-from backend.api.launched import ENV, Launched, launched
+from backend.api.processes.launched import ENV, Launched, launched
 from backend.executor.load import join_rank_0
 
 log = logging.getLogger("everbatch.rank")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from backend.api.config_ranges import RANGES
+from backend.api.config.ranges import RANGES
 from backend.api.foreign import ForeignTable, honoured, no_effect, refused
-from backend.api.launched import ENV
+from backend.api.processes.launched import ENV
 from compat.tensorrt_llm import DYNAMIC_BATCH, KV_CACHE, PEFT_CACHE
 from compat.trtllm.decoding import DecodingMode, GuidedDecodingConfig
 from compat.trtllm.enums import BatchingType, CapacitySchedulerPolicy, ContextChunkingPolicy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.api.back_off import QUIET_S, WINDOW_S, BackOff
+from backend.api.processes.back_off import QUIET_S, WINDOW_S, BackOff
 
 
 def test_delays_double_from_half_a_second_to_half_a_minute() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import ConfigError, EngineConfig, load_config
-from backend.api.config_ranges import RANGES
+from backend.api.config.ranges import RANGES
 
 
 def test_without_a_file_everything_has_its_default() -> None:

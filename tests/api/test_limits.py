@@ -18,7 +18,7 @@ from backend.api import (
     SessionError,
     Unsupported,
 )
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.api.limits import RequestLimits, check_request
 from backend.api.request import RetentionConfig, TokenRangeRetention
 

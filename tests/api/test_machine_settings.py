@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from backend.api import cores
-from backend.api.config import TelemetryConfig
-from backend.api.endpoints import check_endpoint, endpoint_of_replica, is_bound
+from backend.api.config.endpoints import check_endpoint, endpoint_of_replica, is_bound
+from backend.api.config.schema import TelemetryConfig
+from backend.api.config.telemetry import OtlpSettings, otlp_settings
 from backend.api.errors import ConfigError
-from backend.api.telemetry import OtlpSettings, otlp_settings
+from backend.api.processes import cores
 
 HERE = "http://here:4318"
 TOLD = {

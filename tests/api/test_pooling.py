@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backend.api import ConfigError
-from backend.api.pooling import Pooling, read_pooling
+from backend.api.checkpoint.pooling import Pooling, read_pooling
 
 STEPS = ["Transformer", "Pooling", "Normalize"]
 

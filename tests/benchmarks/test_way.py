@@ -13,7 +13,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from backend.api import EngineConfig, Request, Response
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.executor import Executor
 from benchmarks.way import bare_client, probe
 from benchmarks.way.__main__ import request_of

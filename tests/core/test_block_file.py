@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from backend.api.errors import ConfigError
-from backend.core.block_file import HEADER_BYTES, BlockFile
 from backend.core.kept_block import BlockRecord, HostBlocks, Miss, RecordFormat, chain, digest_of, root_of
+from backend.storage.block_file import HEADER_BYTES, BlockFile
 
 FORM = RecordFormat(4, 100)
 ROOM = HEADER_BYTES + 5 * FORM.place_bytes

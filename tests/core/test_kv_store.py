@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend.api.errors import ConfigError
-from backend.core.kv_store import KvStore
+from backend.storage.kv_store import KvStore
 
 pytestmark = pytest.mark.feature("002-49")
 

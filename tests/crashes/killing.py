@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from backend.api import EngineConfig, Request
-from backend.api.back_off import BackOff
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.api.processes.back_off import BackOff
 from backend.executor import Executor
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer

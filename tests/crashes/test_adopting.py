@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import OutputConfig, TensorData
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.api.lora import LoraConfig
 from backend.api.request import RequestId
 from backend.api.response import Response

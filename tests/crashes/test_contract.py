@@ -13,7 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from backend.api import Request, Response, SessionConfig, Unsupported
-from backend.api.config import (
+from backend.api.config.schema import (
     EngineConfig,
     KvCacheConfig,
     KvTransferConfig,

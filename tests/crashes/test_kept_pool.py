@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import EngineConfig, Request, SamplingConfig, SessionConfig
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.core.kept_block import RecordFormat
-from backend.core.pool_file import HEADER_BYTES
 from backend.engine.core import EngineCore
+from backend.storage.pool_file import HEADER_BYTES
 from tests.crashes.lives import Client, Lives
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 

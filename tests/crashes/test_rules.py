@@ -19,7 +19,7 @@ from backend.api import (
     SessionConfig,
     Unsupported,
 )
-from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LimitsConfig, SchedulerConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.response import FinishReason, Result

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from backend.api import load_config
-from backend.api.several import FILE, Notice
+from backend.api.config.multi_model import FILE, Notice
 from deploy.engine_sets import Engine, EngineSet
 from deploy.health import Report
 from deploy.model_control import ModelControl

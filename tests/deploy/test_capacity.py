@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from backend.api import quantised
-from backend.api.config import EngineConfig
-from backend.api.config_file import load_config
+from backend.api.checkpoint import quantised
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
 from backend.architectures.checkpoint import Checkpoint, examine
 from backend.architectures.hosted import sizes_of
 from backend.models import loader

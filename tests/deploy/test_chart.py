@@ -20,7 +20,7 @@ import yaml
 from jsonschema import Draft7Validator
 from typer.main import get_command
 
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
 from backend.serving.observe.families import engine_families
 from deploy import ROOT, __version__
 from deploy.cli import app

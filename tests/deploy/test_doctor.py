@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import doctor, invocation, libpython, memory, model_source, running
 from deploy.doctor import Finding, show
 from deploy.errors import UserError

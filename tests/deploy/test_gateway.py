@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import __version__, cli, gateway, invocation, serve
 from deploy.errors import ServerFailed, UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig
-from backend.api.config import TelemetryConfig
+from backend.api.config.schema import TelemetryConfig
 from backend.serving.wires.roles import PROFILES
 from deploy import invocation, libpython, repository, secret_flags
 from deploy.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from deploy import kv_directory
 from deploy.doctor import examine
 from deploy.kv_directory import look_at

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import load_config
-from backend.api.several import Notice
+from backend.api.config.multi_model import Notice
 from deploy import model_control
 from deploy.errors import UserError
 from deploy.health import Report

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from backend.api.config import EngineConfig
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
 from deploy import ports as ports_module
 from deploy.ports import Ports
 from deploy.report import ConsoleReporter, addresses, examples

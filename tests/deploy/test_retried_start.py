@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import invocation, supervisor
 from deploy.errors import ServerFailed
 from deploy.invocation import Installation

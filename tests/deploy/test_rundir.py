@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.api.config import EngineConfig
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
 from deploy import rundir
 from deploy.errors import UserError
 

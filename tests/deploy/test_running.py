@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
 from client import cli as client_cli
 from client.located import introduced
 from deploy import cli, running

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from backend.api import load_config
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy.engine_sets import Engine
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions
@@ -19,9 +19,9 @@ from deploy.health import Report, Verdict
 from deploy.model_control import ModelControl
 from deploy.model_source import DEFAULT_MODEL
 from deploy.models_file import GIB, Entry, read_models
-from deploy.several import ALONE, Several
-from deploy.several_options import of_several
-from deploy.several_server import SeveralServer
+from deploy.multi_model import ALONE, MultiModel
+from deploy.multi_model_options import of_several
+from deploy.multi_model_server import MultiModelServer
 from deploy.shares import Share
 
 MODEL = {"path": str(DEFAULT_MODEL)}
@@ -35,7 +35,7 @@ VALUES: dict[str, tuple[str, str]] = {
     "kv_transfer.directory": ("/d", ""),
 }
 Write = Callable[[dict[str, dict[str, object]]], None]
-Start = Callable[[dict[str, dict[str, object]]], Several]
+Start = Callable[[dict[str, dict[str, object]]], MultiModel]
 
 
 def configured(name: str, entry: Entry) -> EngineConfig:
@@ -54,9 +54,9 @@ def write(tmp_path: Path) -> Write:
 def started(tmp_path: Path, write: Write) -> Start:
     """The models of a file, on a machine with 4 GiB and 2 cores."""
 
-    def start(models: dict[str, dict[str, object]]) -> Several:
+    def start(models: dict[str, dict[str, object]]) -> MultiModel:
         write(models)
-        return Several(read_models(tmp_path / "models.json"), configured, 2, free=lambda config: 4 * GIB)
+        return MultiModel(read_models(tmp_path / "models.json"), configured, 2, free=lambda config: 4 * GIB)
 
     return start
 
@@ -120,7 +120,7 @@ def test_two_engines_never_have_one_file_or_address(place: str, started: Start, 
 def test_a_server_that_starts_again_has_what_its_models_were_replaced_with(started: Start, tmp_path: Path) -> None:
     """Their first engines have their first numbers and names again, for all directories of the former life are gone."""
     several = started({"a": MODEL, "b": MODEL})
-    server = SeveralServer(several, run_dir=tmp_path / "run")
+    server = MultiModelServer(several, run_dir=tmp_path / "run")
     (_, second) = several.sets
     larger = Share(load_config(overrides=["kv_cache.max_tokens=64"]), 7)
     second.engine, second.entry = Engine("b", 3, larger, is_first=False), Entry("y")
@@ -136,7 +136,7 @@ def test_a_server_that_starts_again_has_what_its_models_were_replaced_with(start
 def test_stubs_that_are_to_end_are_not_judged_and_an_engine_that_was_given_up_ends_no_other(
     started: Start, tmp_path: Path
 ) -> None:
-    server = SeveralServer(started({"a": MODEL, "b": MODEL}), run_dir=tmp_path / "run")
+    server = MultiModelServer(started({"a": MODEL, "b": MODEL}), run_dir=tmp_path / "run")
     given_up, silent = Report("b.engine", "given_up", 1), Report("b.everbatch", "ready", 2, silent_s=99.0)
     assert server._judge([Report("a.engine", "ready", 3)]) == Verdict()
     verdict = server._judge([given_up])

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.api import silence
-from backend.api.silence import CpuDemand
+from backend.api.processes import liveness
+from backend.api.processes.liveness import CpuDemand
 from backend.serving.lifecycle.environment import RunDirectory
 from deploy import health, processes, signs
 from deploy.health import Report
@@ -101,7 +101,7 @@ def test_what_an_ended_stub_has_said_is_known_some_looks_behind_its_end(pipe: Si
 def test_silence_is_counted_in_looks_and_ends_with_a_sign(
     pipe: Signs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "cpu_demand", lambda pid: CpuDemand())
+    monkeypatch.setattr(liveness, "cpu_demand", lambda pid: CpuDemand())
     give(tmp_path)
     assert [pipe.look()[0].silent_s for _ in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.25]
     give(tmp_path)
@@ -126,8 +126,8 @@ def test_a_process_that_wants_half_of_a_processor_or_waits_for_one_is_busy(
         now["looks"] = next(clock)
         return CpuDemand(int(7e9 + now["looks"] * QUARTER_NS * share), waiting)
 
-    monkeypatch.setattr(silence, "cpu_demand", demand)
-    monkeypatch.setattr(silence.time, "monotonic_ns", lambda: (now["looks"] + 1) * QUARTER_NS)
+    monkeypatch.setattr(liveness, "cpu_demand", demand)
+    monkeypatch.setattr(liveness.time, "monotonic_ns", lambda: (now["looks"] + 1) * QUARTER_NS)
     give(tmp_path)
     reports = [pipe.look()[0] for _ in range(8)]
     assert reports[-1].busy == busy and reports[-1].is_silent != busy
@@ -137,7 +137,7 @@ def test_once_a_silent_process_was_found_idle_a_moments_work_does_not_make_it_lo
     pipe: Signs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = iter([False] * 4 + [True] * 3)
-    monkeypatch.setattr(silence, "cpu_demand", lambda pid: CpuDemand(0, next(waiting)))
+    monkeypatch.setattr(liveness, "cpu_demand", lambda pid: CpuDemand(0, next(waiting)))
     give(tmp_path)
     silent = [pipe.look()[0].is_silent for _ in range(9)]
     assert silent == [False] * 5 + [True] * 4
@@ -170,20 +170,20 @@ def test_a_process_that_works_wants_a_processor_and_one_that_is_stopped_or_gone_
     started: Callable[[str], int],
 ) -> None:
     pid = started(BUSY)
-    first = silence.cpu_demand(pid)
-    while silence.cpu_demand(pid).wanted_ns <= first.wanted_ns:  # It is told when the kernel switches tasks.
+    first = liveness.cpu_demand(pid)
+    while liveness.cpu_demand(pid).wanted_ns <= first.wanted_ns:  # It is told when the kernel switches tasks.
         pass
     assert first.waiting
     os.kill(pid, signal.SIGSTOP)
     while (stat := processes.read_stat(pid)) is not None and stat.state != "T":
         pass
-    stopped = silence.cpu_demand(pid)
-    assert not stopped.waiting and silence.cpu_demand(pid) == stopped
+    stopped = liveness.cpu_demand(pid)
+    assert not stopped.waiting and liveness.cpu_demand(pid) == stopped
     gone = started(IDLE)
     os.kill(gone, signal.SIGKILL)
     os.waitid(os.P_PID, gone, os.WEXITED | os.WNOWAIT)
-    assert not silence.cpu_demand(gone).waiting
-    assert silence.cpu_demand(2**22 + 1) == CpuDemand()
+    assert not liveness.cpu_demand(gone).waiting
+    assert liveness.cpu_demand(2**22 + 1) == CpuDemand()
 
 
 def open_files(directory: Path) -> list[str]:

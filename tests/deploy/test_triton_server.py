@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import invocation, memory, rundir, secret_flags, signs, stubs
 from deploy.errors import ServerFailed
 from deploy.health import Report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from backend.api.config import GuidedConfig
+from backend.api.config.schema import GuidedConfig
 from backend.api.guide import GuideType
 from tests.docs.pages import examples, printed_by, text_of
 

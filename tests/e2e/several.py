@@ -16,10 +16,10 @@ from deploy import probe
 from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.model_source import DEFAULT_MODEL
 from deploy.models_file import Entry, Models
+from deploy.multi_model_options import of_several, several_of
+from deploy.multi_model_server import MultiModelServer
 from deploy.ports import Ports
 from deploy.serve import ServeOptions
-from deploy.several_options import of_several, several_of
-from deploy.several_server import SeveralServer
 from tests.e2e.starts import wait_ready
 
 WAIT_S = 60.0
@@ -29,7 +29,7 @@ EXACT = ("model.dtype=float32", "model.num_threads=1", "kv_transfer.enabled=true
 class Running:
     """The server, its endpoint, and what an operator does."""
 
-    def __init__(self, served: ServerWithGateway, server: SeveralServer) -> None:
+    def __init__(self, served: ServerWithGateway, server: MultiModelServer) -> None:
         self.served, self.server = served, server
 
     def client(self) -> openai.OpenAI:
@@ -59,7 +59,7 @@ def two_models(directory: Path) -> Iterator[Running]:
     }
     models = Models(entries)
     several = several_of(ServeOptions(models=models, overrides=EXACT), models)
-    server = SeveralServer(several, ports=Ports.free(), run_dir=directory / "run", exit_timeout_s=5)
+    server = MultiModelServer(several, ports=Ports.free(), run_dir=directory / "run", exit_timeout_s=5)
     served = ServerWithGateway(server, of_several(GatewayOptions(Ports.free().http), several))
     served.start()
     try:

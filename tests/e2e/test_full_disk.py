@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.api import silence
-from backend.api.silence import TICK_S
+from backend.api.processes import liveness
+from backend.api.processes.liveness import TICK_S
 from deploy import health, log_files
 from tests.e2e.conftest import serve
 from tests.e2e.starts import wait_ready
@@ -55,7 +55,7 @@ def test_a_full_disk_is_told_once_and_neither_readiness_nor_serving_end(small_di
         assert server.run_dir.stat().st_dev == small_disk.stat().st_dev and server._monitor is not None
         fill(small_disk)
         assert eventually(lambda: told != [], 30)
-        for _ in range(int(3 * silence.SILENT_S / TICK_S)):
+        for _ in range(int(3 * liveness.SILENT_S / TICK_S)):
             status, _ = post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})
             assert status == 200 and server.failure() is None
             assert server._monitor._end.wait(TICK_S) is False

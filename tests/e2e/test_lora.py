@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tritonclient.utils import InferenceServerException
 
 from backend.api import load_config
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.text.tokenizer import Tokenizer
 from client import ClientError, EverbatchClient
 from deploy import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from backend.api import EngineConfig, Request, Response, SessionConfig
-from backend.api.config import (
+from backend.api.config.schema import (
     KvCacheConfig,
     KvTransferConfig,
     LimitsConfig,

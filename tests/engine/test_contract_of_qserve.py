@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from backend.api import FinishReason, OutputConfig, Request, SamplingConfig
-from backend.api.config import RecordsConfig
+from backend.api.config.schema import RecordsConfig
 from backend.api.request import RequestId
 from backend.api.stats import BlocksStored
 from backend.core.messages import Submit

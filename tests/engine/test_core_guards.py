@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from backend.api import EngineConfig, EngineStats, ErrorCode, Request, Response, SessionConfig
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.core.clock import ManualClock
 from backend.core.messages import Command, StopSession, Submit
 from backend.core.step import StepInput, StepOutput

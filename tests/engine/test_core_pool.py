@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.core.step import ModelInfo
 from backend.engine.core import EngineCore
 from backend.kvcache.sizing import num_pool_blocks

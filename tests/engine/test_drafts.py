@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import FinishReason, OutputConfig, Result, SamplingConfig, SessionConfig
-from backend.api.config import RecordsConfig, SpeculationConfig
+from backend.api.config.schema import RecordsConfig, SpeculationConfig
 from tests.engine.driver import VOCAB, Driver
 from tests.fakes.hash_worker import oracle
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineConfig, Request, Response, SessionConfig
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.api.live_view import CACHED, FREE, LiveView
 from backend.core.messages import Look, Submit
 from backend.engine.core import EngineCore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, Response
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.core.clock import ManualClock
 from backend.core.messages import CLIENT_SHIFT, ClientGone, Submit
 from backend.engine.core import EngineCore

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, SessionConfig
-from backend.api.config import KvCacheConfig, LoraSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, SchedulerConfig
 from backend.api.errors import EngineUnavailable
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.api import ErrorCode, Request, SessionConfig
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.api.errors import EngineUnavailable, InvalidRequest
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId, SessionId

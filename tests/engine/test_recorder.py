@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from backend.api.config import RecordsConfig
+from backend.api.config.schema import RecordsConfig
 from backend.api.stats import DebugTensors, RequestStage, RequestStats
 from tests.engine.driver import Driver
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import ConfigError, EngineConfig, Request, SessionConfig
-from backend.api.config import KvCacheConfig, SchedulerConfig, SessionsConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig, SessionsConfig
 from backend.core.step import ModelInfo
 from backend.engine import session_log
 from backend.engine.core import EngineCore

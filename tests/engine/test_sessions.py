@@ -8,7 +8,7 @@ import random
 import pytest
 
 from backend.api import OutputConfig, Request, SessionConfig
-from backend.api.config import SessionsConfig
+from backend.api.config.schema import SessionsConfig
 from backend.core.sequence import Status
 from backend.engine.sessions import idle_bytes
 from tests.engine.driver import Driver, answer

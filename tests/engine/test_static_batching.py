@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import EngineUnavailable
-from backend.api.config import RecordsConfig
+from backend.api.config.schema import RecordsConfig
 from tests.engine.driver import Driver, answer
 
 PROMPTS = {1: ([1, 2, 3], 3), 2: ([4, 5, 6, 7, 8], 7), 3: ([9], 2)}

@@ -9,8 +9,8 @@ from backend.api.request import KvOrigin
 from backend.core.clock import ManualClock
 from backend.core.messages import Delivered, Resume
 from backend.core.step import MemoryUse, StepInput
-from backend.engine.flight import Flight
 from backend.engine.statistics import Statistics
+from backend.engine.steps_in_flight import StepInFlight
 from backend.scheduler.scheduler import StepPlan
 from tests.engine.driver import VOCAB, Driver
 
@@ -194,7 +194,7 @@ def test_sequences_of_an_adapter_are_counted_under_its_name_or_else_its_number(n
 def test_a_step_that_was_submitted_early_lasts_from_the_end_of_the_one_before() -> None:
     driver = Driver()
     statistics, clock = driver.core.statistics, driver.clock
-    flight = Flight(StepPlan(driver.core.kv.plan()), StepInput(7, []), clock.monotonic_ns())
+    flight = StepInFlight(StepPlan(driver.core.kv.plan()), StepInput(7, []), clock.monotonic_ns())
     clock.advance(2.0)
     assert statistics.record(flight) == 2.0
     clock.advance(0.5)

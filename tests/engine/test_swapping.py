@@ -11,7 +11,7 @@ from backend.api import SamplingConfig
 from backend.api.errors import ConfigError
 from backend.core.sequence import Sequence
 from backend.core.step import StepInput
-from backend.engine.flight import Flight
+from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.plan import Admission, KVPlan
 from backend.scheduler.scheduler import StepPlan
 from tests.engine.driver import Driver, answer
@@ -214,7 +214,8 @@ def test_the_maps_of_swapping_travel_with_the_step() -> None:
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput)
     assert (again.swap_out, again.swap_in, again.copies) == ([(1, 2)], [(3, 4)], [])
     assert (
-        Flight(None, StepInput(0, [], swap_out=[(1, 2)]), 0).has_work and not Flight(None, StepInput(0, []), 0).has_work
+        StepInFlight(None, StepInput(0, [], swap_out=[(1, 2)]), 0).has_work
+        and not StepInFlight(None, StepInput(0, []), 0).has_work
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from backend.api.config import KvTransferConfig
+from backend.api.config.schema import KvTransferConfig
 from backend.api.request import SessionConfig
 from backend.api.sampling import SamplingConfig
 from backend.core import kv_state

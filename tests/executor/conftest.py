@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.executor import Executor
 from tests.executor.helpers import POOL
 

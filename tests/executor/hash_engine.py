@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
 from backend.core.messages import Hello
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from backend.api import EngineConfig, Response
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.core.messages import Command, Hello, Message, Responses
 from backend.core.step import ModelInfo, WorkersLost
 from backend.engine.core import EngineCore

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import ConfigError, EngineConfig, Request
-from backend.api.config import KvCacheConfig, KvEventsConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, KvEventsConfig, ModelConfigSection
 from backend.executor import Executor
 from backend.wire.client import wait_until
 from tests.executor.helpers import drain

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, EngineUnavailable, ErrorCode, InvalidRequest, Response
-from backend.api.adapter_files import allowed_directory
-from backend.api.config import LoraSection
+from backend.api.checkpoint.adapter_files import allowed_directory
+from backend.api.config.schema import LoraSection
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
 from backend.engine import names

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, Request
-from backend.api.config import LimitsConfig, TritonConfig
+from backend.api.config.schema import LimitsConfig, TritonConfig
 from backend.core.messages import CLIENT_SHIFT, Submit
 from backend.executor import Executor
 from backend.executor.pause import Pauses

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineUnavailable, Request
-from backend.api.config import RecordsConfig
+from backend.api.config.schema import RecordsConfig
 from backend.api.stats import (
     BlocksCreated,
     BlocksStored,
@@ -23,7 +23,7 @@ from backend.api.stats import (
     RequestStage,
 )
 from backend.executor import Executor
-from backend.executor.record_shelf import RecordShelf
+from backend.executor.statistics_history import StatisticsHistory
 from backend.wire.client import wait_until
 from tests.executor.helpers import CONFIG, drain, engine, make_executor
 
@@ -103,7 +103,7 @@ def test_nothing_is_kept_unless_the_configuration_asks_for_it() -> None:
 
 
 def test_of_debug_tensors_the_latest_steps_are_kept() -> None:
-    shelf = RecordShelf()
+    shelf = StatisticsHistory()
     steps = [DebugTensors(number, {}) for number in range(5)]
     shelf.put(Records(debug_tensors=steps))
     assert shelf.take_debug_tensors() == []
@@ -116,7 +116,7 @@ def test_of_debug_tensors_the_latest_steps_are_kept() -> None:
 
 
 def test_each_kind_of_record_has_a_limit_of_its_own_and_the_latest_are_kept() -> None:
-    shelf = RecordShelf()
+    shelf = StatisticsHistory()
     limits = RecordsConfig(
         max_iterations=1, max_request_iterations=2, max_kv_events=3, max_debug_iterations=4, debug_tensors=("a",)
     )
@@ -134,7 +134,7 @@ def test_each_kind_of_record_has_a_limit_of_its_own_and_the_latest_are_kept() ->
 
 
 def test_a_waiter_wakes_when_an_event_comes() -> None:
-    shelf, events = RecordShelf(), []
+    shelf, events = StatisticsHistory(), []
     shelf.limit(RecordsConfig(max_kv_events=1))
     waiter = threading.Thread(target=lambda: events.extend(shelf.take_kv_events(60.0)))
     waiter.start()

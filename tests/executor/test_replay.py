@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from backend.api import ErrorCode, OutputConfig, Request, Response, SamplingConfig, SessionConfig
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.executor import Executor
 from backend.wire.client import wait_until
 from tests.executor.hash_engine import KILLS

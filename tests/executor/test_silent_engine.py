@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.api.silence import TICK_S
+from backend.api.processes.liveness import TICK_S
 from backend.executor import Executor
 from backend.executor.executor import LEAVE_MARGIN_S
 from backend.executor.watch import Watch

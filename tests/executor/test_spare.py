@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import EngineConfig, OutputConfig, Request
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.executor import Executor
 from backend.executor.engine_supervisor import EngineProcess
 from backend.wire.client import wait_until

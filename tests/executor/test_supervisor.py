@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from backend.api import ConfigError, EngineConfig, EngineUnavailable, back_off
-from backend.api.back_off import BackOff
-from backend.api.config import KvCacheConfig, WorkersConfig
+from backend.api import ConfigError, EngineConfig, EngineUnavailable
+from backend.api.config.schema import KvCacheConfig, WorkersConfig
+from backend.api.processes import back_off
+from backend.api.processes.back_off import BackOff
 from backend.executor import engine_supervisor as supervisor
 from backend.executor.engine_supervisor import MAX_RESTARTS, EngineProcess
 from backend.executor.kept_files import KeptFiles

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backend.api import EngineUnavailable, Request, Response, silence
-from backend.api.silence import BUSY_S, TICK_S, CpuDemand
-from backend.api.silence import SILENT_S as STALE_S
+from backend.api import EngineUnavailable, Request, Response
+from backend.api.processes import liveness
+from backend.api.processes.liveness import BUSY_S, TICK_S, CpuDemand
+from backend.api.processes.liveness import SILENT_S as STALE_S
 from backend.executor import Executor
 from backend.executor.watch import Watch
 from tests.executor.helpers import ScriptedTransport
@@ -124,7 +125,7 @@ def test_an_engine_that_works_or_waits_for_a_processor_is_slow_and_not_dead(
     process.patience_s = None
     watch.pid = 4711
     demand = CpuDemand(0, waiting=True)
-    monkeypatch.setattr(silence, "cpu_demand", lambda pid: demand)
+    monkeypatch.setattr(liveness, "cpu_demand", lambda pid: demand)
     watch.beat(0.0)
     tick(watch, BUSY_S - TICK_S)
     assert watch.is_fresh

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, Request
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.executor import Executor
 from backend.executor.engine_supervisor import MAX_RESTARTS
 from backend.wire.client import wait_until

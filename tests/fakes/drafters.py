@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
-from backend.api.config import SpeculationConfig
+from backend.api.config.schema import SpeculationConfig
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.scheduler.drafting import NO_DRAFT, Draft, Drafter

@@ -44,7 +44,7 @@ def generate(
     directory: Path, device: str, kernels: str, pool_tokens: int = 4096, kv: str = "auto", graphs: bool = True
 ) -> Generated:
     """Generates greedily, in float32."""
-    from backend.api.config_file import load_config
+    from backend.api.config.file import load_config
     from backend.api.request import Request
     from backend.engine.core import EngineCore
     from backend.worker.group import InProcessWorkerGroup

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.api.config import GuidedConfig
+from backend.api.config.schema import GuidedConfig
 from backend.api.errors import EverbatchError
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId
@@ -215,7 +215,7 @@ def test_a_request_that_ends_takes_its_guide_s_process_along(compiling: Compilin
 @pytest.mark.parametrize("of_process", [False, True], ids=["in_process", "engine_process"])
 def test_an_executor_leaves_no_process(of_process: bool, tmp_path: Path) -> None:
     from backend.api import EngineConfig, Request
-    from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+    from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 
     config = EngineConfig(
         model=ModelConfigSection(path=str(MODEL)),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from backend.api.config import GuidedConfig
+from backend.api.config.schema import GuidedConfig
 from backend.api.errors import ConfigError, ErrorCode, EverbatchError, Overloaded
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId

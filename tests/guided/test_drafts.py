@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend.api import EngineConfig, Request, SamplingConfig
-from backend.api.config import SpeculationConfig
+from backend.api.config.schema import SpeculationConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.response import FinishReason, Result
 from backend.core.step import NewRow, Row, SampledToken

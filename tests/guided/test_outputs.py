@@ -11,7 +11,7 @@ import lark
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, Response, SamplingConfig
-from backend.api.config import GuidedConfig, KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import GuidedConfig, KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.response import FinishReason, Result
 from backend.core.step import NewRow, Row, SlotId

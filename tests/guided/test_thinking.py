@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from backend.api import Request, SamplingConfig
-from backend.api.config import SpeculationConfig
+from backend.api.config.schema import SpeculationConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.response import FinishReason, Result
 from backend.api.thinking import Thinking

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.api.config import GuidedConfig
+from backend.api.config.schema import GuidedConfig
 from backend.api.guide import Guide, GuideType
 from backend.guided import setup
 from backend.guided.materials import Materials, backend_maker

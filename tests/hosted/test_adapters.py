@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from backend.api import ErrorCode
-from backend.api.adapter_files import projection_of
+from backend.api.checkpoint.adapter_files import projection_of
 from backend.api.errors import Unsupported
 from backend.api.lora import LoraConfig
 from backend.architectures.hosted import HOSTED

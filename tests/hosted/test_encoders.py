@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from backend.api import ConfigError, OutputConfig, Request, SamplingConfig, SessionConfig
-from backend.api.adapter_files import projection_of
+from backend.api.checkpoint.adapter_files import projection_of
 from backend.api.lora import LoraConfig
 from backend.architectures.checkpoint import examine
 from backend.architectures.hosted import ENCODERS

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.worker.checkpoints import open_checkpoint
 from backend.worker.loaded_model import LoadedModel
 from tests.hosted.tiny import COMMON, save, tiny_model

@@ -19,7 +19,7 @@ import msgspec
 import msgspec.inspect
 from msgspec import Struct
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.request import Request, RetentionConfig, SessionConfig, SessionId, TokenRangeRetention

@@ -9,7 +9,7 @@ cache.assert_content(seq)                           # every KV cell that counts 
 from __future__ import annotations
 
 from backend.api import Request, SamplingConfig
-from backend.api.config import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig
 from backend.core.sequence import Event, Sequence
 from backend.core.step import NewRow, Row, StepInput, StepOutput
 from backend.kvcache.block import DROPPED

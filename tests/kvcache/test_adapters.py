@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import InvalidRequest
-from backend.api.config import LoraSection
+from backend.api.config.schema import LoraSection
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import ModelInfo
 from backend.kvcache.adapters import AdapterCache

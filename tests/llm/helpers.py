@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from backend.api import EngineConfig, FinishReason, Request, Response, Result
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.core.messages import Cancel, Command, Submit
 from backend.core.step import StepInput
 from backend.executor import Executor

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from backend.api import ConfigError, EngineConfig, InvalidRequest
-from backend.api.config import (
+from backend.api.config.schema import (
     KvCacheConfig,
     LimitsConfig,
     LoraSection,

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable, EverbatchError
-from backend.api.config import RecordsConfig
+from backend.api.config.schema import RecordsConfig
 from backend.text.tokenizer import Tokenizer
 from compat.llm import LLM, BatchError, NotHere, ParameterError, RequestError, RequestOutput, SamplingParams
 from compat.llm.arguments import LlmArguments

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 from compat.llm import (
     LLM,
     AdditionalModelOutput,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, Windows
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig, Windows
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow, Row, SampledToken, StepInput
 from backend.worker.group import InProcessWorkerGroup

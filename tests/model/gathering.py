@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.api import EngineConfig, OutputConfig, Request, Response, TensorData
-from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LimitsConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.scheduler.scheduler import StepPlan
 from backend.worker.debug_tensors import DebugFetch

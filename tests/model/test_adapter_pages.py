@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection
 from backend.architectures.description import ModelConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import ModelInfo, StepInput

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from backend.api.config import Windows
+from backend.api.config.schema import Windows
 from tests.model.conftest import Oracle
 from tests.model.driver import GroupDriver
 from tests.model.test_parity import assert_equal, make_driver, prompt

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from backend.api import OutputConfig
-from backend.api.config import DEBUG_INPUTS, EngineConfig, RecordsConfig
+from backend.api.config.schema import DEBUG_INPUTS, EngineConfig, RecordsConfig
 from backend.api.errors import ConfigError
 from backend.api.sampling import AdditionalOutput
 from backend.api.stats import DebugTensors
-from backend.worker import extras
+from backend.worker import extra_outputs
 from backend.worker.debug_tensors import DebugFetch
 from tests.model.conftest import Oracle
 from tests.model.gathering import Engine, engine_config, tensor_of
@@ -100,7 +100,7 @@ def test_the_logits_are_there_beside_those_of_a_prompt_that_a_request_gets(
     checkpoint: Callable[[str], Path], tier: TierCase, monkeypatch: pytest.MonkeyPatch, max_rows: int
 ) -> None:
     """The prompt's 40 rows come in passes of 16, or in one. Its last row is the one that samples, and the inputs are of all."""
-    monkeypatch.setattr(extras, "MAX_ROWS", max_rows)
+    monkeypatch.setattr(extra_outputs, "MAX_ROWS", max_rows)
     engine = keeping(
         checkpoint("llama2"),
         tier,

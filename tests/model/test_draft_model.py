@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError, EngineConfig, OutputConfig, Request, Result, SessionConfig, TensorData
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig, SpeculationConfig
 from backend.api.lora import LoraConfig
 from backend.core.step import Row
 from backend.engine.core import EngineCore

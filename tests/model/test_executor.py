@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from backend.api import ConfigError, EngineConfig, ErrorCode, OutputConfig, Request, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
 from backend.api.stats import BlocksStored
 from backend.executor import Executor
 from backend.wire.client import wait_until

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from backend.api.gguf import TYPES, read_header
+from backend.api.checkpoint.gguf import TYPES, read_header
 from backend.layers.linear import Weight, in_eight_bits, make_torch_linear
 from backend.models import gguf_blocks
 from backend.models.gguf import GgufTensors, read_config

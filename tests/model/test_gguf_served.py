@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from backend.api import ConfigError, EngineConfig, OutputConfig, Request
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 from backend.models.loader import load_directory
 from backend.quant.run import Wanted, quantize_checkpoint

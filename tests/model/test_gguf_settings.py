@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.api import ConfigError
-from backend.api.gguf import read_header
+from backend.api.checkpoint.gguf import read_header
 from backend.architectures.description import ModelConfig, RopeConfig
 from backend.models.gguf import read_config
 from backend.models.loader import load_directory

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from backend.api.adapter_files import check_adapter_files
+from backend.api.checkpoint.adapter_files import check_adapter_files
 from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.lora import LoraConfig, check_lora
 from backend.api.tensor import TensorData

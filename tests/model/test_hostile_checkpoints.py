@@ -11,10 +11,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.api import model_files
+from backend.api.checkpoint import model_files
+from backend.api.checkpoint.model_files import (
+    MAX_DEPTH,
+    MAX_JSON_BYTES,
+    find_file,
+    parse_object,
+    read_object,
+    read_text,
+    shown,
+)
+from backend.api.checkpoint.weight_files import tensor_names
 from backend.api.errors import ConfigError
-from backend.api.model_files import MAX_DEPTH, MAX_JSON_BYTES, find_file, parse_object, read_object, read_text, shown
-from backend.api.weight_files import tensor_names
 from backend.models.linears import LinearOptions
 from backend.models.loader import MAX_POSITIONS, open_directory, resolve_model_path
 from backend.quant.checkpoint import new_folder

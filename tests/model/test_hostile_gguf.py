@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from backend.api.checkpoint.gguf import MAX_HEADER_BYTES, gguf_file, read_header
 from backend.api.errors import ConfigError
-from backend.api.gguf import MAX_HEADER_BYTES, gguf_file, read_header
 from backend.models.loader import resolve_model_path
 from tests.model.hostile import ggufs
 from tests.model.hostile.readers import outcome, read

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, RequestId, Response, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.messages import Delivered, Resume
 from backend.engine.core import EngineCore
 from backend.executor.load import workers_of

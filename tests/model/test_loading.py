@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.api import ConfigError
-from backend.api.config import ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import ModelConfigSection, SchedulerConfig
 from backend.core.step import ModelInfo
 from backend.models.config import parse_model_config
 from backend.models.convert import hf_to_meta, meta_to_hf

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import NewRow, SampledToken, StepInput, StepOutput, WorkersLost
 from backend.engine.core import EngineCore
 from backend.scheduler.scheduler import StepPlan

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.api import EngineConfig, ErrorCode, OutputConfig, Request
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.api.response import PerfMetrics
 from backend.executor import Executor

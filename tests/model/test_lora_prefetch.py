@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
 from compat import trtllm

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from backend.api import EngineConfig, OutputConfig, Request
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
 from kernels.common import four_bits, rotation, two_levels

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backend.api import ErrorCode, OutputConfig, PromptLogProb, SamplingConfig, SessionConfig, TensorData
-from backend.worker import extras
+from backend.worker import extra_outputs
 from tests.model.conftest import Oracle
 from tests.model.gathering import Engine, engine_config
 from tests.model.tiers import TORCH, TierCase
@@ -114,7 +114,7 @@ def test_a_long_prompt_runs_in_passes_of_few_rows_with_the_same_outcome(
     both = OutputConfig(prompt_log_probs=TOP, return_context_logits=True)
     alone = Engine(engine_config(checkpoint("llama2"), tier))
     expected = [alone.answer(prompt, NEW, both).result for prompt in PROMPTS[:2]]
-    monkeypatch.setattr(extras, "MAX_ROWS", max_rows)
+    monkeypatch.setattr(extra_outputs, "MAX_ROWS", max_rows)
     engine = Engine(engine_config(checkpoint("llama2"), tier, reuse=False))
     with monkeypatch.context() as patched:
         tier_of_engine = engine.workers.runner.tier

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig, SessionConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.response import Result
 from backend.executor import Executor
 from tests.model.tiers import TierCase

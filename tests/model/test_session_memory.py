@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, SessionConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SessionsConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig, SessionsConfig
 from backend.engine.sessions import idle_bytes
 from backend.executor import Executor
 from tests.executor.helpers import drain

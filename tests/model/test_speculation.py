@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
 from backend.engine.core import EngineCore
 from backend.scheduler.scheduler import StepPlan
 from backend.worker.group import InProcessWorkerGroup

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from backend.api import OutputConfig, Request
-from backend.api.config import SpeculationConfig
+from backend.api.config.schema import SpeculationConfig
 from backend.engine.core import EngineCore
 from tests.fakes.drafters import FixedStepCost
 from tests.model.test_speculation import answers, make_core

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend.api import ConfigError
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import ModelInfo
 from backend.models.config import read_model_config
 from backend.worker import tier

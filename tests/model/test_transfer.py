@@ -12,7 +12,13 @@ from msgspec.structs import replace
 
 from backend import llm, trtllm
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
-from backend.api.config import KvCacheConfig, KvTransferConfig, ModelConfigSection, SchedulerConfig, WorkersConfig
+from backend.api.config.schema import (
+    KvCacheConfig,
+    KvTransferConfig,
+    ModelConfigSection,
+    SchedulerConfig,
+    WorkersConfig,
+)
 from backend.api.response import Response
 from backend.executor import Executor
 from tests.model.tiers import TierCase

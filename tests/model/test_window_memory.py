@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from tests.model.test_attention_window import masked

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow, Row, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore

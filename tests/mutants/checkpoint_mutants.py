@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from backend.api import model_files, weight_files
+from backend.api.checkpoint import model_files, weight_files
 from backend.models import linears, loader
 from backend.models.tensors import TensorSource
 from backend.text import template, tokenizer

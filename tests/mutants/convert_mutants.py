@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.api import prompt_adapter_files
+from backend.api.checkpoint import prompt_adapter_files
 from backend.convert import meta, meta_tokenizer, pickled, run
 from backend.convert.meta import MetaCheckpoint
 from backend.executor import prompt_adapters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.api import silence
+from backend.api.processes import liveness
 from backend.architectures import checkpoint
 from deploy import (
     doors,
@@ -57,7 +57,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         SIGNS,
     ),
     "a_stopped_process_waits_for_a_processor": (
-        change(silence, "cpu_demand", ('== b"R"', 'in b"RT"')),
+        change(liveness, "cpu_demand", ('== b"R"', 'in b"RT"')),
         SIGNS,
     ),
     "who_has_knocked_is_reset": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend.worker import pipeline
 from backend.worker.device_runner import DeviceRunner, QueuedStep
-from backend.worker.extras import GatheringPass, Pass
+from backend.worker.extra_outputs import GatheringPass, Pass
 from backend.worker.pipeline import Runner
 from tests.mutants.changes import Plant, change, change_everywhere
 

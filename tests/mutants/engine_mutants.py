@@ -8,8 +8,8 @@ from backend.core.sequence import TRANSITIONS, Event, Status
 from backend.engine import beams
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
-from backend.engine.outbox import Outbox
 from backend.engine.publish import Interval
+from backend.engine.response_buffer import ResponseBuffer
 from backend.executor.transport import InProcessTransport
 from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.prefix_trie import PrefixTrie
@@ -87,7 +87,7 @@ MUTANTS = {
     ),
     "a_pause_holds_tokens_back": (change(EngineCore, "_schedule", ("plan.paused)", "())")), INTERVAL),
     "a_static_batch_takes_others_in": (change(StaticBatch, "admit", ("if running else", "if False else")), STATIC),
-    "held_ids_are_free": (change(Outbox, "holds", ("any(", "False and any(")), STATIC),
+    "held_ids_are_free": (change(ResponseBuffer, "holds", ("any(", "False and any(")), STATIC),
     "empty_rows_are_not_counted": (change(Scheduler, "commit", ("self._num_batch - ", "0 * ")), STATIC),
     "priority_is_ignored": (
         change(WaitingQueue, "append", ("insort(self._priorities, -priority)", "self._priorities.append(-priority)")),

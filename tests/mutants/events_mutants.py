@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from backend.api import endpoints
+from backend.api.config import endpoints
 from backend.core import kv_state
-from backend.core.kv_store import KvStore
 from backend.engine.intake import Intake
 from backend.engine.transfer import Transfer
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.state import CacheState
+from backend.storage.kv_store import KvStore
 from backend.wire import kv_event_format
 from backend.wire.kv_event_format import KvEventEncoder
 from backend.wire.kv_publisher import KvPublisher

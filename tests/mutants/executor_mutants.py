@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from backend.api.back_off import BackOff
+from backend.api.processes.back_off import BackOff
 from backend.engine.loop import EngineLoop
 from backend.engine.recorder import Recorder
 from backend.executor.engine_supervisor import EngineProcess
 from backend.executor.executor import Executor
 from backend.executor.mailbox import Mailboxes
-from backend.executor.record_shelf import RecordShelf
 from backend.executor.spare import Spare
+from backend.executor.statistics_history import StatisticsHistory
 from backend.executor.watch import Watch
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.wire.address import FileAddress
@@ -116,7 +116,7 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         RECORDS,
     ),
     "a_waiter_for_events_sleeps_on": (
-        change(RecordShelf, "put", ("        self._changed.notify_all()\n", "")),
+        change(StatisticsHistory, "put", ("        self._changed.notify_all()\n", "")),
         RECORDS,
     ),
     "blocks_below_a_removed_one_are_not_told": (
@@ -127,11 +127,11 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
 
 GONE: dict[str, tuple[Plant, list[str]]] = {  # what must be gone afterwards, and values that were all alike
     "records_of_requests_have_the_limit_of_those_of_steps": (
-        change(RecordShelf, "limit", ("config.max_request_iterations", "config.max_iterations")),
+        change(StatisticsHistory, "limit", ("config.max_request_iterations", "config.max_iterations")),
         ["tests/executor/test_records.py"],
     ),
     "records_of_events_have_the_limit_of_those_of_tensors": (
-        change(RecordShelf, "limit", ("config.max_kv_events", "config.max_debug_iterations")),
+        change(StatisticsHistory, "limit", ("config.max_kv_events", "config.max_debug_iterations")),
         ["tests/executor/test_records.py"],
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from backend.api import gguf as header
+from backend.api.checkpoint import gguf as header
 from backend.architectures.gguf_held import held_forms
 from backend.layers import rotary
 from backend.models import gguf, gguf_blocks, gguf_config

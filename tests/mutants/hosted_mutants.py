@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from backend.api import adapter_files
-from backend.api.pooling import Pooling
-from backend.engine import whole_texts
+from backend.api.checkpoint import adapter_files
+from backend.api.checkpoint.pooling import Pooling
+from backend.engine import encoder_models
 from backend.hosted import (
     attention,
     checkpoint,
@@ -19,7 +19,7 @@ from backend.hosted import (
 )
 from backend.hosted.adapters import AdapterHost
 from backend.hosted.embeddings import EmbeddingHost
-from backend.worker import extras, hosted_tier
+from backend.worker import extra_outputs, hosted_tier
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import TokenAdapters
 from tests.mutants.changes import Plant, change, change_everywhere
@@ -113,17 +113,17 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [f"{_STATES}[BertModel]"],
     ),
     "a_text_reuses_what_another_one_computed": (
-        change_everywhere(whole_texts.with_whole_texts, ("enable_block_reuse=False, ", "")),
+        change_everywhere(encoder_models.with_whole_texts, ("enable_block_reuse=False, ", "")),
         [f"{_ENCODERS}test_a_text_that_another_one_begins_with_is_computed_anew"],
     ),
     "texts_are_cut": (
         change_everywhere(
-            whole_texts.with_whole_texts, ("enable_chunked_context=False", "enable_chunked_context=True")
+            encoder_models.with_whole_texts, ("enable_chunked_context=False", "enable_chunked_context=True")
         ),
         [f"{_STATES}[BertModel]"],
     ),
     "texts_run_in_passes": (
-        change(extras.Extras, "of_step", ("if self._cuts_prompts", "if True")),
+        change(extra_outputs.ExtraOutputs, "of_step", ("if self._cuts_prompts", "if True")),
         [f"{_ENCODERS}test_a_long_text_runs_in_one_pass"],
     ),
     "an_encoder_is_pooled_by_its_last_token": (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from backend.core.pool_file import PoolFile
 from backend.engine import cache
 from backend.engine.intake import Intake
 from backend.executor.engine_supervisor import EngineProcess
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.prefix_trie import PrefixTrie
+from backend.storage.pool_file import PoolFile
 from tests.mutants.changes import Plant, change, change_everywhere
 
 POOL = ["tests/crashes/test_kept_pool.py"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from backend.core import block_file, kept_block
-from backend.core.block_file import BlockFile
+from backend.core import kept_block
 from backend.core.kept_block import BlockRecord, RecordFormat
 from backend.engine import level_threads
 from backend.engine.level_rates import LevelRates
 from backend.engine.level_threads import LevelThreads
 from backend.engine.level_traffic import LevelTraffic
 from backend.kvcache.second_level import SecondLevel
+from backend.storage import block_file
+from backend.storage.block_file import BlockFile
 from backend.worker.group import InProcessWorkerGroup
 from deploy import kv_directory
 from tests.mutants.changes import Plant, change, change_everywhere

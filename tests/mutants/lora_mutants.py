@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.api import adapter_files
+from backend.api.checkpoint import adapter_files
 from backend.engine.cache import make_cache
 from backend.engine.names import AdapterNames
 from backend.engine.read_ahead import ReadAhead

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.serving.lifecycle.absence import Absence
-from deploy import control_socket, models_file, several, shares
+from deploy import control_socket, models_file, multi_model, shares
 from deploy.engine_sets import EngineSet
 from deploy.model_control import ModelControl
 from gateway import loads, triton_stream
@@ -82,7 +82,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         SHARES,
     ),
     "two_engines_share_a_directory": (
-        change(several, "_check_alone", ("!= name:\n                raise", "== 7:\n                raise")),
+        change(multi_model, "_check_alone", ("!= name:\n                raise", "== 7:\n                raise")),
         OPTIONS,
     ),
     "every_request_goes_to_the_first_model": (

@@ -9,8 +9,8 @@ from backend.engine import gathered
 from backend.models.decoder import Decoder
 from backend.sampling.slots import SlotParameters
 from backend.serving.wires import vectors
-from backend.worker import extras
-from backend.worker.extras import GatheringPass, Part, SlotWants
+from backend.worker import extra_outputs
+from backend.worker.extra_outputs import GatheringPass, Part, SlotWants
 from backend.worker.post_processors import PostProcessors
 from kernels import sampling
 from tests.mutants.changes import change, change_everywhere
@@ -101,7 +101,7 @@ MUTANTS = {
         [PROMPT_LOG_PROBS + "test_they_equal_log_softmax_and_topk_of_a_plain_forward"],
     ),
     "a_pass_has_as_many_rows_as_the_prompt": (
-        change(extras, "passes", ("<= MAX_ROWS", "<= 1 << 40")),
+        change(extra_outputs, "passes", ("<= MAX_ROWS", "<= 1 << 40")),
         [PROMPT_LOG_PROBS + "test_a_long_prompt_runs_in_passes_of_few_rows_with_the_same_outcome"],
     ),
     "a_prompt_in_passes_loses_a_token": (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from backend.api import foreign, launched
+from backend.api import foreign
+from backend.api.processes import launched
 from backend.architectures import description, shards
-from backend.engine import flight
+from backend.engine import steps_in_flight
 from backend.models import cut, linears, parts
 from backend.models import decoder as model_decoder
 from backend.worker import (
@@ -18,7 +19,7 @@ from backend.worker import (
     rank_process,
     ranked_group,
 )
-from backend.worker.followers import Followers
+from backend.worker.rank_followers import RankFollowers
 from kernels.cpu import decoder, ranks
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -105,7 +106,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [TOKENS + "[llama-2]"],
     ),
     "nobody_says_that_a_rank_has_ended": (
-        change(Followers, "_on_end", ("self._memory.lose(rank)", "pass")),
+        change(RankFollowers, "_on_end", ("self._memory.lose(rank)", "pass")),
         [MEETINGS + "test_a_rank_that_fails_within_a_step_ends_it_at_once"],
     ),
     "a_lost_rank_is_overlooked": (
@@ -177,7 +178,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_upstream_parameters.py::test_participants_are_the_ranks_of_all_stages"],
     ),
     "steps_in_flight_have_one_number": (
-        change(flight.StepsInFlight, "advance", ("flight.step.step_id % 2", "0")),
+        change(steps_in_flight.StepsInFlight, "advance", ("flight.step.step_id % 2", "0")),
         ["tests/trtllm/test_gpt_manager.py::test_with_overlap_two_micro_batches_are_in_flight_and_alternate"],
     ),
     "hosted_models_are_let_in": (

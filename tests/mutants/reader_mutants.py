@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backend.api import gguf as header
+from backend.api.checkpoint import gguf as header
 from backend.architectures import llama, rope
 from backend.models import compressed_tensors, gguf_config, gptq
 from tests.mutants.changes import Plant, SetAttribute, change

@@ -27,7 +27,7 @@ from tests.mutants.changes import Plant, change, change_everywhere
 ENGINE = ["tests/guided/test_thinking.py"]
 FORMATS = ["tests/gateway/test_tool_formats.py"]
 READERS = ["tests/gateway/test_answer_readers.py"]
-FRONT = ["tests/serving/test_everbatch_model.py"]
+FRONT = ["tests/serving/test_everbatch_model.py", "tests/serving/test_everbatch_reasoning.py"]
 GATEWAY = ["tests/gateway/test_reasoning.py"]
 GUIDES = ["tests/guided/test_tool_guides.py"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.api.back_off import BackOff
+from backend.api.processes.back_off import BackOff
 from backend.engine import resume, session_log
 from backend.engine.intake import Intake
 from backend.engine.loop import EngineLoop

@@ -7,7 +7,7 @@ from backend.replicas.front import Front
 from backend.replicas.placement import Placement
 from backend.wire import address
 from backend.wire.engine_server import EngineServer
-from backend.wire.heart import Heart
+from backend.wire.heartbeat import HeartbeatSender
 from tests.mutants.changes import change
 
 PLACEMENT = ["tests/replicas/test_placement.py"]
@@ -73,7 +73,7 @@ MUTANTS = {
         change(Front, "_look", ("not any(each.is_connected for each in self._replicas)", "not self.is_serving")),
         FRONT,
     ),
-    "silent_replicas_look_ready": (change(Heart, "_run", ("if self._is_alive():", "if True:")), FRONT),
+    "silent_replicas_look_ready": (change(HeartbeatSender, "_run", ("if self._is_alive():", "if True:")), FRONT),
     "the_door_stays_open_without_replicas": (
         change(Front, "_look", ("self._door is not None and not any", "False and not any")),
         FRONT,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from backend.engine.flight import Flight
 from backend.engine.intake import Intake
+from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import KVPlan
 from backend.kvcache.swap import SwapSpace
@@ -53,7 +53,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ENGINE,
     ),
     "a_step_that_only_swaps_is_not_run": (
-        change(Flight, "has_work", (" or self.step.swap_out", "")),
+        change(StepInFlight, "has_work", (" or self.step.swap_out", "")),
         ["tests/engine/test_swapping.py"],
     ),
     "kv_comes_back_in_the_layers_of_others": (

@@ -7,7 +7,7 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.api import telemetry
+from backend.api.config import telemetry
 from backend.api.distributions import Distributions
 from backend.engine import distributions, update
 from backend.engine.statistics import Statistics

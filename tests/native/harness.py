@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from backend.api.config import Windows
+from backend.api.config.schema import Windows
 from backend.layers.linear import MakeLinear, make_torch_linear
 from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backend.api import EngineConfig, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.worker.group import InProcessWorkerGroup
 from tests.native.families import VOCAB, Family, family_of_super_blocks, random_family
 from tests.native.harness import Format, prompt

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.architectures.description import WHOLE, Shard
 from backend.models import loader
 from backend.worker.loaded_model import LoadedModel

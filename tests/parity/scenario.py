@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend.api import EngineConfig, OutputConfig, Request
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import Row
 from backend.engine.core import EngineCore
 from backend.scheduler.scheduler import StepPlan

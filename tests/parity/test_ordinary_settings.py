@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, Response, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from tests.model.gguf_files import write_gguf

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.api.launched import KEY_VARIABLE
-from backend.worker import followers, joined_group, joined_rank, ranked_group
+from backend.api.processes.launched import KEY_VARIABLE
+from backend.worker import joined_group, joined_rank, rank_followers, ranked_group
 from tests.families.tiny import make
 from tests.model.tiers import native_kernels  # noqa: F401 (a fixture)
 from tests.ranks.harness import ThreadFollower
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, native_kernels: None) -> None:  # noqa: F811
     """Ranks besides rank 0 are threads, which start at once, and this machine has as many cores as they need."""
-    monkeypatch.setattr(followers, "Follower", ThreadFollower)
+    monkeypatch.setattr(rank_followers, "RankFollower", ThreadFollower)
     monkeypatch.setattr(ranked_group, "physical_cores", lambda: 8)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backend.api import ConfigError, EngineConfig, SamplingConfig
-from backend.api.config import (
+from backend.api.config.schema import (
     KvCacheConfig,
     LoraSection,
     ModelConfigSection,
@@ -34,7 +34,7 @@ FLOAT32 = Format()
 
 
 class ThreadFollower:
-    """A Follower (backend/worker/followers.py) whose rank is a thread of this process."""
+    """A RankFollower (backend/worker/rank_followers.py) whose rank is a thread of this process."""
 
     pid = os.getpid()
 

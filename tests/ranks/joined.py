@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.wire.address import NetworkAddress
 from backend.worker import joined_rank
 from tests.ranks.harness import Ran, run

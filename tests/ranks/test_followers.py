@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.architectures.shards import shards_of
 from backend.core.step import WorkersLost
-from backend.worker.followers import Followers
+from backend.worker.rank_followers import RankFollowers
 from backend.worker.rank_messages import Load, Loaded, Measure, Measured, Prepare, Progress, receive, send
 
 NUM_RANKS = 4
@@ -46,13 +46,15 @@ def ranks() -> Iterator[list[Held]]:
 
 
 @pytest.fixture
-def followers(ranks: list[Held]) -> Followers:
+def followers(ranks: list[Held]) -> RankFollowers:
     loads = [Load(shard, ModelConfigSection(), KvCacheConfig(), LoraSection()) for shard in shards_of(NUM_RANKS, 1)[1:]]
-    return Followers(loads, PATIENCE_S, PATIENCE_S, ranks)
+    return RankFollowers(loads, PATIENCE_S, PATIENCE_S, ranks)
 
 
 @pytest.mark.feature("003-64")
-def test_every_rank_gets_its_own_part_to_load_and_then_each_message(followers: Followers, ranks: list[Held]) -> None:
+def test_every_rank_gets_its_own_part_to_load_and_then_each_message(
+    followers: RankFollowers, ranks: list[Held]
+) -> None:
     for each in ranks:
         told, _ = receive(each.far)
         assert isinstance(told, Load) and told.shard.number == each.rank
@@ -63,7 +65,9 @@ def test_every_rank_gets_its_own_part_to_load_and_then_each_message(followers: F
 
 
 @pytest.mark.feature("003-64", "003-62")
-def test_answers_are_gathered_from_all_ranks_in_the_order_of_the_ranks(followers: Followers, ranks: list[Held]) -> None:
+def test_answers_are_gathered_from_all_ranks_in_the_order_of_the_ranks(
+    followers: RankFollowers, ranks: list[Held]
+) -> None:
     """The last rank answers first, and each other one only when the rank behind it has."""
 
     def answer() -> None:
@@ -82,7 +86,7 @@ def test_answers_are_gathered_from_all_ranks_in_the_order_of_the_ranks(followers
 
 @pytest.mark.feature("003-64")
 def test_a_rank_that_is_gone_is_named_and_the_others_are_not_taken_for_it(
-    followers: Followers, ranks: list[Held]
+    followers: RankFollowers, ranks: list[Held]
 ) -> None:
     for each in ranks:
         send(each.far, Loaded("kernels", each.rank))

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from backend.api import OutputConfig, Request, SamplingConfig, TensorData
-from backend.api.config import EngineConfig, LoraSection
+from backend.api.config.schema import EngineConfig, LoraSection
 from backend.api.lora import LoraConfig
 from backend.engine.core import EngineCore
 from backend.executor.load import workers_of

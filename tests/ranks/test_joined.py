@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from backend.api import OutputConfig, Request, SamplingConfig, TensorData
-from backend.api.config import EngineConfig, LoraSection, SpeculationConfig
+from backend.api.config.schema import EngineConfig, LoraSection, SpeculationConfig
 from backend.api.lora import LoraConfig
 from backend.core.step import WorkersLost
 from backend.executor.load import workers_of

@@ -14,8 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import ConfigError, load_config
-from backend.api.config import EngineConfig, KvCacheConfig
-from backend.api.launched import KEY_VARIABLE
+from backend.api.config.schema import EngineConfig, KvCacheConfig
+from backend.api.processes.launched import KEY_VARIABLE
 from backend.executor.load import workers_of
 from backend.kvcache.sizing import block_bytes, num_pool_blocks
 from backend.wire.address import NetworkAddress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import ConfigError
-from backend.api.launched import Launched, launched, rank_0_of
+from backend.api.processes.launched import Launched, launched, rank_0_of
 from deploy.doctor import ranks
 from deploy.errors import UserError
 from deploy.rank import RankOptions, command_of

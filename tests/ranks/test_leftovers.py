@@ -14,7 +14,7 @@ import pytest
 from backend.api import ConfigError
 from backend.core.step import WorkersLost
 from backend.executor.load import workers_of
-from backend.worker import followers, ranked_group
+from backend.worker import rank_followers, ranked_group
 from tests.parity.scenario import RecordingEngine
 from tests.ranks.harness import PROMPTS, engine_config
 
@@ -39,12 +39,12 @@ def descriptors() -> set[str]:
 def test_a_rank_killed_while_it_loads_is_one_error_and_leaves_nothing(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(followers.Follower):
+    class Killed(rank_followers.RankFollower):
         def __init__(self, rank: int, on_end: Callable[[int], None]) -> None:
             super().__init__(rank, on_end)
             os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(followers, "Follower", Killed)
+    monkeypatch.setattr(rank_followers, "RankFollower", Killed)
     before = descriptors()
     workers = workers_of(engine_config(checkpoint("llama"), 1, stages=2))
     with pytest.raises(ConfigError) as error:

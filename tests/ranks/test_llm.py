@@ -7,7 +7,7 @@ import re
 import pytest
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.llm import LLM, GuidedDecodingParams, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("ranks_in_threads")

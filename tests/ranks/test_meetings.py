@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from backend.api.config import WorkersConfig
+from backend.api.config.schema import WorkersConfig
 from backend.core.step import WorkersLost
 from backend.executor.load import workers_of
 from backend.worker import ranked_group

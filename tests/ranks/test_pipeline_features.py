@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, SamplingConfig, TensorData
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SpeculationConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SpeculationConfig
 from backend.api.lora import LoraConfig
 from backend.engine.core import EngineCore
 from backend.executor.load import workers_of

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import ConfigError, EngineConfig, OutputConfig, Request, Response
-from backend.api.config import WorkersConfig
+from backend.api.config.schema import WorkersConfig
 from backend.executor import Executor
 from tests.executor.helpers import drain, tokens_of
 from tests.ranks.harness import PROMPTS, engine_config, run
@@ -133,7 +133,7 @@ def test_the_death_or_hang_of_any_rank_ends_the_engine_which_comes_again(
 def test_what_keeps_a_rank_from_loading_is_told_by_the_engine(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backend.worker.followers.sys.executable", "/bin/false")
+    monkeypatch.setattr("backend.worker.rank_followers.sys.executable", "/bin/false")
     with pytest.raises(
         ConfigError, match="rank 1 ended with code 1 while it was loading; its lines in the log say why"
     ):

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import ConfigError, EngineConfig, load_config
-from backend.api.config import WorkersConfig
+from backend.api.config.schema import WorkersConfig
 from backend.executor.load import workers_of, workers_of_buffers
-from backend.worker import followers, ranked_group
+from backend.worker import rank_followers, ranked_group
 from tests.ranks.harness import engine_config
 
 Checkpoint = Callable[..., Path]
@@ -22,7 +22,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("a process is started for what is refused")
 
-    monkeypatch.setattr(followers, "Follower", refuse)
+    monkeypatch.setattr(rank_followers, "RankFollower", refuse)
     monkeypatch.setattr(ranked_group, "physical_cores", lambda: 4)
 
 

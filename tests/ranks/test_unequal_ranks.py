@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from backend.api import ConfigError
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, WorkersConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, WorkersConfig
 from backend.architectures.description import Shard
 from backend.core.step import StepInput, WorkersLost
 from backend.worker import joined_group, ranked_group
-from backend.worker.followers import Followers
 from backend.worker.joined_group import JoinedWorkerGroup
 from backend.worker.kv_storage import KVStorage
 from backend.worker.leading import LeadingRunner
 from backend.worker.model_runner import ModelRunner
 from backend.worker.pipeline import Runner
+from backend.worker.rank_followers import RankFollowers
 from backend.worker.rank_messages import (
     Failed,
     FromRank,
@@ -41,7 +41,7 @@ from backend.worker.ranked_group import RankedWorkerGroup
 LOAD_S, STEP_S = 30.0, 7.0
 
 
-class Follower:
+class RankFollower:
     """A rank whose part the test plays, over `other_end`."""
 
     pid, has_ended, end = None, False, "does not answer"
@@ -62,13 +62,13 @@ class Follower:
 
 
 @contextmanager
-def followers(number: int = 2) -> Iterator[tuple[Followers, list[Follower]]]:
-    ranks = [Follower(rank) for rank in range(1, number + 1)]
+def followers(number: int = 2) -> Iterator[tuple[RankFollowers, list[RankFollower]]]:
+    ranks = [RankFollower(rank) for rank in range(1, number + 1)]
     loads = [
         Load(Shard(rank, number + 1), ModelConfigSection(num_threads=rank), KvCacheConfig(), LoraSection())
         for rank in range(1, number + 1)
     ]
-    made = Followers(loads, LOAD_S, STEP_S, ranks)
+    made = RankFollowers(loads, LOAD_S, STEP_S, ranks)
     try:
         yield made, ranks
     finally:
@@ -172,7 +172,7 @@ def test_kv_is_swapped_out_before_its_block_is_used_anew_and_swapped_in_before_i
 
 
 class Told:
-    """In place of Followers: what the other ranks are told."""
+    """In place of RankFollowers: what the other ranks are told."""
 
     def __init__(self) -> None:
         self.messages: list[list[Prepare]] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.api import EngineConfig, OutputConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.text.tokenizer import Tokenizer
 from tests.model.gathering import Engine
 from tests.real.conftest import RealModel

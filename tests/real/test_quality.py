@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.text.tokenizer import Tokenizer
 from tests.model.gathering import Engine
 from tests.real.conftest import RealModel

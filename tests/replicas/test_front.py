@@ -12,9 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import EngineUnavailable, ErrorCode, Request, Response
-from backend.api.config import EngineConfig, RecordsConfig
+from backend.api.config.schema import EngineConfig, RecordsConfig
+from backend.api.processes.liveness import TICK_S
 from backend.api.request import SessionConfig, SessionId
-from backend.api.silence import TICK_S
 from backend.api.stats import BlocksStored, RequestStage
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import ConfigError, EngineConfig, OutputConfig, Request
-from backend.api.config import WorkersConfig
+from backend.api.config.schema import WorkersConfig
 from backend.executor import Executor
 from backend.executor.load import workers_of
 from backend.replicas.processes import share_of_one

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import ConfigError, EngineConfig, EverbatchError, OutputConfig, Request
-from backend.api.config import WorkersConfig
+from backend.api.config.schema import WorkersConfig
 from backend.executor import Executor
 from backend.llm import LLM, RequestError, SamplingParams
 from backend.wire.client import wait_until

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pytest import MonkeyPatch
 
 from backend.api import EngineConfig, OutputConfig, Request, Response
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.core.clock import ManualClock
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore

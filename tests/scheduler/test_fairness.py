@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import ConfigError, Request, load_config
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.core.sequence import Sequence
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.shares import RECENT

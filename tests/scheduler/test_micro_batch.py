@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.api.config import SchedulerConfig
+from backend.api.config.schema import SchedulerConfig
 from backend.scheduler.micro_batch import MicroBatchScheduler
 
 WANTS = st.lists(st.integers(1, 40), max_size=6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.api.config import SpeculationConfig
+from backend.api.config.schema import SpeculationConfig
 from backend.core.sequence import Sequence
 from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.drafting import Draft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import ConfigError, load_config
-from backend.api.config import SchedulerConfig
+from backend.api.config.schema import SchedulerConfig
 from backend.scheduler.tuning import BatchTuner
 from tests.scheduler.runner import Runner
 

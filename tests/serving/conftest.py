@@ -13,7 +13,7 @@ from tests.serving import fake_triton
 sys.modules["triton_python_backend_utils"] = fake_triton
 
 from backend.api import EngineConfig  # noqa: E402
-from backend.api.config import TritonConfig  # noqa: E402
+from backend.api.config.schema import TritonConfig  # noqa: E402
 from backend.serving.served_model import Parse, ServedModel  # noqa: E402
 from backend.serving.server import ModelServer  # noqa: E402
 from backend.serving.tensors import ModelTensors  # noqa: E402

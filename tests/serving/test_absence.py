@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, Overloaded
-from backend.api.several import FILE, Notice
+from backend.api.config.multi_model import FILE, Notice
 from backend.serving.lifecycle import absence
 from backend.serving.lifecycle.absence import Absence
 from backend.serving.server import ModelServer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.api.config import EngineConfig, LoraSection
+from backend.api.config.schema import EngineConfig, LoraSection
 from backend.core.step import ModelInfo
 from backend.serving.assembly import ToolsLoader
 from backend.serving.server import ModelServer

@@ -20,7 +20,7 @@ from backend.api import (
     TensorData,
     Unsupported,
 )
-from backend.api.pooling import Pooling
+from backend.api.checkpoint.pooling import Pooling
 from backend.core.step import ModelInfo
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from backend.api import EngineConfig, InvalidRequest
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.serving.dialect import Dialect
 from backend.serving.intake.free_parameters import _GROUP, MAX_WARNINGS, FreeParameters
 from backend.serving.server import ModelServer

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from backend.api import EngineConfig
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.serving.served_model import ServedModel
 from backend.serving.server import ModelServer
 from backend.serving.wires.trtllm_tensors import ENSEMBLE, TOKEN_MODEL

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from backend.api import EngineConfig, Overloaded, Request, Response, Result
-from backend.api.config import LimitsConfig, SchedulerConfig
+from backend.api.config.schema import LimitsConfig, SchedulerConfig
 from backend.serving.intake.requests import MAX_NAMESPACE, MAX_PARAMETERS, MAX_REQUEST_ID
 from backend.serving.server import ModelServer
 from tests.serving.conftest import QUICK

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, ErrorCode, FinishReason, InvalidRequest, PerfMetrics, Result, Unsupported
-from backend.api.config import LoraSection
+from backend.api.config.schema import LoraSection
 from backend.api.lora import LoraConfig
 from backend.core.step import ModelInfo
 from backend.serving.intake.batch import Batch

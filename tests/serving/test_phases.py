@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, InvalidRequest
-from backend.api.config import KvTransferConfig
+from backend.api.config.schema import KvTransferConfig
 from backend.core import kv_state
 from backend.serving.intake.requests import parse_parameters
 from backend.serving.served_model import ServedModel

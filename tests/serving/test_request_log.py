@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineConfig, ErrorCode, FinishReason, PerfMetrics, RequestId, Response, Result
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.serving.delivery.outputs import Answer, SeparateOutput
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.observe import ended

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from backend.api import EngineConfig, EngineCounters, EngineStats, InvalidRequest, IterationStats, Result
-from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
+from backend.api.config.schema import LimitsConfig, SchedulerConfig, TritonConfig
 from backend.serving import pb
 from backend.serving.delivery.cancellation import CancellationPoller
 from backend.serving.dialect import Dialect

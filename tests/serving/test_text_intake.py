@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.core.step import ModelInfo
 from backend.serving.server import ModelServer
 from backend.serving.wires.front import TextTools

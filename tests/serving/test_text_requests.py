@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result, Unsupported
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.api.draft_limits import check_drafts
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo

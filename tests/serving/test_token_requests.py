@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, InvalidRequest, Request, SessionError, Unsupported
-from backend.api.config import TritonConfig
+from backend.api.config.schema import TritonConfig
 from backend.api.guide import Guide, GuideType
 from backend.core.step import ModelInfo
 from backend.serving.intake.batch import Batch

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from backend.api.config import TelemetryConfig
+from backend.api.config.schema import TelemetryConfig
+from backend.api.config.telemetry import OtlpSettings, otlp_settings
 from backend.api.errors import ConfigError
-from backend.api.telemetry import OtlpSettings, otlp_settings
 from backend.serving.intake.requests import parse_parameters
 from backend.serving.observe.trace_context import NO_CALLER, Caller, begin_trace
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from backend.api import PerfMetrics
-from backend.api.config import EngineConfig, TelemetryConfig
+from backend.api.config.schema import EngineConfig, TelemetryConfig
+from backend.api.config.telemetry import OtlpSettings, check_traces
 from backend.api.errors import ConfigError
 from backend.api.response import Interruption
-from backend.api.telemetry import OtlpSettings, check_traces
 from backend.serving.observe.ended import EndedRow
 from backend.serving.observe.trace_context import Caller, TraceContext, begin_trace
 from backend.serving.observe.tracing import export

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result
-from backend.api.config import LimitsConfig, LoraSection, TritonConfig
+from backend.api.config.schema import LimitsConfig, LoraSection, TritonConfig
 from backend.api.errors import EverbatchError
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError, EngineConfig, load_config
-from backend.api.config import KvCacheConfig, WorkersConfig
+from backend.api.config.schema import KvCacheConfig, WorkersConfig
 from backend.serving import assembly
 from backend.serving.lifecycle import environment
 from backend.serving.upstream_parameters import PARAMETERS, apply_parameters, set_parameters

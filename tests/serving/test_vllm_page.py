@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, EngineStats, EngineUnavailable
-from backend.api.config import LoraSection, SchedulerConfig
+from backend.api.config.schema import LoraSection, SchedulerConfig
 from backend.api.distributions import Distributions
 from backend.api.stats import EngineCounters, IterationStats, KvCacheStats
 from backend.serving.intake.load import EngineLoad

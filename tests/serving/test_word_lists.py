@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import InvalidRequest
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.serving.wires.word_lists import decode_word_list, encode_word_lists
 
 LIMITS = LimitsConfig(max_words=3, max_word_tokens=4)

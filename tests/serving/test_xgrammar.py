@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request
-from backend.api.config import GuidedConfig, KvCacheConfig, SchedulerConfig
+from backend.api.config.schema import GuidedConfig, KvCacheConfig, SchedulerConfig
 from backend.api.guide import Guide, GuideType
 from backend.executor import Executor
 from backend.serving.served_model import ServedModel

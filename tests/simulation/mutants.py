@@ -20,8 +20,8 @@ from backend.core.step import NewRow, SlotId, StepOutput
 from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
 from backend.engine.deadlines import Deadlines
-from backend.engine.flight import Flight
 from backend.engine.sessions import SessionTable, stays
+from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.commit import KVCommit
@@ -319,7 +319,7 @@ def pause_of_what_is_in_flight(set_attribute: SetAttribute) -> None:
 
 
 def rows_of_those_that_left_are_booked(set_attribute: SetAttribute) -> None:
-    def update_all(self: EngineCore, flight: Flight, output: StepOutput) -> None:
+    def update_all(self: EngineCore, flight: StepInFlight, output: StepOutput) -> None:
         flight.dropped.clear()
         original(self, flight, output)
 

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig, TritonConfig
+from backend.api.config.schema import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig, TritonConfig
 from backend.engine.sessions import BYTES_PER_SESSION
 
 VOCAB = 997

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from compat import trtllm
 
 ENGINE = EngineConfig(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from backend.api import FinishReason, Request, Response
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.engine.core import EngineCore
 from compat.trtllm.callback_loop import CallbackLoop
 from tests.executor.helpers import CONFIG, make_core

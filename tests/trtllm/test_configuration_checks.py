@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from backend.api import EngineConfig
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 from compat import trtllm
 from compat.trtllm.engine_config import engine_config
 from compat.trtllm.parameters import ATTRIBUTES

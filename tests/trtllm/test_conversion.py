@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
-from backend.api.config import DEBUG_INPUTS, ModelConfigSection, SpeculationConfig, WorkersConfig
-from backend.api.config import KvCacheConfig as CoreKvCacheConfig
-from backend.api.config_ranges import MAX_SECONDS
+from backend.api.config.ranges import MAX_SECONDS
+from backend.api.config.schema import DEBUG_INPUTS, ModelConfigSection, SpeculationConfig, WorkersConfig
+from backend.api.config.schema import KvCacheConfig as CoreKvCacheConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.executor.own_processors import OF_REQUEST
 from compat import trtllm

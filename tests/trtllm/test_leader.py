@@ -21,7 +21,7 @@ PROGRAM = """
 import json, os, sys
 from backend import trtllm
 from backend.api import EngineConfig
-from backend.api.config import ModelConfigSection
+from backend.api.config.schema import ModelConfigSection
 
 config = trtllm.ExecutorConfig(parallel_config=trtllm.ParallelConfig(participant_ids=[0, 1], num_nodes=int(sys.argv[2])))
 config.kv_cache_config = trtllm.KvCacheConfig(max_tokens=2048)

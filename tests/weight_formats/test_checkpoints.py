@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.api import ConfigError
-from backend.api.quantised import FORMATS
+from backend.api.checkpoint.quantised import FORMATS
 from backend.layers.linear import DenseLinear, Linear, QuantizedLinear
 from backend.models.config import parse_model_config
 from backend.models.decoder import Decoder

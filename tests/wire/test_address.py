@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.request import RequestId
 from backend.core.messages import Cancel, ClientGone, Command, Hello, Message
 from backend.core.step import ModelInfo

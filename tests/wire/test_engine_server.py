@@ -34,7 +34,7 @@ from backend.wire import engine_server, framing
 from backend.wire.client import SocketTransport, wait_until
 from backend.wire.engine_server import EngineServer
 from backend.wire.framing import FrameTooLarge, decode_message, encode_frame, receive_frame
-from backend.wire.heart import Heart
+from backend.wire.heartbeat import HeartbeatSender
 from backend.wire.peer import Peer as OtherEnd
 
 LIMIT = 10_000
@@ -288,7 +288,7 @@ def test_the_largest_legal_request_fits_into_a_frame() -> None:
 
 def test_the_age_of_a_turn_is_counted_in_beats_and_only_while_it_is_the_same_turn() -> None:
     turns, told = [None, 1, 1, 1, None, 2, 3, 3], []
-    heart = Heart(lambda: turns[len(told)], lambda message: told.append(message.turn_age_s))
+    heart = HeartbeatSender(lambda: turns[len(told)], lambda message: told.append(message.turn_age_s))
     for _ in turns:
         heart.beat()
     assert told == [0, 0, 0.25, 0.5, 0, 0, 0, 0.25]

@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from backend.api import EngineConfig, OutputConfig
-from backend.api.config import KvEventsConfig, WorkersConfig
-from backend.api.config_checks import check_config
+from backend.api.config.checks import check_config
+from backend.api.config.schema import KvEventsConfig, WorkersConfig
 from backend.api.errors import ConfigError
 from backend.api.lora import LoraConfig
 from backend.api.request import KvOrigin, Request

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from backend.api import EngineConfig, EngineUnavailable, ErrorCode, EverbatchError, Request, RequestId, Response, Result
-from backend.api.telemetry import otlp_settings
+from backend.api.config.telemetry import otlp_settings
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.free_parameters import FreeParameters
 from backend.serving.intake.load import EngineLoad

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from backend.api.errors import EverbatchError
-from backend.api.log_lines import set_up_logging
+from backend.api.processes.log_lines import set_up_logging
 from backend.core.limited_messages import READY, Begin, Ending, Frames, Outcome
 from backend.core.limited_server import LimitedServer, first_message
 from backend.serving.intake.rendering import Setup

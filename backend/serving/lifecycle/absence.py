@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from backend.api import EngineUnavailable, ErrorCode, Overloaded
-from backend.api.several import Notice
+from backend.api.config.multi_model import Notice
 
 MAX_BYTES = 256 << 20  # the most bytes of inputs that are held, all requests together
 

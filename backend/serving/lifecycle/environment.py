@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 
 from backend.api import ConfigError, EngineConfig, load_config
-from backend.api.several import FILE
+from backend.api.config.multi_model import FILE
 
 DEFAULT_DRAIN_S = 25.0  # under a plain tritonserver, whose own --exit-timeout-secs is 30 unless it is changed
 _ENGINE = re.compile("e[0-9]{1,6}")

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from backend.api.silence import TICK_S
+from backend.api.processes.liveness import TICK_S
 
 log = logging.getLogger("everbatch.serving")
 

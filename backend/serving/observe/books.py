@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from backend.api import EngineConfig, EngineStats
+from backend.api.config.telemetry import otlp_settings
 from backend.api.stats import PauseCounts
-from backend.api.telemetry import otlp_settings
 from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.observe.ended import EndedRow, EndedRows

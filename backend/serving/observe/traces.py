@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from backend.api.telemetry import OtlpSettings
+from backend.api.config.telemetry import OtlpSettings
 
 if TYPE_CHECKING:
     from backend.serving.observe.tracing.export import Exporter

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from backend.api import EngineStats
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.api.distributions import BOUNDS, Histogram
 from backend.api.stats import EngineCounters
 

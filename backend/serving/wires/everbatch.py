@@ -132,7 +132,7 @@ class Usage(Struct, frozen=True):
     )
 
 
-class PromptTold(Struct, frozen=True):
+class PromptReport(Struct, frozen=True):
     """The prompt, as it is known when the first token comes."""
 
     prompt_tokens: int
@@ -148,7 +148,7 @@ class Generated(Struct, frozen=True):
     index: int | UnsetType = UNSET
     logprobs: list[Choice] | UnsetType = UNSET
     prompt_logprobs: msgspec.Raw | UnsetType = UNSET
-    prompt: PromptTold | UnsetType = UNSET
+    prompt: PromptReport | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     stop_reason: str | int | None | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
@@ -335,7 +335,7 @@ def renderer(
         if delta.sequence in untold:
             untold.remove(delta.sequence)
             ids = prompt.ids if asked.tell_prompt == "token_ids" else UNSET
-            more["prompt"] = PromptTold(len(prompt.ids), cached, ids)
+            more["prompt"] = PromptReport(len(prompt.ids), cached, ids)
         if delta.perf is not None and delta.perf.guide_notes and delta.num_tokens == len(delta.ids):  # the first one
             more["guide_notes"] = delta.perf.guide_notes
         if counters:

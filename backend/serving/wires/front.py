@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from backend.api.checkpoint.pooling import Pooling, read_pooling
 from backend.api.errors import Unsupported
 from backend.api.output_limits import NO_HEAD
-from backend.api.pooling import Pooling, read_pooling
 from backend.core.step import ModelInfo
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.intake.batch import Batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backend.api import InvalidRequest
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.serving.intake.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
 

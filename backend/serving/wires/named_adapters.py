@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from backend.api import ConfigError, EverbatchError, Unsupported
-from backend.api.adapter_files import check_adapter_files
-from backend.api.config import LoraSection
+from backend.api.checkpoint.adapter_files import check_adapter_files
+from backend.api.checkpoint.model_files import shown
+from backend.api.config.schema import LoraSection
 from backend.api.lora import MAX_NAME_SHOWN, LoraConfig
-from backend.api.model_files import shown
 
 FILE = "multi_lora.json"
 MAX_BYTES = 1 << 20

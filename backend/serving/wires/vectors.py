@@ -26,7 +26,7 @@ from backend.api import (
     Result,
     Unsupported,
 )
-from backend.api.pooling import Pooling
+from backend.api.checkpoint.pooling import Pooling
 from backend.api.tensor import TensorData
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.front import TextTools

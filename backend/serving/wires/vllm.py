@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request, Unsupported
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.serving.delivery.outputs import Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.dialect import Dialect

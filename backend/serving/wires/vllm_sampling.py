@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from backend.api import InvalidRequest, Unsupported
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 from backend.api.guide import Guide
 from backend.serving.intake.requests import Parameters
 from backend.serving.wires.limits import check_stops

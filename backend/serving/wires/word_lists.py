@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backend.api import InvalidRequest
-from backend.api.config import LimitsConfig
+from backend.api.config.schema import LimitsConfig
 
 
 def decode_word_list(name: str, matrix: NDArray[Any] | None, limits: LimitsConfig) -> list[list[int]]:

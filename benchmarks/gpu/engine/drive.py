@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from backend.api.config import EngineConfig
-from backend.api.config_file import load_config
+from backend.api.config.file import load_config
+from backend.api.config.schema import EngineConfig
 from backend.api.request import Request, RequestId
 from backend.api.sampling import SamplingConfig
 from backend.engine.core import EngineCore

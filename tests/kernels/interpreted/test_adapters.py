@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, Request
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.core.step import Row
 from backend.engine.core import EngineCore

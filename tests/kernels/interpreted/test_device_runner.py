@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, Result, SamplingConfig
-from backend.api.config import (
+from backend.api.config.schema import (
     DEBUG_INPUTS,
     KvCacheConfig,
     ModelConfigSection,

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import Request
-from backend.api.config import SpeculationConfig
+from backend.api.config.schema import SpeculationConfig
 from backend.engine.core import EngineCore
 from tests.fakes.drafters import Asker
 from tests.kernels.interpreted.test_device_runner import (  # noqa: F401 (fixture)

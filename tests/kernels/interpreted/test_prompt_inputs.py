@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, Request, TensorData
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from tests.kernels.interpreted.test_device_runner import BLOCK_SIZE, directory, finish  # noqa: F401 (fixture)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from backend.api.config import ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import ModelConfigSection, SchedulerConfig
 from backend.api.errors import ConfigError
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer

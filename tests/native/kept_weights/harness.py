@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.models import loader
 from backend.worker.loaded_model import LoadedModel
 from tests.native.harness import CPU, drive, prompt

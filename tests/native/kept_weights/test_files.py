@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.models import loader
 from backend.worker import fingerprint, packed_model, weight_cache
 from backend.worker import group as group_module

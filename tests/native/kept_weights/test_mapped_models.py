@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backend.api.config import KvCacheConfig, ModelConfigSection
+from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.models import loader
 from backend.worker import fingerprint, native_tier, packed_model, weight_cache

@@ -11,7 +11,7 @@ from backend.engine.loop import EngineLoop
 from backend.wire import client, engine_server, framing, outgoing
 from backend.wire.client import SocketTransport
 from backend.wire.engine_server import Connection, EngineServer
-from backend.wire.heart import Heart
+from backend.wire.heartbeat import HeartbeatSender
 from backend.wire.outgoing import Outgoing
 
 SetAttribute = Callable[[object, str, object], None]
@@ -207,23 +207,23 @@ def a_command_that_cannot_be_read_ends_the_reader(set_attribute: SetAttribute) -
 
 
 def the_heart_says_that_each_step_is_new(set_attribute: SetAttribute) -> None:
-    original = Heart.beat
+    original = HeartbeatSender.beat
 
-    def beat(self: Heart) -> None:
+    def beat(self: HeartbeatSender) -> None:
         self._turn = None
         original(self)
 
-    set_attribute(Heart, "beat", beat)
+    set_attribute(HeartbeatSender, "beat", beat)
 
 
 def the_heart_stops_during_a_step(set_attribute: SetAttribute) -> None:
-    original = Heart.beat
+    original = HeartbeatSender.beat
 
-    def beat(self: Heart) -> None:
+    def beat(self: HeartbeatSender) -> None:
         if self._present_iteration() is None:
             original(self)
 
-    set_attribute(Heart, "beat", beat)
+    set_attribute(HeartbeatSender, "beat", beat)
 
 
 def the_loop_forgets_what_came_while_it_ended(set_attribute: SetAttribute) -> None:

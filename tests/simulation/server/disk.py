@@ -10,8 +10,8 @@ import errno
 from collections.abc import Iterator
 from random import Random
 
-from backend.core.block_file import num_places
 from backend.core.kept_block import Found, RecordFormat
+from backend.storage.block_file import num_places
 from tests.simulation.server.threads import here, sleep
 from tests.simulation.server.world import Process
 

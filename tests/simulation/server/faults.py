@@ -8,9 +8,9 @@ from random import Random
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, TritonConfig
-from backend.core.block_file import HEADER_BYTES
+from backend.api.config.schema import KvCacheConfig, LimitsConfig, SchedulerConfig, TritonConfig
 from backend.core.kept_block import RecordFormat
+from backend.storage.block_file import HEADER_BYTES
 from tests.simulation.server import disk
 from tests.simulation.setups import Setup
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from backend.api.silence import CpuDemand
+from backend.api.processes.liveness import CpuDemand
 from backend.executor.served_engine import ServedEngine
 from tests.simulation.server import machine, threads
 from tests.simulation.server.disk import DiskFile
@@ -33,12 +33,12 @@ from tests.simulation.server.tokens import TinyTools
 from tests.simulation.server.world import World
 
 ROOMS = ("backend.core", "backend.engine", "backend.wire", "backend.executor", "backend.serving")
-BESIDES = ("backend.api.silence",)
+BESIDES = ("backend.api.processes.liveness",)
 # These run in processes that are not simulated, or make processes that are not.
 LEFT_OUT = (
     "backend.executor.own_processors",
     "backend.wire.kv_publisher",
-    "backend.core.kv_store",
+    "backend.storage.kv_store",
     "backend.serving.wires.lmdeploy",
 )
 WITH_FILES = ("backend.wire.address", "backend.executor.engine_supervisor")
@@ -128,7 +128,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
             elif value is Path and module.__name__ in WITH_FILES:
                 found.append((module, name, machine.FilePath))
         found += _with_defaults(module)
-    from backend.api import silence
+    from backend.api.processes import liveness
     from backend.engine import make_level
     from backend.executor import engine_process, served_engine
     from backend.serving import assembly, server
@@ -137,7 +137,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
     standard = SimpleNamespace(stdout=SimpleNamespace(write=lambda text: _stdout().write(text), flush=lambda: None))
     return found + [
-        (silence, "cpu_demand", cpu_demand),
+        (liveness, "cpu_demand", cpu_demand),
         (engine_process, "sys", standard),
         (server, "sys", _SYS),
         (housekeeper, "sys", _SYS),

@@ -14,7 +14,7 @@ from collections import deque
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from backend.api.telemetry import OtlpSettings
+from backend.api.config.telemetry import OtlpSettings
 from backend.serving.observe.ended import EndedRow
 from backend.serving.observe.trace_context import TraceContext
 from backend.serving.observe.tracing import otlp

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backend.api.adapter_files import WEIGHTS
+from backend.api.checkpoint.adapter_files import WEIGHTS
+from backend.api.checkpoint.model_files import find_file, read_object, shown
+from backend.api.checkpoint.weight_files import tensor_shapes
 from backend.api.errors import ConfigError, Unsupported
 from backend.api.lora import ADAPTER_CONFIG
-from backend.api.model_files import find_file, read_object, shown
-from backend.api.weight_files import tensor_shapes
 
 TENSOR = "prompt_embeddings"
 MAX_FILE_BYTES = 256 << 20

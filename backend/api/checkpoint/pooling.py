@@ -19,9 +19,9 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from backend.api.checkpoint.model_files import MAX_JSON_BYTES, convert, read_object, read_text, shown
+from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.api.model_files import MAX_JSON_BYTES, convert, read_object, read_text, shown
-from backend.api.quantised import FILE
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 Kind = Literal["first", "last", "mean"]

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from backend.api.config import TelemetryConfig
-from backend.api.endpoints import check_otlp_endpoint
+from backend.api.config.endpoints import check_otlp_endpoint
+from backend.api.config.schema import TelemetryConfig
+from backend.api.config.sources import shown
 from backend.api.errors import ConfigError
-from backend.api.origins import shown
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 RATIO_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"

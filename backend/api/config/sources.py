@@ -13,7 +13,7 @@ def shown(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-class Origins:
+class ConfigSources:
     """Remembers the place of each key that was given. A later place replaces an earlier one."""
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from backend.api.config import Decoupled, EngineConfig
-from backend.api.config_checks import check_config
+from backend.api.config.checks import check_config
+from backend.api.config.schema import Decoupled, EngineConfig
+from backend.api.config.sources import ConfigSources, shown
 from backend.api.errors import ConfigError
-from backend.api.origins import Origins, shown
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -24,7 +24,7 @@ def load_config(file: str | Path | None = None, overrides: list[str] | tuple[str
     out of range.
     """
     tree: dict[str, Any] = {}
-    origins = Origins()
+    origins = ConfigSources()
     if file is not None:
         tree = _read_tree(Path(file))
         origins.add_file(Path(file).name, tree)

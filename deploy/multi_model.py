@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from deploy import capacity
 from deploy.engine_sets import EngineSet
 from deploy.errors import UserError
@@ -23,7 +23,7 @@ ALONE = (
 )
 
 
-class Several:
+class MultiModel:
     """The models of one server. `sets`: the default one first."""
 
     def __init__(

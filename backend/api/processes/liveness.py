@@ -44,7 +44,7 @@ def cpu_demand(pid: int) -> CpuDemand:
     return CpuDemand(wanted_ns, any(_state(thread) == b"R" for thread in threads))
 
 
-class Silence:
+class Liveness:
     """The silence of one process. `busy`: True if at the last tick it was slow rather than dead."""
 
     def __init__(self) -> None:

@@ -112,7 +112,7 @@ def passes(parts: list[Part]) -> list[list[Part]]:
     return [[piece] for pieces in cut for piece in pieces[:-1]] + [[pieces[-1] for pieces in cut]]
 
 
-class Extras:
+class ExtraOutputs:
     def __init__(
         self, processors: PostProcessors | None = None, debug: DebugFetch | None = None, cuts_prompts: bool = True
     ) -> None:

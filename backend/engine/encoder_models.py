@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from backend.api.config import EngineConfig
+from backend.api.config.schema import EngineConfig
 from backend.core.step import ModelInfo
 
 

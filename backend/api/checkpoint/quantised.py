@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from backend.api.checkpoint.model_files import convert, shown
 from backend.api.errors import ConfigError
-from backend.api.model_files import convert, shown
 
 FILE = "config.json"
 COMPRESSED = "compressed-tensors"

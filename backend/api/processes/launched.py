@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from backend.api.endpoints import check_address
+from backend.api.config.endpoints import check_address
+from backend.api.config.sources import shown
 from backend.api.errors import ConfigError
-from backend.api.origins import shown
 
 ENV = "env"  # as workers.join_address: the address is the one that such a program gives
 # Names of a rank's number and of the number of ranks: torchrun, Open MPI, MPICH and its relatives, Slurm.

@@ -1,4 +1,4 @@
-"""RecordShelf: keeps the records of steps until the program fetches them. The oldest go first when there are too many."""
+"""StatisticsHistory: keeps the records of steps until the program fetches them. The oldest go first when there are too many."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections import deque
 from datetime import timedelta
 from typing import TypeVar
 
-from backend.api.config import RecordsConfig
+from backend.api.config.schema import RecordsConfig
 from backend.api.stats import DebugTensors, IterationRequests, IterationStats, KvEvent, Records
 
 T = TypeVar("T")
 
 
-class RecordShelf:
+class StatisticsHistory:
     """Any thread may call its methods."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class RecordShelf:
 class RecordReader:
     """The part of an Executor that hands out records."""
 
-    _records: RecordShelf
+    _records: StatisticsHistory
 
     @abstractmethod
     def _check_open(self) -> None:

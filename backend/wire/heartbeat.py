@@ -1,4 +1,4 @@
-"""Heart: sends a heartbeat every TICK_S, with the time that the loop has spent in its present iteration.
+"""HeartbeatSender: sends a heartbeat every TICK_S, with the time that the loop has spent in its present iteration.
 
 It has its own thread and needs nothing of the loop: it beats during a long step too, because native code releases the
 interpreter's lock. Time is counted in beats, so that a process that was suspended and resumed does not look as if it had hung.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from backend.api.silence import TICK_S
+from backend.api.processes.liveness import TICK_S
 from backend.core.messages import Heartbeat
 
 
-class Heart:
+class HeartbeatSender:
     def __init__(
         self,
         present_iteration: Callable[[], int | None],

@@ -1,4 +1,4 @@
-"""Outbox: responses that are ready, in order, and responses of a static batch held until the batch ends."""
+"""ResponseBuffer: responses that are ready, in order, and responses of a static batch held until the batch ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from backend.api.request import RequestId
 from backend.api.response import Response
 
 
-class Outbox:
+class ResponseBuffer:
     def __init__(self) -> None:
         self._ready: list[Response] = []
         self._held: list[Response] = []

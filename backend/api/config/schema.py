@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from backend.api.endpoints import endpoint_of_replica, is_bound
+from backend.api.config.endpoints import endpoint_of_replica, is_bound
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from backend.api.config import MAX_ADAPTER_NAME
+from backend.api.checkpoint.model_files import find_file, shown
+from backend.api.checkpoint.weight_files import tensor_shapes
+from backend.api.config.schema import MAX_ADAPTER_NAME
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.lora import CONFIG_ROWS, read_peft_config
-from backend.api.model_files import find_file, shown
-from backend.api.weight_files import tensor_shapes
 
 WEIGHTS = "adapter_model.safetensors"
 MAX_WEIGHTS_BYTES = 8 << 30

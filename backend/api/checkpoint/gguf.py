@@ -22,8 +22,8 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
 from msgspec import Meta
 
+from backend.api.checkpoint.model_files import MAX_ID, convert, find_file, shown
 from backend.api.errors import ConfigError
-from backend.api.model_files import MAX_ID, convert, find_file, shown
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.api.config import EngineConfig
-from backend.api.cores import physical_cores
+from backend.api.config.schema import EngineConfig
+from backend.api.processes.cores import physical_cores
 from deploy import chat_template
 from deploy.capacity import size
 from deploy.engine_sets import EngineSet
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, Served
 from deploy.models_file import Entry, Models, named_on_the_command_line, read_models
-from deploy.several import Several
+from deploy.multi_model import MultiModel
 
 if TYPE_CHECKING:
     from deploy.serve import ServeOptions
@@ -30,7 +30,7 @@ def chosen_models(given: Sequence[str], file: Path | None) -> Models | None:
     return read_models(file)
 
 
-def several_of(options: ServeOptions, models: Models) -> Several:
+def several_of(options: ServeOptions, models: Models) -> MultiModel:
     """Raises UserError for whatever is wrong, before anything starts."""
     alone = {
         "--lora": options.adapters,
@@ -60,10 +60,10 @@ def several_of(options: ServeOptions, models: Models) -> Several:
         chat_template.check_own(config)
         return config
 
-    return Several(models, configure, physical_cores(), options.profiles, options.model_repositories)
+    return MultiModel(models, configure, physical_cores(), options.profiles, options.model_repositories)
 
 
-def of_several(gateway: GatewayOptions, several: Several) -> GatewayOptions:
+def of_several(gateway: GatewayOptions, several: MultiModel) -> GatewayOptions:
     """The endpoint before all of them."""
     first, *others = several.sets
     return replace(

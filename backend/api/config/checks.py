@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from backend.api.config import MAX_ADAPTER_NAME, MAX_TOPIC, EngineConfig, KvEventsConfig, LoraSection, SchedulerConfig
-from backend.api.config_ranges import RANGES, range_in_words
-from backend.api.endpoints import check_endpoint, check_otlp_endpoint, is_bound, port_of
+from backend.api.config.endpoints import check_endpoint, check_otlp_endpoint, is_bound, port_of
+from backend.api.config.ranges import RANGES, range_in_words
+from backend.api.config.schema import (
+    MAX_ADAPTER_NAME,
+    MAX_TOPIC,
+    EngineConfig,
+    KvEventsConfig,
+    LoraSection,
+    SchedulerConfig,
+)
+from backend.api.config.sources import shown
 from backend.api.errors import ConfigError
-from backend.api.launched import check_join_address
-from backend.api.origins import shown
+from backend.api.processes.launched import check_join_address
 
 
 def check_config(config: EngineConfig) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from backend.api.checkpoint.model_files import REMEDY, convert, decoded, find_file, read_object, shown
 from backend.api.errors import ConfigError
-from backend.api.model_files import REMEDY, convert, decoded, find_file, read_object, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 8 << 20

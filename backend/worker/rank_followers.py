@@ -1,4 +1,4 @@
-"""Followers: the ranks besides rank 0. They are children of its process (rank_process.py), or have joined it (joining.py).
+"""RankFollowers: the ranks besides rank 0. They are children of its process (rank_process.py), or have joined it (joining.py).
 
 A child is started by the thread that then waits for its end, because the kernel kills a child of PR_SET_PDEATHSIG when the thread
 that started it ends. That thread also makes the native step wait no longer for a rank that has ended.
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STOP_GRACE_S = 5.0
 
 
-class Follower:
+class RankFollower:
     """One rank's process, and the socket to it."""
 
     def __init__(self, rank: int, on_end: Callable[[int], None]) -> None:
@@ -109,7 +109,7 @@ class Follower:
             self._on_end(self.rank)
 
 
-class AnyFollower(Protocol):
+class AnyRankFollower(Protocol):
     """A rank, and the socket to it."""
 
     rank: int
@@ -138,7 +138,7 @@ class AnyFollower(Protocol):
         ...
 
 
-class Followers:
+class RankFollowers:
     """All ranks besides rank 0. One thread calls the methods."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Followers:
         loads: Sequence[Load],
         load_timeout_s: float,
         step_timeout_s: float,
-        joined: Sequence[AnyFollower] | None = None,
+        joined: Sequence[AnyRankFollower] | None = None,
     ) -> None:
         """Let a rank load each of `loads`, while this process goes on. joined: those ranks; None: processes that are started.
 
@@ -156,7 +156,7 @@ class Followers:
         self._load_timeout_s, self._step_timeout_s = load_timeout_s, step_timeout_s
         self._memory: RanksMemory | None = None
         self._stopping = False
-        self._all: list[AnyFollower] = list(joined or ())
+        self._all: list[AnyRankFollower] = list(joined or ())
         if joined is None:
             self._start(loads)
         for follower, load in zip(self._all, loads, strict=True):
@@ -167,7 +167,7 @@ class Followers:
     def _start(self, loads: Sequence[Load]) -> None:
         for load in loads:
             try:
-                self._all.append(Follower(load.shard.number, self._on_end))
+                self._all.append(RankFollower(load.shard.number, self._on_end))
             except OSError as error:
                 self.stop()
                 raise ConfigError(
@@ -243,13 +243,13 @@ class Followers:
             follower.stop()
         self._memory = None
 
-    def _send(self, follower: AnyFollower, message: ToRank, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, follower: AnyRankFollower, message: ToRank, descriptors: Sequence[int] = ()) -> None:
         try:
             send(follower.socket, message, descriptors)
         except OSError:
             raise self.lost(follower.rank) from None
 
-    def _answer(self, follower: AnyFollower, progress: Callable[[str], None] = lambda line: None) -> FromRank:
+    def _answer(self, follower: AnyRankFollower, progress: Callable[[str], None] = lambda line: None) -> FromRank:
         """The rank's next message that is neither progress nor a failure."""
         while True:
             try:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from backend.api.errors import ConfigError
 from backend.core.kept_block import Found, RecordFormat, checksum_of, digest_of
-from backend.core.own_directory import own_directory
+from backend.storage.own_directory import own_directory
 
 log = logging.getLogger("everbatch.engine")
 KEY = "kv_cache.directory"

@@ -15,18 +15,18 @@ from deploy.engine_sets import Engine
 from deploy.health import Report, Verdict
 from deploy.log_files import append
 from deploy.model_control import ModelControl
+from deploy.multi_model import MultiModel
 from deploy.processes import read_stat
 from deploy.questions import TOKENS, Asked, text_model
-from deploy.several import Several
 from deploy.shares import free_bytes
 from deploy.triton_control import ControlFailed, TritonControl
 from deploy.triton_server import TritonServer
 
 
-class SeveralServer(TritonServer):
+class MultiModelServer(TritonServer):
     """`several`: the models, checked. All else as for a TritonServer."""
 
-    def __init__(self, several: Several, **options: Any) -> None:
+    def __init__(self, several: MultiModel, **options: Any) -> None:
         self.sets = several.sets
         self._several = several
         self.control: ModelControl | None = None

@@ -15,7 +15,7 @@ from backend.scheduler.scheduler import StepPlan
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A step that was submitted and has not been collected."""
 
     plan: StepPlan
@@ -49,13 +49,13 @@ class StepsInFlight:
     def __init__(self, workers: WorkerGroup, looks_ahead: bool) -> None:
         self._workers = workers
         self._looks_ahead = looks_ahead
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[StepInFlight] = deque()
         self.next_step_id = 0
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def advance(self, flight: Flight | None) -> tuple[Flight, StepOutput] | None:
+    def advance(self, flight: StepInFlight | None) -> tuple[StepInFlight, StepOutput] | None:
         """Submit a step, if there is one, and wait for the oldest step.
 
         Returns None if no step is in flight, or only the submitted one while looking ahead.
@@ -82,7 +82,7 @@ class StepsInFlight:
         for flight in self._flights:
             flight.dropped.add(seq_id)
 
-    def lose(self) -> list[Flight]:
+    def lose(self) -> list[StepInFlight]:
         """Remove and return all steps in flight, after a failure."""
         flights = list(self._flights)
         self._flights.clear()

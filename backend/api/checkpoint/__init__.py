@@ -1,0 +1,1 @@
+"""The files of a checkpoint, read with limits before any tensor is loaded."""
