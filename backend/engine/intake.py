@@ -28,7 +28,8 @@ from backend.engine.resume import check_resume, check_room, take_up
 from backend.engine.sessions import SessionTable, tell_if_cut
 from backend.engine.transfer import Transfer
 from backend.kvcache.manager import KVCacheManager
-from backend.scheduler.scheduler import Scheduler, StepPlan
+from backend.scheduler.plan import StepPlan
+from backend.scheduler.scheduler import Scheduler
 
 SPARE = 8  # 1 / SPARE of the queue's size is kept beyond its limit, for namespaces that have less than that in it
 

@@ -11,7 +11,7 @@ from backend.api.stats import IterationStats
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId, StepInput, StepOutput, WorkerGroup
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 
 
 @dataclass(slots=True)

@@ -25,8 +25,9 @@ from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.commit import KVCommit, TableChange
 from backend.kvcache.geometry import Geometry
+from backend.kvcache.grant import Grant
 from backend.kvcache.integrity import check_integrity
-from backend.kvcache.plan import Grant, KVPlan
+from backend.kvcache.plan import KVPlan
 from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.retention import Retention
 from backend.kvcache.second_level import SecondLevel

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from backend.core.kept_block import BlockRecord, Found, chain, digest_of
 from backend.core.sequence import Sequence
@@ -24,10 +24,8 @@ from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.cached_prefix import enter_cached
 from backend.kvcache.geometry import Geometry
+from backend.kvcache.grant import Grant
 from backend.kvcache.prefix_trie import PrefixTrie
-
-if TYPE_CHECKING:
-    from backend.kvcache.plan import Grant
 
 MAX_DUE = 4096  # blocks that wait to be copied; more are left to their next use
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
+from backend.kvcache.grant import Grant
 from backend.kvcache.tables import BlockTable
-
-if TYPE_CHECKING:
-    from backend.kvcache.plan import Grant
 
 SwapMap = list[tuple[BlockId, int]]  # block of the pool, place in host memory
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec.structs import replace
 
 from backend.api.response import Interruption
 from backend.core.sequence import Sequence
-
-if TYPE_CHECKING:
-    from backend.scheduler.scheduler import StepPlan
-
+from backend.scheduler.plan import StepPlan
 
 MOST_INTERRUPTIONS = 32  # a request remembers the times of this many; further ones are only counted
 

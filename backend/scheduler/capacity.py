@@ -17,8 +17,9 @@ from typing import Protocol
 
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
+from backend.kvcache.grant import Grant
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.plan import Admission, Grant, KVPlan
+from backend.kvcache.plan import Admission, KVPlan
 
 
 def max_cells(seq: Sequence) -> int:

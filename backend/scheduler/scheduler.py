@@ -15,7 +15,6 @@ they compute and sample count as known (Sequence), and a sequence that reaches i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 
 from backend.api.config.schema import SchedulerConfig
@@ -25,7 +24,7 @@ from backend.core.step import SequenceId, StepInput
 from backend.kvcache.adapters import AdapterCache
 from backend.kvcache.commit import TableChange
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.plan import Admission, KVPlan
+from backend.kvcache.plan import Admission
 from backend.scheduler.admission import note_admission, note_pause
 from backend.scheduler.capacity import (
     CapacityScheduler,
@@ -35,9 +34,10 @@ from backend.scheduler.capacity import (
     admit_beams,
     extend_or_pause,
 )
-from backend.scheduler.drafting import Draft, Drafter
+from backend.scheduler.drafting import Drafter
 from backend.scheduler.loads import Loads
 from backend.scheduler.micro_batch import MicroBatchScheduler
+from backend.scheduler.plan import StepPlan
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.shares import Shares
 from backend.scheduler.step_rows import new_row, take_rows
@@ -45,46 +45,6 @@ from backend.scheduler.tuning import BatchTuner
 
 # 1 / KEPT_SLOTS of the slots stay free for others, beside a request of many sequences or a namespace that crowds the batch.
 KEPT_SLOTS = 8
-
-
-@dataclass(slots=True)
-class StepPlan:
-    kv: KVPlan
-    generation: list[Sequence] = field(default_factory=list)  # run one token each; the first rows of the flat batch
-    context: list[tuple[Sequence, int]] = field(default_factory=list)  # the rows behind them, with their tokens to run
-    admitted: list[Sequence] = field(default_factory=list)
-    drafts: dict[SequenceId, Draft] = field(default_factory=dict)  # drafts of generation rows
-    rejected: list[Sequence] = field(default_factory=list)  # sequences that can never fit
-    no_room: list[Sequence] = field(default_factory=list)  # written by commit: paused, and the host lacks room for KV
-    has_held: bool = False  # True if a sequence was passed over, because its KV comes from the second level
-    num_cached_tokens: int = 0  # written by commit: tokens whose KV was found at the first admission of a turn
-    num_queried_tokens: int = 0  # written by commit: tokens whose KV was looked for then
-    num_evicted: int = 0  # written by commit: admitted sequences whose KV had been evicted
-    num_lost_tokens: int = 0  # written by commit: tokens of new requests whose KV was cached once and has been evicted
-    num_empty_slots: int = 0  # written by commit: rows of a static batch that have ended
-    beam_width: int = 1  # the same in all rows
-    changes_width: bool = False  # True if it differs from that of the step before
-
-    @property
-    def rows(self) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens to run), in flat-batch order."""
-        return [*((seq, 1) for seq in self.generation), *self.context]
-
-    @property
-    def paused(self) -> list[Sequence]:
-        return self.kv.pauses
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.generation or self.context or self.paused or self.rejected)
-
-    @property
-    def must_wait(self) -> bool:
-        """True if steps in flight must land before this one starts.
-
-        A pause would discard what they compute, and steps of different beam widths are never in flight together.
-        """
-        return bool(self.paused) or self.changes_width
 
 
 class Scheduler:

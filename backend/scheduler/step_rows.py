@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from backend.api.sampling import SamplingConfig
@@ -12,9 +10,7 @@ from backend.core.step import BlockId, NewRow, Row, SequenceId
 from backend.kvcache.commit import TableChange
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.drafting import NO_DRAFT
-
-if TYPE_CHECKING:
-    from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 
 
 def take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[Row]:

@@ -11,7 +11,7 @@ from backend.core.messages import Delivered, Resume
 from backend.core.step import MemoryUse, StepInput
 from backend.engine.statistics import Statistics
 from backend.engine.steps_in_flight import StepInFlight
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from tests.engine.driver import VOCAB, Driver
 
 

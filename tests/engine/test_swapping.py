@@ -13,7 +13,7 @@ from backend.core.sequence import Sequence
 from backend.core.step import StepInput
 from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.plan import Admission, KVPlan
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from tests.engine.driver import Driver, answer
 
 PLACE = 4096  # bytes that a block of 4 tokens takes in the fake model

@@ -12,7 +12,7 @@ from torch import Tensor
 from backend.api import EngineConfig, OutputConfig, Request, Response, TensorData
 from backend.api.config.schema import KvCacheConfig, LimitsConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
 from backend.engine.core import EngineCore
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.post_processors import PostProcessors

@@ -15,7 +15,7 @@ from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import NewRow, SampledToken, StepInput, StepOutput, WorkersLost
 from backend.engine.core import EngineCore
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage

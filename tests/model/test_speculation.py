@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
 from backend.engine.core import EngineCore
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from backend.worker.group import InProcessWorkerGroup
 from tests.fakes.drafters import FixedStepCost, Prompter
 from tests.model.conftest import Oracle

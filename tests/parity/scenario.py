@@ -15,7 +15,7 @@ from backend.api import EngineConfig, OutputConfig, Request
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import Row
 from backend.engine.core import EngineCore
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock, Tier

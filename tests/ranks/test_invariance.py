@@ -16,7 +16,7 @@ from backend.api.config.schema import EngineConfig, LoraSection
 from backend.api.lora import LoraConfig
 from backend.engine.core import EngineCore
 from backend.executor.load import workers_of
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from backend.worker.kv_storage import KVStorage
 from tests.families.tiny import VOCAB
 from tests.model.adapters import make_adapter

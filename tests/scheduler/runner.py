@@ -12,7 +12,7 @@ from backend.core.clock import ManualClock
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
 from backend.engine.intake import Intake
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
 VOCAB = 1000

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from backend.core.sequence import Event, Sequence, Status
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from tests.scheduler.runner import Runner
 
 

@@ -34,8 +34,8 @@ from backend.kvcache.tables import BlockTable
 from backend.scheduler import scheduler
 from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
+from backend.scheduler.plan import StepPlan
 from backend.scheduler.queue import WaitingQueue
-from backend.scheduler.scheduler import StepPlan
 from tests.simulation import group_mutants, guide_mutants, level_mutants, trie_mutants
 
 SetAttribute = Callable[[object, str, object], None]

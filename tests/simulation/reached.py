@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from backend.core.step import StepInput, StepOutput
-from backend.scheduler.scheduler import StepPlan
+from backend.scheduler.plan import StepPlan
 from tests.simulation.simulator import Simulation
 
 
