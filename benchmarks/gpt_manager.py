@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from backend.trtllm import bindings
+from compat.trtllm import bindings
 
 KINDS = {
     "V1": bindings.TrtGptModelType.V1,

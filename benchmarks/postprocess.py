@@ -21,9 +21,9 @@ from backend.api import EngineConfig, FinishReason, RequestId, Response, Result,
 from backend.core.messages import Command, Hello, Message, Responses, Submit
 from backend.core.step import ModelInfo
 from backend.executor import Executor
-from backend.llm import GenerationExecutorWorker, PostprocWorkerConfig, SamplingParams
 from backend.models.loader import DEFAULT_MODEL
 from backend.text.tokenizer import Tokenizer
+from compat.llm import GenerationExecutorWorker, PostprocWorkerConfig, SamplingParams
 
 ROUNDS = 7
 STREAMS, TOKENS = 64, 200

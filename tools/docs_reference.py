@@ -19,7 +19,7 @@ PACKAGES = {
     "reference/llm.md": (
         "The LLM API, name by name",
         "compat.llm",
-        "[How it is used](../llm.md). `backend.llm` has the same names.",
+        "[How it is used](../llm.md).",
     ),
     "reference/executor.md": ("The Executor, name by name", "backend.executor", "[How it is used](../executor.md)."),
     "reference/values.md": (

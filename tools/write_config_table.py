@@ -13,7 +13,7 @@ import sys
 
 from tools.marked_part import ROOT, MarkedPart
 
-SOURCE = ROOT / "backend" / "api" / "config.py"
+SOURCE = ROOT / "backend/api/config/schema.py"
 PART = MarkedPart(
     "configuration.md",
     "<!-- configuration: written by tools/write_config_table.py -->",

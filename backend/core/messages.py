@@ -34,7 +34,7 @@ class Resume(Struct, frozen=True, omit_defaults=True):
     sequence; empty: all begin anew. Without `is_again` it is a client that says so: the engine has not heard of the request.
     `turn`: names a turn of a session in all its lives, so that what an earlier life of it has left in the session is undone
     first; the first life has it too, and undoes nothing. `trial_tokens`: the request
-    was running when engines ended, and runs alone until each of its sequences has so many new tokens (engine/trial.py); 0: to
+    was running when engines ended, and runs alone until each of its sequences has so many new tokens (engine/trials.py); 0: to
     its end; None: it is not suspected. `first_token_ns`: when the client had its first token, 0 if it had none.
     `arrival_ns`: when the server accepted the request, on the machine's monotonic clock; 0 if that was another server.
     """

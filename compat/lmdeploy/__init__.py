@@ -1,4 +1,4 @@
-"""LMDeploy's Python interface: `from backend.lmdeploy import pipeline, GenerationConfig, TurbomindEngineConfig`."""
+"""LMDeploy's Python interface: `from compat.lmdeploy import pipeline, GenerationConfig, TurbomindEngineConfig`."""
 
 from compat.lmdeploy.api_client import APIClient, get_model_list
 from compat.lmdeploy.configs import ChatTemplateConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig

@@ -1,9 +1,9 @@
-"""TensorRT-LLM's executor bindings over this project's engine. A program writes `from backend import trtllm` in place of
+"""TensorRT-LLM's executor bindings over this project's engine. A program writes `from compat import trtllm` in place of
 
     import tensorrt_llm.bindings.executor as trtllm
 
 Names, arguments, defaults and error texts are those of the bindings. docs/executor.md lists the fields that are honoured, have
-no effect or are refused. The older GptManager and its types are in `backend.trtllm.bindings`.
+no effect or are refused. The older GptManager and its types are in `compat.trtllm.bindings`.
 """
 
 import backend

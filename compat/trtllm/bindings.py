@@ -1,6 +1,6 @@
-"""The older part of TensorRT-LLM's bindings: `from backend.trtllm import bindings` in place of `import tensorrt_llm.bindings`.
+"""The older part of TensorRT-LLM's bindings: `from compat.trtllm import bindings` in place of `import tensorrt_llm.bindings`.
 
-GptManager takes requests of named tensors and answers through callbacks. New programs use `backend.trtllm.Executor`.
+GptManager takes requests of named tensors and answers through callbacks. New programs use `compat.trtllm.Executor`.
 """
 
 import backend

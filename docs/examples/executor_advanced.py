@@ -13,7 +13,7 @@ import csv
 import datetime
 from pathlib import Path
 
-from backend import trtllm
+from compat import trtllm
 
 
 def parse() -> argparse.Namespace:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from backend import trtllm
+from compat import trtllm
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from backend import trtllm
+from compat import trtllm
 
 
 def even_only(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,13 +44,6 @@ SERVING_ARROWS: dict[str, set[str]] = {
     "wires": {"intake", "delivery", "observe"},
 }
 MAY_USE_KERNELS = {"layers", "quant", "sampling", "guided", "hosted", "models", "worker"}
-# names under which programs import a room of compat -> that room
-ALIASES = {
-    Path("backend/llm.py"): "compat.llm",
-    Path("backend/lmdeploy.py"): "compat.lmdeploy",
-    Path("backend/trtllm/__init__.py"): "compat.trtllm",
-    Path("backend/trtllm/bindings.py"): "compat.trtllm.bindings",
-}
 # room of compat -> what it may import, itself apart
 COMPAT_ARROWS: dict[str, set[str]] = {
     "tensorrt_llm": {"backend.api"},  # shared by the others
@@ -91,8 +83,6 @@ def breaches(path: Path) -> list[str]:
     """Modules that `path` imports against the arrows."""
     root = "model_repository" if path.is_relative_to("deploy") and path.parts[1] in ADAPTERS else path.parts[0]
     own = [name for name in imported_modules(parsed(path)) if name.split(".")[0] in ALL]
-    if path in ALIASES:
-        return [name for name in own if not _below(name, {ALIASES[path]})]
     if root == "backend":
         return [name for name in own if not _allowed_in_backend(path, name)]
     if root == "compat":
@@ -150,21 +140,9 @@ def test_an_import_against_the_arrows_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_layer_of_backend_has_its_arrows() -> None:
-    layers = {path.parts[1] for path in python_files("backend") if len(path.parts) > 2 and path not in ALIASES}
+    layers = {path.parts[1] for path in python_files("backend") if len(path.parts) > 2}
     assert layers == set(ARROWS), f"no arrows for {layers - set(ARROWS)}, none needed for {set(ARROWS) - layers}"
     assert {path.parts[1].removesuffix(".py") for path in python_files("compat")} == {"__init__", *COMPAT_ARROWS}
-
-
-@pytest.mark.parametrize("path", ALIASES, ids=str)
-def test_an_alias_has_every_public_name_of_its_room_and_no_code(path: Path) -> None:
-    _, *statements = parsed(path).body
-    assert [ast.unparse(statement) for statement in statements] == [f"from {ALIASES[path]} import *"]
-    room, alias = (importlib.import_module(name) for name in (ALIASES[path], _module_name(path)))
-    assert all(getattr(alias, name) is getattr(room, name) for name in room.__all__)
-
-
-def _module_name(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_the_arrows_have_no_cycle() -> None:

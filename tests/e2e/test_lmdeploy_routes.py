@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from backend.lmdeploy import APIClient
+from compat.lmdeploy import APIClient
 from deploy import probe
 from deploy.model_source import DEFAULT_MODEL
 from tests.e2e.launched import Launched, launched

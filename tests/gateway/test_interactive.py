@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from backend.lmdeploy import APIClient, get_model_list
 from compat.llm import RequestError
+from compat.lmdeploy import APIClient, get_model_list
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import WORDS, FakeTriton
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-import backend.llm
+import compat.llm
 from compat import llm
 from compat.config_object import ConfigObject
 from compat.llm import KvCacheRetentionConfig, NotHere
@@ -37,7 +37,7 @@ def config(**given: object) -> object:
 
 
 def test_what_programs_import_is_there() -> None:
-    assert [name for name in IMPORTED.split() if not hasattr(backend.llm, name)] == []
+    assert [name for name in IMPORTED.split() if not hasattr(compat.llm, name)] == []
     assert len(REFUSED) >= 6 and len(TAKEN) >= 15
 
 

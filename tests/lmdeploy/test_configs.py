@@ -8,10 +8,10 @@ import pytest
 
 from backend.api import ConfigError
 from backend.api.foreign import ForeignTable
-from backend.lmdeploy import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from compat.config_object import ConfigObject
 from compat.llm import NotHere, ParameterError
 from compat.llm.program import PROGRAM
+from compat.lmdeploy import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from compat.lmdeploy.sampling import engine_config, sampling_params
 from compat.lmdeploy.tables import GENERATION, PYTORCH, TURBOMIND
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from backend.lmdeploy import ChatTemplateConfig, GenerationConfig, Pipeline, Response, TurbomindEngineConfig, pipeline
 from compat.llm import ParameterError
+from compat.lmdeploy import ChatTemplateConfig, GenerationConfig, Pipeline, Response, TurbomindEngineConfig, pipeline
 from compat.lmdeploy.template import Template
 
 SHORT = GenerationConfig(max_new_tokens=4)

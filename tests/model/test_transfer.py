@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from backend import llm, trtllm
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config.schema import (
     KvCacheConfig,
@@ -21,6 +20,7 @@ from backend.api.config.schema import (
 )
 from backend.api.response import Response
 from backend.executor import Executor
+from compat import llm, trtllm
 from tests.model.tiers import TierCase
 
 pytestmark = pytest.mark.feature("002-49")

@@ -8,7 +8,7 @@ import pytest
 
 from backend.api import EngineConfig
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection
-from backend.llm import LLM, GuidedDecodingParams, SamplingParams
+from compat.llm import LLM, GuidedDecodingParams, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("ranks_in_threads")
 CONFIG = EngineConfig(ModelConfigSection(num_threads=2, device="cpu"), KvCacheConfig(max_tokens=4096))

@@ -15,7 +15,7 @@ from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSec
 from backend.api.lora import LoraConfig
 from backend.engine.core import EngineCore
 from backend.executor.load import workers_of
-from backend.llm import LLM, GuidedDecodingParams, SamplingParams
+from compat.llm import LLM, GuidedDecodingParams, SamplingParams
 from tests.families.tiny import VOCAB
 from tests.model.adapters import make_adapter
 from tests.native.harness import Format, prompt

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from backend.api import ConfigError, EngineConfig, EverbatchError, OutputConfig, Request
 from backend.api.config.schema import WorkersConfig
 from backend.executor import Executor
-from backend.llm import LLM, RequestError, SamplingParams
 from backend.wire.client import wait_until
 from backend.worker import ranked_group
+from compat.llm import LLM, RequestError, SamplingParams
 from tests.executor.helpers import drain, tokens_of
 from tests.families.tiny import make
 from tests.ranks.harness import PROMPTS, engine_config, run

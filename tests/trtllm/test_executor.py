@@ -237,7 +237,11 @@ def test_a_queue_of_no_size_takes_any_number_of_requests(model_path: Path, size:
 
 def test_lookahead_needs_an_executor_that_is_configured_for_it(executor: trtllm.Executor) -> None:
     message = refused(executor, PROMPT, 1, lookahead_config=trtllm.LookaheadDecodingConfig(3, 5, 7))
-    assert "max_draft_tokens is 4 (of lookahead decoding" in message and "speculation.mode=lookup" in message
+    assert (
+        "max_draft_tokens is 4 (" in message
+        and "lookahead decoding" in message
+        and "speculation.mode=lookup" in message
+    )
 
 
 def test_other_refusals_name_what_is_wrong(executor: trtllm.Executor) -> None:

@@ -19,7 +19,7 @@ from tests.ranks.conftest import SIZES
 pytestmark = [pytest.mark.slow("two processes that load torch"), pytest.mark.usefixtures("native_kernels")]
 PROGRAM = """
 import json, os, sys
-from backend import trtllm
+from compat import trtllm
 from backend.api import EngineConfig
 from backend.api.config.schema import ModelConfigSection
 
