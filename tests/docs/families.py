@@ -36,25 +36,28 @@ _CONFIG, _INVALID = ("ConfigError",), ("InvalidRequest", "NotFound")
 _NOT_SERVED = ("Unsupported", "unsupported", "UnknownParameter", "RefusedParameter", "NotHere")
 # Name of a family on the page -> the kinds of errors in it, and the beginnings of the paths where they are made.
 FAMILIES: dict[str, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    "A GGUF file": [(_CONFIG, ("backend/api/gguf", "backend/text/gguf", "backend/models/gguf"))],
+    "A GGUF file": [(_CONFIG, ("backend/api/checkpoint/gguf", "backend/text/gguf", "backend/models/gguf"))],
     "An adapter": [
         (
             _CONFIG,
             (
-                "backend/api/adapter",
-                "backend/api/prompt_adapter",
+                "backend/api/checkpoint/adapter",
+                "backend/api/checkpoint/prompt_adapter",
                 "backend/executor/prompt_adapters",
                 "backend/engine/prefetch",
             ),
         )
     ],
     "Files of a checkpoint": [
-        (_CONFIG, tuple(f"backend/api/{name}" for name in ("model_files", "weight_files", "pooling", "quantised"))),
+        (
+            _CONFIG,
+            tuple(f"backend/api/checkpoint/{name}" for name in ("model_files", "weight_files", "pooling", "quantised")),
+        ),
         (_CONFIG, ("backend/models/", "backend/quant/", "backend/hosted/")),
     ],
     "An architecture": [
         (_CONFIG, ("backend/architectures/",)),
-        (_NOT_SERVED, ("backend/architectures/", "backend/models/", "backend/api/quantised")),
+        (_NOT_SERVED, ("backend/architectures/", "backend/models/", "backend/api/checkpoint/quantised")),
     ],
     "A tokenizer or chat template": [(_CONFIG, ("backend/text/", "deploy/"))],
     "A conversion": [(_CONFIG, ("backend/convert/",))],
@@ -64,6 +67,7 @@ FAMILIES: dict[str, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {
             (
                 "backend/api/",
                 "backend/core/",
+                "backend/storage/",
                 "backend/engine/",
                 "backend/executor/",
                 "backend/guided/",
