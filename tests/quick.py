@@ -62,6 +62,7 @@ SLOW = {
     "tests/weight_formats/test_quality.py": "whole models, quantised",
 }  # beginning of a test's id: why it is slow
 SHOWN = 15  # files
+MEASURED = "everbatch/seconds"  # in pytest's cache: the seconds of each file in the latest run
 
 
 def why_slow(item: pytest.Item) -> str | None:
@@ -147,12 +148,14 @@ class Slowest:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if len(self.seconds) < 2:
             return
+        if (cache := getattr(terminalreporter.config, "cache", None)) is not None:
+            cache.set(MEASURED, {name: round(seconds, 1) for name, seconds in slowest(self.seconds, len(self.seconds))})
         total = sum(self.seconds.values())
         terminalreporter.section(f"slowest files, of {len(self.seconds)} with {total:.0f} s")
         for name, seconds in slowest(self.seconds):
             terminalreporter.write_line(f"{seconds:8.1f} s  {name}")
 
 
-def slowest(seconds: dict[str, float]) -> list[tuple[str, float]]:
-    """The SHOWN files with the most seconds, the slowest first."""
-    return sorted(seconds.items(), key=lambda entry: -entry[1])[:SHOWN]
+def slowest(seconds: dict[str, float], most: int = SHOWN) -> list[tuple[str, float]]:
+    """The files with the most seconds, the slowest first."""
+    return sorted(seconds.items(), key=lambda entry: -entry[1])[:most]
