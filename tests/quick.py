@@ -1,12 +1,13 @@
 """What a run leaves out, and its slowest files, told at its end. Registered by tests/conftest.py.
 
 A test is slow when its id begins with a line of SLOW or it carries the mark itself; a quick run leaves it out. Its limit is
-4 minutes on two idle cores: measure with `./everbatch test --quick` after adding to it. Of tests with many cases every run has a
-sample (tests/samples.py).
+3 minutes on two idle cores: measure with `./everbatch test --quick` after adding to it. What NIGHT names neither a quick run
+nor a full one has. Of tests with many cases every run has a sample (tests/samples.py).
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ SLOW = {
     "tests/weight_formats/test_four_bit_models.py": "whole models, quantised",
     "tests/weight_formats/test_quality.py": "whole models, quantised",
 }  # beginning of a test's id: why it is slow
+NIGHT = {
+    "tests/kernels/test_triton_compiled.py": "GPU kernels, compiled offline for five architectures",
+    "tests/native/test_sanitized.py": "native kernels under AddressSanitizer",
+}  # place: why only a run with EVERBATCH_EVERY=1 has it, or one that names it
 SHOWN = 15  # files
 MEASURED = "everbatch/seconds"  # in pytest's cache: the seconds of each file in the latest run
 
@@ -82,14 +87,15 @@ class Quick:
         self.left_out: dict[str, int] = defaultdict(int)  # number of tests by "directory or file (reason)"
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
-        """A quick run does not import what it leaves out, unless it is asked for by name."""
-        if not self.quick or not collection_path.is_relative_to(config.rootpath):
+        """What a run leaves out is not imported, unless it is asked for by name."""
+        if not collection_path.is_relative_to(config.rootpath):
             return None
+        left = (NIGHT if EVERY not in os.environ else {}) | (SLOW if self.quick else {})
         path = collection_path.relative_to(config.rootpath).as_posix()
-        place = next((name for name in SLOW if path in (name, name.rstrip("/"))), None)
+        place = next((name for name in left if path in (name, name.rstrip("/"))), None)
         if place is None or any(argument.startswith(place.rstrip("/")) for argument in config.args):
             return None
-        self.left_out[f"{place} ({SLOW[place]})"] = 0
+        self.left_out[f"{place} ({left[place]})"] = 0
         return True
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,7 +34,7 @@ SAMPLED = {
     "tests/kernels/interpreted/": Share(1, 4),
     "tests/llm/": Share(5, 2),
     "tests/model/": Share(10, 4),
-    "tests/native/test_invariance.py": Share(7, 2),
+    "tests/native/test_invariance.py": Share(7, 6),
     "tests/native/": Share(10, 4),
     "tests/parity/": Share(10, 4),
     "tests/quant/": Share(7, 4),

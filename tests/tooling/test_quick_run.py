@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick import SHOWN, SLOW, slowest
+from tests.quick import NIGHT, SHOWN, SLOW, slowest
 from tests.samples import EVERY, SAMPLED, Share
 
 pytest_plugins = ("pytester",)
@@ -49,6 +49,19 @@ def test_what_a_quick_run_leaves_out_is_not_imported_unless_it_is_named(suite: p
     suite.runpytest_inprocess("tests", "--quick").assert_outcomes(passed=1, deselected=1)
     suite.runpytest_inprocess("tests/e2e/test_a.py", "--quick").assert_outcomes(deselected=2)
     suite.runpytest_inprocess("tests/e2e/test_broken.py", "--quick").assert_outcomes(errors=1)
+
+
+def test_what_is_for_nights_runs_when_all_is_asked_for_or_it_is_named(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(EVERY, raising=False)
+    monkeypatch.setitem(NIGHT, "tests/unit/test_b.py", "hours")
+    result = suite.runpytest_inprocess("tests")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["left out: tests/unit/test_b.py (hours)", f"{EVERY}=1 ./everbatch test runs all"])
+    suite.runpytest_inprocess("tests/unit/test_b.py").assert_outcomes(passed=2)
+    monkeypatch.setenv(EVERY, "1")
+    suite.runpytest_inprocess("tests").assert_outcomes(passed=4)
 
 
 @pytest.fixture
@@ -142,6 +155,6 @@ def test_the_slowest_come_first_and_are_not_many() -> None:
     assert [value for _, value in shown] == sorted((value for _, value in shown), reverse=True)
 
 
-@pytest.mark.parametrize("beginning", [*SLOW, *SAMPLED])
+@pytest.mark.parametrize("beginning", [*SLOW, *NIGHT, *SAMPLED])
 def test_what_is_called_slow_is_there(beginning: str) -> None:
     assert (ROOT / beginning.split("::")[0]).exists()
