@@ -63,7 +63,7 @@ class Look(NamedTuple):
 class Work(NamedTuple):
     """One row, ready to be handed to the executor. Without a request the row is answered at once.
 
-    `delivered`: of a request that another server began, what its client has had of each sequence (serving/intake/resuming.py).
+    `delivered`: of a request that another server began, what its client has had of each sequence (serving/intake/submit.py).
     """
 
     request: Request | StopSession | NameAdapter | Look | None

@@ -12,8 +12,8 @@ from backend.core.messages import Resume
 from backend.engine.intake import Intake
 from backend.executor.pause import Pauses
 from backend.executor.replay import Replay
-from backend.serving.intake import resuming as serving_resuming
-from backend.serving.wires import everbatch, trtllm_resume
+from backend.serving.intake import submit as serving_resuming
+from backend.serving.wires import everbatch, trtllm_inputs
 from backend.text.accumulator import OutputAccumulator
 from client import resuming as client_resuming
 from gateway import resuming, triton_client
@@ -63,11 +63,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "the_seed_is_not_told": (change_everywhere(everbatch.parse, ("else sampling.seed", "else None")), FRONTS),
     "sums_of_log_probabilities_begin_anew": (
-        change_everywhere(trtllm_resume.read_delivered, ("float(sum(each.tolist()))", "0.0")),
+        change_everywhere(trtllm_inputs.read_delivered, ("float(sum(each.tolist()))", "0.0")),
         FRONTS,
     ),
     "padding_counts": (
-        change_everywhere(trtllm_resume._count, ("int(kept[-1]) + 1 if kept.size else 0", "len(ids)")),
+        change_everywhere(trtllm_inputs._count, ("int(kept[-1]) + 1 if kept.size else 0", "len(ids)")),
         FRONTS,
     ),
     "turns_with_one_id_are_one_turn": (

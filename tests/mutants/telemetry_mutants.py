@@ -19,7 +19,7 @@ from backend.serving.observe import trace_context, vllm_page
 from backend.serving.observe.tracing import otlp, spans
 from backend.serving.observe.tracing.export import Exporter
 from backend.serving.observe.tracing.measures import Measures
-from backend.serving.wires import metrics_command
+from backend.serving.wires import commands
 from gateway import metrics, tracing
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -76,7 +76,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "a_name_may_end_its_label": (change_everywhere(vllm_page._escaped, (""".replace('"', '\\\\"')""", "")), PAGE),
     "what_is_swapped_waits_besides": (change_everywhere(vllm_page._gauges, (" - swapped", "")), PAGE),
     "any_name_is_taken": (
-        change_everywhere(metrics_command.read_metrics, ("if len(command.metrics) > MAX_NAME:", "if False:")),
+        change_everywhere(commands.read_metrics, ("if len(command.metrics) > MAX_NAME:", "if False:")),
         PAGE,
     ),
     "the_page_waits_for_room_in_the_engine": (

@@ -10,7 +10,7 @@ import pytest
 
 from backend.api import FinishReason, InvalidRequest, Request, SessionConfig
 from backend.core.messages import Delivered
-from backend.serving.intake.resuming import resume_of
+from backend.serving.intake.submit import resume_of
 from backend.serving.wires.front import TextTools
 from backend.serving.work import RowOutput, Work
 from tests.serving.helpers import bools, ints, token_inputs

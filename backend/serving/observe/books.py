@@ -5,11 +5,12 @@ Any thread may note a row that ended. Everything else runs on the housekeeper's 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from backend.api import EngineConfig, EngineStats
-from backend.api.config.telemetry import otlp_settings
+from backend.api.config.telemetry import OtlpSettings, otlp_settings
 from backend.api.stats import PauseCounts
 from backend.core.messages import Hello
 from backend.serving import pb
@@ -17,7 +18,6 @@ from backend.serving.observe.ended import EndedRow, EndedRows
 from backend.serving.observe.families import statistics_line
 from backend.serving.observe.metrics import MetricsPublisher
 from backend.serving.observe.request_log import RequestLog
-from backend.serving.observe.traces import start_exporter
 from backend.serving.protocols import EngineClient
 from backend.serving.served_model import ServedModel
 
@@ -97,3 +97,10 @@ def open_books(model: ServedModel, executor: EngineClient, config: EngineConfig)
     traces = None if otlp is None else start_exporter(otlp, dict(model.labels).get("model", ""))
     is_static = config.scheduler.batching == "static"
     return Books(dict(model.labels), config.triton.log_requests, model.owner, vllm_hello, is_static, traces)
+
+
+def start_exporter(settings: OtlpSettings, model: str) -> Exporter:
+    """Export what ends from now on; `check_traces` has passed."""
+    from backend.serving.observe.tracing.export import Exporter  # here, because most servers trace nothing
+
+    return Exporter(settings, model, f"{model}-{os.getpid()}")

@@ -36,10 +36,10 @@ from backend.serving.delivery.outputs import Answer, Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext, required
-from backend.serving.intake.resuming import check_resumed
+from backend.serving.intake.submit import check_resumed
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
-from backend.serving.wires.adapter_commands import is_command, read_command
 from backend.serving.wires.choices import choices_output, chosen
+from backend.serving.wires.commands import is_command, is_look, read_command, read_look, read_metrics
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.limits import (
     MAX_TOKEN_BYTES,
@@ -49,8 +49,6 @@ from backend.serving.wires.limits import (
     most_tokens,
     prompt_ids,
 )
-from backend.serving.wires.look_command import is_look, read_look
-from backend.serving.wires.metrics_command import read_metrics
 from backend.serving.wires.named_adapters import named_adapter
 from backend.serving.wires.named_sampling import NamedSampling, check_choices, from_json, json_value
 from backend.serving.wires.vector_commands import is_vector_command, read_vector_command

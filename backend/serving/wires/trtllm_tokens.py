@@ -8,9 +8,9 @@ from backend.api import InvalidRequest, Request
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.phases import read_phase
 from backend.serving.intake.requests import Parameters, ServingContext, check_mode, required
-from backend.serving.intake.resuming import check_resumed
+from backend.serving.intake.submit import check_resumed
 from backend.serving.wires.front import Front
-from backend.serving.wires.token_ids import read_prompt
+from backend.serving.wires.limits import read_prompt
 from backend.serving.wires.trtllm_fields import (
     echoes_prompt,
     read_output_config,
@@ -19,9 +19,15 @@ from backend.serving.wires.trtllm_fields import (
     read_settings,
     read_stop_session,
 )
-from backend.serving.wires.trtllm_inputs import read_embeddings, read_guide, read_lookahead, read_lora, read_retention
+from backend.serving.wires.trtllm_inputs import (
+    read_delivered,
+    read_embeddings,
+    read_guide,
+    read_lookahead,
+    read_lora,
+    read_retention,
+)
 from backend.serving.wires.trtllm_outputs import RowSettings, token_output
-from backend.serving.wires.trtllm_resume import read_delivered
 from backend.serving.wires.trtllm_tensors import TOKEN_MODEL
 from backend.serving.wires.word_lists import decode_word_list
 from backend.serving.work import Work

@@ -28,7 +28,7 @@ from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused, sampling_inputs
 from backend.serving.wires.front import Front
-from backend.serving.wires.token_ids import read_prompt
+from backend.serving.wires.limits import read_prompt
 from backend.serving.wires.turbomind_outputs import TurbomindOutput
 from backend.serving.wires.word_lists import decode_word_list
 from backend.serving.work import StopSession, Work

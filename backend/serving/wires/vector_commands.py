@@ -3,7 +3,7 @@
     {"embed": "a text", "dimensions": 256, "normalize": true}       or token ids; the last two may be left out
     {"rank": {"query": "a question", "document": "a text", "task": "what to look for"}}      the task may be left out
 
-Each is answered with the end of a reply (end_of_reply.py), with `embedding` (base64 of little-endian float32) or
+Each is answered with the end of a reply (commands.py), with `embedding` (base64 of little-endian float32) or
 `score` (0 to 1) besides.
 """
 
@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import FinishReason, Request, Result
 from backend.serving.intake.requests import Parameters, ServingContext
-from backend.serving.wires.end_of_reply import EndOfReply
+from backend.serving.wires.commands import EndOfReply
 from backend.serving.wires.front import TextTools
 from backend.serving.wires.named_adapters import named_adapter
 from backend.serving.wires.named_sampling import from_json
