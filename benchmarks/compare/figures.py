@@ -1,7 +1,7 @@
 """The figures of a file of results, whichever benchmark wrote it.
 
 Read are the results of `served`, `peers`, `serving`, `endpoint`, `sessions` and `speculation`, which hold figures by the name of
-a cell. Results of the benchmarks `gpu`, `quality`, `scheduling` and `way` have other keys and are refused.
+a cell. Results of the benchmarks `gpu`, `quality`, `scheduling` and `overhead` have other keys and are refused.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_results_of_other_benchmarks_are_read(name: str) -> None:
     assert len(read(file)) > 2
 
 
-@pytest.mark.parametrize("name", ["gpu", "quality", "way", "scheduling"])
+@pytest.mark.parametrize("name", ["gpu", "quality", "overhead", "scheduling"])
 def test_results_of_another_shape_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="holds no figures that can be compared; give results of served, peers"):
         read(RESULTS / f"{name}.json")

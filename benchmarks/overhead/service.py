@@ -20,7 +20,7 @@ from deploy.triton_server import TritonServer
 START_TIMEOUT_S = 120
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 LOADED = "        self._server = load_model(args)\n"  # in the adapter of our models
-PROBED = """        from benchmarks.way import probe
+PROBED = """        from benchmarks.overhead import probe
 
         probe.start("stub")
 """
@@ -100,9 +100,9 @@ def _null_engine(
 ) -> subprocess.Popen[bytes]:
     """Started in place of the one that a stub would start: the stubs find that this process has claimed the engine."""
     directory = RunDirectory(server.run_dir)
-    if not directory.claim("benchmarks.way"):
+    if not directory.claim("benchmarks.overhead"):
         raise SystemExit("a stub has started an engine before the benchmark could; run it again")
-    command = [sys.executable, "-m", "benchmarks.way.null_engine", "--config", str(server.run_dir / "config.json")]
+    command = [sys.executable, "-m", "benchmarks.overhead.null_engine", "--config", str(server.run_dir / "config.json")]
     command += ["--socket", directory.socket_path, "--step-ms", str(step_ms)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     if probe_dir is not None:

@@ -1,6 +1,6 @@
 """A gRPC client that costs next to nothing: it frames HTTP/2 by hand, and looks into what it received only after the end.
 
-    python -m benchmarks.way.bare_client URL STREAMS CONNECTIONS FILE     FILE: a serialised ModelInferRequest
+    python -m benchmarks.overhead.bare_client URL STREAMS CONNECTIONS FILE     FILE: a serialised ModelInferRequest
 
 It opens `STREAMS` streams of ModelStreamInfer over so many connections, sends the same request on each, reads until all have
 ended, and prints a line of JSON (Figures). Nothing but the frames that this needs is known here: it is no library.

@@ -1,6 +1,6 @@
 """An engine process without a model, for benchmarks only: the real EngineCore, loop and socket over workers that compute nothing.
 
-    python -m benchmarks.way.null_engine --config FILE --socket PATH --step-ms 4
+    python -m benchmarks.overhead.null_engine --config FILE --socket PATH --step-ms 4
 
 Every row that samples gets the next of a few token ids. `--step-ms`: what a step lasts at least, asleep, as with a GPU.
 """
@@ -94,7 +94,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     calm_garbage_collector()
     if "EVERBATCH_WAY_PROBE" in os.environ:
-        from benchmarks.way import probe
+        from benchmarks.overhead import probe
 
         probe.start("engine")
     loop.run(server.deliver, server.publish_stats, server.publish_records)

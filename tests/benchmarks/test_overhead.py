@@ -1,4 +1,4 @@
-"""The pieces of `bench way`: its client against grpc's own server, its counters, and its engine without a model."""
+"""The pieces of `bench overhead`: its client against grpc's own server, its counters, and its engine without a model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tritonclient.grpc import service_pb2
 from backend.api import EngineConfig, Request, Response
 from backend.api.config.schema import KvCacheConfig
 from backend.executor import Executor
-from benchmarks.way import bare_client, probe
-from benchmarks.way.__main__ import request_of
-from benchmarks.way.null_engine import FIRST_TOKEN, NullWorkerGroup
+from benchmarks.overhead import bare_client, probe
+from benchmarks.overhead.__main__ import request_of
+from benchmarks.overhead.null_engine import FIRST_TOKEN, NullWorkerGroup
 
 TOKENS = 40
 

@@ -1,8 +1,8 @@
-"""What a token costs on its way from the engine to a client, part by part, and how many can go it: `./everbatch bench way`.
+"""What a token costs on its way from the engine to a client, part by part, and how many can go it: `./everbatch bench overhead`.
 
-    ./everbatch bench way --streams 32,256                     a null device: the way alone, as fast as it goes
-    ./everbatch bench way --streams 256 --tokens-per-s 10000   a null device of this speed
-    ./everbatch bench way --model-dir .run/M --weights w8a8    a real engine
+    ./everbatch bench overhead --streams 32,256                     a null device: the way alone, as fast as it goes
+    ./everbatch bench overhead --streams 256 --tokens-per-s 10000   a null device of this speed
+    ./everbatch bench overhead --model-dir .run/M --weights w8a8    a real engine
 
 A real tritonserver with our model, under a client that costs next to nothing (`bare_client`). CPU times of processes are the
 kernel's; those of parts are counted in a run of its own, because to count them costs time as well.
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backend.api import EngineConfig, load_config
-from benchmarks.way.service import Service, serve
+from benchmarks.overhead.service import Service, serve
 from deploy import ROOT
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -112,7 +112,7 @@ def load(service: Service, scratch: Path, streams: int, connections: int, reques
     command = [
         sys.executable,
         "-m",
-        "benchmarks.way.bare_client",
+        "benchmarks.overhead.bare_client",
         service.url,
         str(streams),
         str(connections),
@@ -136,7 +136,7 @@ def main(
     set: Annotated[list[str] | None, typer.Option(help="section.key=value of the configuration.")] = None,
     parts: Annotated[bool, typer.Option(help="Count the parts, in a run of its own.")] = True,
 ) -> None:
-    """Measure, print two tables, and write benchmarks/results/way.json."""
+    """Measure, print two tables, and write benchmarks/results/overhead.json."""
     rows = []
     for level in map(int, streams.split(",")):
         config = _config(model_dir, weights, level, new, set or [])
@@ -151,7 +151,7 @@ def main(
             (show_parts if probed else show)(level, done)
     document = [{"streams": n, "probed": probed, "tokens_per_s": r.tokens_per_s, **vars(r)} for n, probed, r in rows]
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "way.json").write_text(json.dumps(document, indent=1) + "\n")
+    (RESULTS / "overhead.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _config(model_dir: Path | None, weights: str, streams: int, new: int, overrides: list[str]) -> EngineConfig:

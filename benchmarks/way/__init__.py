@@ -1,1 +1,0 @@
-"""What a token costs on its way from the engine to a client, part by part: `./everbatch bench way`."""
