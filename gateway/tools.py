@@ -23,6 +23,8 @@ from gateway.origin import OF_FUNCTIONS, Form, GuideOrigin
 from gateway.response_messages import Asking, ResponseAllowedTools, ResponseToolChoice
 from gateway.tool_formats.format import ToolFormat
 
+MOST_SHOWN = 10  # names of tools in a message
+
 
 @dataclass(frozen=True)
 class Toolset:
@@ -54,7 +56,8 @@ class Toolset:
             raise GatewayError(400, f"two tools have the same name, {twice}; rename one", "tools", "invalid_value")
         for name, field in (self.named or {}).items():
             if name not in names:
-                text = f"tool_choice names {name!r}, which is none of the tools"
+                shown = ", ".join(names[:MOST_SHOWN]) + (", ..." if len(names) > MOST_SHOWN else "")
+                text = f"tool_choice names {name!r}, which is none of the tools; they are {shown}"
                 raise GatewayError(400, text, field, "invalid_value")
 
 

@@ -103,7 +103,7 @@ def answer(*blocks: Any) -> Any:
         ),
         (
             {"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "b"}},
-            "tool_choice names 'b', which is none of the tools",
+            "tool_choice names 'b', which is none of the tools; they are a",
         ),
         (
             {"thinking": {"type": "enabled"}},
