@@ -236,7 +236,7 @@ def _p99(times: list[float]) -> float:
 
 
 def slower_rows(rows: list[ReturnRow]) -> Iterator[ReturnRow]:
-    """Those in which the level has made first tokens later than it may: on average, or the slowest of many at once."""
+    """The rows in which the level has made first tokens later than it may: on average, or the slowest of many at once."""
     for row in rows:
         if row.ratio < LEAST_RATIO or (row.streams > 1 and p99_ratio(row) < LEAST_RATIO):
             yield row

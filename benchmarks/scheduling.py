@@ -114,7 +114,7 @@ class NullDevice:
         return 1 << 40
 
     def check(self) -> None:
-        """It has no processes."""
+        """Nothing to check: these workers have no processes."""
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse()

@@ -293,8 +293,8 @@ class NextAttempt(NamedTuple):
 def next_attempt(
     request: GenerateRequest, retry: Retry, attempt: int, error: ClientError, progress: Progress, now_s: float
 ) -> NextAttempt | None:
-    """The same request after UNAVAILABLE, one for the whole answer where the server does not stream; None: nothing.
-    `attempt`: that failed, the first is 0. `progress`: what has come of it. `now_s`: monotonic.
+    """What to send after an error: the request again after UNAVAILABLE, one for the whole answer where the server does not
+    stream; None: nothing. `attempt`: that failed, the first is 0. `progress`: what has come of it. `now_s`: monotonic.
     """
     if progress.has_begun:
         pause_s = progress.pause_s(error, retry.resume_s, now_s) if request.repeatable else None

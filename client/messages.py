@@ -115,7 +115,7 @@ class GenerateRequest:
         return self.temperature is not None or bool(self.top_k) or bool(self.top_p)
 
     def with_seed(self) -> GenerateRequest:
-        """The same, with a seed of its own where it samples and names none: the server's is the same for every request."""
+        """This request with a seed of its own where it samples and names none: the server's is one for all requests."""
         if self.seed is not None or not self.samples:
             return self
         return replace(self, seed=secrets.randbelow(MAX_FRESH_SEED))

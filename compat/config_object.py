@@ -46,7 +46,7 @@ class ConfigObject:
         return {name: getattr(self, name) for name in self.fields}
 
     def model_dump(self, exclude_unset: bool = False) -> dict[str, Any]:
-        """The same under the name that pydantic's classes have; with `exclude_unset` only what was given."""
+        """The fields as a dictionary, as pydantic's classes give them; with `exclude_unset` only what was given."""
         return self.given() if exclude_unset else self.to_dict()
 
     def given(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def serve_command(
         Path | None, typer.Option(metavar="FILE", help="Jinja template for chats, in place of the model's own.")
     ] = None,
     tool_format: Annotated[
-        str, typer.Option(metavar="NAME", help="How the model writes calls of tools; auto: as its chat template shows.")
+        str, typer.Option(metavar="NAME", help="How the model writes tool calls; auto: as its chat template shows.")
     ] = "auto",
     reasoning_format: Annotated[
         str,

@@ -85,7 +85,7 @@ class EngineSet:
         return name if self.is_default else f"{self.name}.{name}"
 
     def clients(self, engine: Engine) -> list[Model]:
-        """Its Triton models, as clients of an engine."""
+        """The Triton models of a set, as clients of an engine."""
         return [self._client(model, engine) for model in self._models if model.is_ours]
 
     def client_names(self) -> set[str]:

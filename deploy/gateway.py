@@ -56,7 +56,7 @@ class GatewayOptions:
     """`names`: model names that clients may send as `model`, in the order of /v1/models. `adapters` (LoRA) and
     `prompt_adapters`: names of such that clients may send there, too. `others`: further models of the server. `metrics_label`:
     what the metrics of the first one's engine call it, where there are several. `api_keys`: the file of keys; None: no key is
-    needed. `tool_format` and `reasoning_format`: how the model writes calls of tools and marks its reasoning; AUTO: as its
+    needed. `tool_format` and `reasoning_format`: how the model writes tool calls and marks its reasoning; AUTO: as its
     chat template shows. `allow_origins`, `allow_hosts`: see gateway/browsers.py.
     """
 
@@ -99,7 +99,7 @@ class GatewayOptions:
         self._check_browsers()
 
     def with_formats_of(self, template: str) -> GatewayOptions:
-        """The same with the formats that a chat template shows, where none are given."""
+        """These options with the formats that a chat template shows, where none are given."""
         from gateway.detected import formats_of  # here, because the server can do without the package
 
         found = formats_of(template)
@@ -282,7 +282,7 @@ class ServerWithGateway:
         self._log_trouble = trouble
 
     def _status(self) -> int | None:
-        """Its exit status; None while it runs or before it was started."""
+        """The exit status of the endpoint's process; None while it runs or before it was started."""
         return None if self._process is None else self._process.poll()
 
     def _answers(self) -> bool:

@@ -87,7 +87,7 @@ class Model:
         return found[0].lower().endswith("true") if found else self.backend in own_backends()
 
     def served_configuration(self, decoupled: bool) -> str | None:
-        """Its configuration as it is served; None where that is the file itself."""
+        """The model's configuration as it is served; None where the file is served as it is."""
         text = (self.directory / "config.pbtxt").read_text()
         served = text if decoupled and not self.is_unary else set_decoupled(text, False)
         served = _NAME.sub(f'name: "{self.name}"', served, count=1)
@@ -227,7 +227,7 @@ def render(models: Sequence[Model], directory: Path, *, decoupled: bool) -> Path
 
 
 def render_model(model: Model, directory: Path, *, decoupled: bool) -> None:
-    """Its directory in a repository, in place of one that is there. Of the latter only config.pbtxt changes, at once: Triton may
+    """Write a model's directory in a repository. Of one that is there only config.pbtxt changes, in one step: Triton may
     read it at any time.
     """
     copy, served = directory / model.name, model.served_configuration(decoupled)

@@ -65,7 +65,7 @@ class ServeOptions:
     allow_origins: tuple[str, ...] = ()  # origins of the web pages that may use the OpenAI endpoint
     allow_hosts: tuple[str, ...] = ()  # further names that it answers to without keys
     chat_template: Path | None = None
-    tool_format: str = "auto"  # how the model writes calls of tools
+    tool_format: str = "auto"  # how the model writes tool calls
     reasoning_format: str = "auto"  # how it marks its reasoning
     model_names: tuple[str, ...] = ()  # names for the OpenAI endpoint, instead of the model's own
     verbose: bool = False

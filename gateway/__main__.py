@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--tool-format",
         default=_DEFAULTS.tool_format,
         choices=TOOL_FORMATS,
-        help="how the model writes calls of tools",
+        help="how the model writes tool calls",
     )
     add(
         "--reasoning-format",

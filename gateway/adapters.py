@@ -1,7 +1,7 @@
 """LoRA adapters that are loaded and unloaded while the server runs, with vLLM's routes and bodies.
 
 The engine reads directories below `lora.allowed_dir` only, and refuses all others by name. These routes are for keys with the
-word `adapters` in the file of API keys; without keys, for programs of this machine.
+word `adapters` in the file of API keys; without keys, for local programs.
 """
 
 from __future__ import annotations

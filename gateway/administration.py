@@ -1,5 +1,5 @@
 """Loading, unloading and replacing models while the server runs: for keys with the word `admin` in the file of API keys;
-without keys, for programs of this machine. The launcher does it, and answers on its socket (deploy/control_socket.py).
+without keys, for local programs. The launcher does it, and answers on its socket (deploy/control_socket.py).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Outlet:
 
 
 def _blocks(parts: list[bytes]) -> Iterator[bytes]:
-    """The same bytes in blocks of BLOCK at most; one that is empty when there are none."""
+    """The bytes of `parts` in blocks of BLOCK at most; one empty block when there are none."""
     held = b""
     for part in parts:
         for start in range(0, len(part), BLOCK):

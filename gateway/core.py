@@ -196,7 +196,7 @@ class Gateway:
 
     def _party(self, context: RequestContext) -> str:
         """The namespace in which a request shares KV and may see how much was reused: that of its key; without keys one for
-        all if only programs of this machine can ask, else none is shared.
+        all if only local programs can ask, else none is shared.
         """
         return THIS_MACHINE if self.keys is None and self.is_of_this_machine(context) else context.namespace
 

@@ -1,4 +1,4 @@
-"""Dialect: how a model writes calls of tools and its reasoning, with the readers of its answers."""
+"""Dialect: how a model writes tool calls and its reasoning, with the readers of its answers."""
 
 from __future__ import annotations
 

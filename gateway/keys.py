@@ -54,7 +54,7 @@ class Client:
 
 
 class Right(NamedTuple):
-    """A right of keys whose line has the word. Without keys it is a right of programs of this machine, or of everybody."""
+    """A right of keys whose line has the word. Without keys it is a right of local programs, or of everybody."""
 
     word: str
     forbidden: str  # the sentence "this key may not ..."
@@ -70,7 +70,7 @@ OPERATE_MODELS = Right("admin", "operate models", "models can be operated")
 EVERYBODY = Client("", metrics=True)
 THIS_MACHINE = namespace_of(
     ""
-)  # namespace of requests without a key that only programs of this machine can send; no key has this name
+)  # namespace of requests without a key that only local programs can send; no key has this name
 
 
 def read_keys(path: Path, served: Collection[str] | None = None) -> dict[bytes, Client]:

@@ -86,7 +86,7 @@ class TextTokens:
 
 
 def _name(token: TopToken) -> str:
-    """Its text; of a piece of a character its bytes, as OpenAI writes them, so that two pieces have two names."""
+    """A token's text; of a piece of a character its bytes, as OpenAI writes them, so that two pieces have two names."""
     data = bytes(token.bytes)
     try:
         data.decode()

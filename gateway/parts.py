@@ -1,4 +1,4 @@
-"""The parts of an answer, in the order in which the model wrote them: its content, its reasoning, and calls of tools.
+"""The parts of an answer, in the order in which the model wrote them: its content, its reasoning, and tool calls.
 
 A reader takes the text of one answer piece by piece. Whatever the pieces are, the parts that it has returned at the end are the
 same but for where texts are divided, and together they hold everything that the model wrote, except the marks between them.

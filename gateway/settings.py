@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def is_loopback(host: str) -> bool:
-    """True if only programs of this machine reach what listens there."""
+    """True if only local programs reach what listens there."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -35,7 +35,7 @@ class Settings:
     prompt_adapters: tuple[str, ...] = ()  # names of prompt adapters, which clients may name as `model`
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
-    tool_format: str = "hermes"  # how the model writes calls of tools: a name of tool_formats/table.py
+    tool_format: str = "hermes"  # how the model writes tool calls: a name of tool_formats/table.py
     reasoning_format: str = "none"  # how it marks its reasoning: a name of reasoning.py; none: that is not told apart
     api_keys: Path | None = None  # None: no key is needed
     allow_origins: tuple[str, ...] = ()  # origins of the web pages that may use the endpoint; *: any

@@ -98,7 +98,7 @@ def _template_variables(
 
 
 def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
-    """A message for the chat template: text, calls of tools and their results, `developer` by its older name."""
+    """A message for the chat template: text, tool calls and their results, `developer` by its older name."""
     if turn.role == "tool" and turn.tool_call_id is None:
         text = "a message of role tool has no tool_call_id; say which call it answers"
         raise GatewayError(400, text, f"messages[{index}].tool_call_id", "invalid_value")

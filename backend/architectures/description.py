@@ -210,7 +210,7 @@ class ModelConfig(Struct, frozen=True):
         return float(self.head_dim**-0.5) if scale is None else scale
 
     def with_windows(self, caps: Windows | None, sink_tokens: int) -> ModelConfig:
-        """The same, with layers that attend to no more than the last tokens, and to the sink tokens.
+        """This model with layers that attend to no more than the last tokens, and to the sink tokens.
 
         Of several caps layer i has entry i modulo their number, after TensorRT-LLM; None: the windows stay as they are.
         """

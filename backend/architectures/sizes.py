@@ -52,7 +52,8 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> Non
 
 
 def check_hosted_sizes(content: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    """The same for a model that transformers runs, of whose tensors only the number and the sizes are known here."""
+    """Compare config.json with the tensors of a model that transformers runs, of which only the number and the sizes are known
+    here."""
     text = content.get("text_config")
     content = text if isinstance(text, dict) else content
     total = 8 * sum(map(prod, shapes.values()))  # a packed tensor holds up to eight values in one

@@ -60,7 +60,7 @@ class ReadAhead:
         self._begin()
 
     def note(self, coming: Coming, outcome: Outcome) -> None:
-        """It has been read."""
+        """Note that an adapter has been read."""
         coming.is_being_read, coming.outcome = False, outcome
         self._num_reading -= 1
         self._unread.done(coming.namespace)

@@ -29,7 +29,7 @@ class Transport(Protocol):
 
     @property
     def engine_pid(self) -> int | None:
-        """That process, once a connection was made."""
+        """The engine's process id, once a connection was made."""
         ...
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:

@@ -109,7 +109,7 @@ class LLGuidanceBackend:
         return self._warmed(matcher, grammar, guide, held.notes)
 
     def load(self, portable: bytes) -> LLGuidanceGuide:
-        """Its grammar is all that a guide can be carried over by; this compiles it again, while others run."""
+        """A guide crosses processes as its grammar only; compile the grammar again, while other threads run."""
         grammar = portable.decode()
         return self._warmed(self._matcher(grammar), grammar)
 

@@ -67,7 +67,7 @@ def _keys(ref: str) -> list[str]:
 
 
 def with_part(root: Any, keys: list[str], part: Any) -> Any:
-    """The same with another part behind these keys, all of which are there."""
+    """The schema `root` with `part` in the place that `keys` lead to. Each key exists."""
     if not keys:
         return part
     own: Any = dict(root) if isinstance(root, dict) else list(root)

@@ -93,7 +93,7 @@ class Vocabulary(NamedTuple):
         return {text: i for text, i in named.items() if text}
 
     def ending_with(self, end_ids: tuple[int, ...]) -> Vocabulary:
-        """The same with other end ids. Raises ConfigError when there are none."""
+        """This vocabulary with other end ids. Raises ConfigError when there are none."""
         if not end_ids:
             raise ConfigError(
                 "neither the model nor the tokenizer says which token ends an output; name one (eos_token_id)"

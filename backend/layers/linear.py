@@ -83,7 +83,7 @@ def make_torch_linear(weight: Weight, bias: Tensor | None) -> Linear:
 
 
 def in_eight_bits(weight: Weight4 | Weight4A8) -> QuantizedWeight:
-    """The same weight as int8, exactly: 4-bit values less their zero point fit int8, and the scales stay."""
+    """A 4-bit weight as int8, exactly: 4-bit values less their zero point fit int8, and the scales stay."""
     if isinstance(weight, Weight4A8):
         values, scale = w4a8.as_int8(weight)
         return QuantizedWeight(values, scale[:, None], values.shape[1], "w8a8")

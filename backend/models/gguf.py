@@ -122,7 +122,8 @@ class GgufTensors(Mapping[str, Tensor]):
     def held_for(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, options: LinearOptions
     ) -> tuple[ModelConfig, GgufTensors]:
-        """The same for a model that computes in `dtype` on `device`, with as many projections in their stored form as can be.
+        """The configuration and the tensors of a model that computes in `dtype` on `device`, with as many projections in their
+        stored form as can be.
 
         If linear layers are to be quantised while loading, all are floats.
         """

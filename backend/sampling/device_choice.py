@@ -161,7 +161,7 @@ def _rows(numbers: Tensor) -> Rows:
 def _decayed(
     rows: Rows, options: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
 ) -> Rows:
-    """The same parameters, with top_p brought up to date where it decays. Nothing waits for the device."""
+    """The sampling parameters with top_p brought up to date where it decays. Nothing waits for the device."""
     changing = [i for i, row in enumerate(options) if row.decay is not None]
     if not changing:
         return rows

@@ -66,7 +66,8 @@ class GuaranteedNoEvict:
         return max(0, self._kv.num_growth_blocks(seq, max_cells(seq)) - (grant.num_new if grant else 0))
 
     def _growth_of_beam(self, grant: Grant | None, seq: Sequence) -> int:
-        """The same for a beam. The first counts all of its blocks, the others those behind the whole blocks of the prompt.
+        """Blocks that a beam may still need. The first beam counts all of its blocks, the others those behind the whole
+        blocks of the prompt.
 
         A block that another beam shares does not count as held, because it is copied before it is written.
         """

@@ -102,7 +102,7 @@ class WaitingQueue:
         return self._num_by_namespace[namespace]
 
     def num_tokens_of(self, namespace: str) -> int:
-        """Their token ids."""
+        """Token ids of the requests of a namespace that wait."""
         return self._tokens_by_namespace[namespace]
 
     def append(self, seq: Sequence) -> None:

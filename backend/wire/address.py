@@ -69,7 +69,7 @@ class FileAddress(NamedTuple):
         return not Path(self.path).with_name(GIVEN_UP).exists() and Path(self.path).parent.exists()
 
     def listen(self) -> socket.socket:
-        """Its directory is made, with mode 0700; a stale socket is replaced."""
+        """Listen at this address: its directory is made with mode 0700, and a stale socket is replaced."""
         Path(self.path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(self.path).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -98,7 +98,7 @@ class AdapterPages:
         return self._copy(index, a), self._copy(index, b)
 
     def belong_to(self, owner: object) -> None:
-        """They go back to the pool when `owner` is collected, which must hold all that reads them."""
+        """Give the pages back to the pool when `owner` is collected, which must hold all that reads them."""
         weakref.finalize(owner, self._pool.give_back, self._pages).atexit = False
 
     def _copy(self, index: int, tensor: Tensor) -> Tensor:

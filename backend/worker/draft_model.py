@@ -60,7 +60,7 @@ class DraftModel:
         return msgspec.structs.replace(step, rows=guessed)
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """These blocks hold KV of tokens that the draft model has not seen."""
+        """Note that blocks hold KV of tokens that the draft model has not seen."""
         self._filled[[block_id for block_id in block_ids if block_id < len(self._filled)]] = 0
 
     def _follow(self, step: StepInput) -> None:

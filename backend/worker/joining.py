@@ -64,13 +64,13 @@ def network_address(text: str, key: bytes) -> NetworkAddress:
 
 @cache
 def program_version() -> str:
-    """The same for all programs whose ranks can work together."""
+    """The version of this program: ranks work together only with ranks of an equal one."""
     return code_version()[:12]
 
 
 @cache
 def machine_id() -> str:
-    """The same for all processes of a machine, until it is started again."""
+    """An id that all processes of this machine share, until the machine is started again."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()

@@ -181,7 +181,7 @@ class LoadedModel:
 
     @property
     def whole_projections(self) -> Projections:
-        """The same of the whole model, where this rank has a part of it."""
+        """The projections of the whole model, where this rank has a part of it."""
         return self.projections if self.is_hosted else projections_of(self.whole)
 
     def _projections(self) -> Projections:

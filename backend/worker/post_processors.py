@@ -55,7 +55,8 @@ class PostProcessors:
         return (*self._named, *(() if self._batched is None else (BATCHED,)))
 
     def with_configured(self, section: ModelConfigSection) -> PostProcessors:
-        """These and the ones that the configuration names by import path. Raises ConfigError if one cannot be imported."""
+        """These post-processors and the ones that the configuration names by import path. Raises ConfigError if one cannot be
+        imported."""
         both = PostProcessors()
         both._named = dict(self._named)
         for entry in section.logits_post_processors:

@@ -117,7 +117,7 @@ class AnyRankFollower(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its process, if it is one of this machine that was started here."""
+        """The process of the rank, if this process has started it."""
         ...
 
     @property

@@ -59,7 +59,7 @@ def main(
 
 
 def wanted(ratios: Sequence[Ratio], texts: Sequence[str]) -> list[Ratio]:
-    """Those whose line holds all the texts. Raises UserError when none is left."""
+    """The ratios whose line holds all the texts. Raises UserError when none is left."""
     found = [ratio for ratio in ratios if all(text in " ".join(ratio.key) for text in texts)]
     if not found:
         raise UserError(

@@ -93,7 +93,7 @@ def _served(document: dict[str, Any]) -> Found:
 
 
 def _peers(document: dict[str, Any]) -> Found:
-    """Its rows hold the best of the repeats."""
+    """The figures of `bench peers`, whose rows hold the best of the repeats."""
     for row in document["rows"]:
         cell = f"{row['model']} {row['weights']}, {row['concurrency']} at once"
         for phase in ("decode", "prefill"):

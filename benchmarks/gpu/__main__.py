@@ -82,7 +82,7 @@ def _is_done(record: Record, options: argparse.Namespace) -> bool:
 
 
 def _resumed(arguments: Sequence[str], started: float) -> list[str]:
-    """The same command for a process that goes on where this one had to stop."""
+    """This command for a process that goes on where this one had to stop."""
     kept = [text for text in arguments if not text.startswith(("--started=", "--resumed="))]
     name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(started))
     return [*kept, f"--started={started}", f"--resumed={name}"]

@@ -38,7 +38,7 @@ class Results:
         return name
 
     def enter(self, names: list[str], run: str) -> None:
-        """These rows are about to be run: whoever reads the file later knows where a process that was killed had been."""
+        """Note that rows are about to be run: whoever reads the file later knows where a process that was killed had been."""
         self._running = {"names": names, "run": run}
         self.save()
 

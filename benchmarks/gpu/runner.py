@@ -107,7 +107,7 @@ def _let_go(name: str, device: torch.device) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Its first line, and what kind it is."""
+    """The kind of an error, and its first line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}"
 

@@ -49,7 +49,7 @@ class NullWorkerGroup:
         return 1 << 30
 
     def check(self) -> None:
-        """It has no processes."""
+        """Nothing to check: these workers have no processes."""
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse()

@@ -59,7 +59,7 @@ def merged(old: Sequence[Contestant], new: Sequence[Contestant]) -> list[Contest
 
 
 def concurrencies_of(contestants: Sequence[Contestant]) -> tuple[int, ...]:
-    """Those at which anybody was measured."""
+    """The numbers of streams at which any contestant was measured."""
     return tuple(sorted({concurrency for contestant in contestants for concurrency in contestant.samples}))
 
 

@@ -23,7 +23,7 @@ SETTINGS_OF = {
 
 
 def properties_of(setting: str) -> dict[str, Any]:
-    """Those that a setting's name ends with."""
+    """The properties of OpenVINO that a setting's name ends with."""
     return PROPERTIES[setting.rpartition(":")[2]]
 
 

@@ -226,7 +226,7 @@ class LLM:
         return self._executor.get_stats(timeout or 0.0)
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        """The same as an asynchronous iterator, which ends when nothing comes for `timeout` seconds."""
+        """What `get_stats` gives, as an asynchronous iterator, which ends when nothing comes for `timeout` seconds."""
         return self._executor.aget_stats(timeout or 0.0)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
@@ -234,7 +234,7 @@ class LLM:
         return self._executor.get_kv_events(timeout or 0.0)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        """The same as an asynchronous iterator, which ends when nothing comes for `timeout` seconds."""
+        """What `get_kv_cache_events` gives, as an asynchronous iterator, which ends when nothing comes for `timeout` seconds."""
         return self._executor.aget_kv_events(timeout or 0.0)
 
     def save(self, engine_dir: str | Path) -> None:

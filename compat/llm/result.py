@@ -192,12 +192,12 @@ class GenerationResult:
 
     @property
     def text(self) -> str:
-        """That of the first output."""
+        """`text` of the first output."""
         return self.outputs[0].text
 
     @property
     def text_diff(self) -> str:
-        """That of the first output."""
+        """`text_diff` of the first output."""
         return self.outputs[0].text_diff
 
     @property
@@ -207,7 +207,7 @@ class GenerationResult:
 
     @property
     def finish_reason(self) -> str | None:
-        """That of the first output."""
+        """`finish_reason` of the first output."""
         return self.outputs[0].finish_reason
 
     def abort(self) -> None:
@@ -237,7 +237,7 @@ class GenerationResult:
         return self
 
     async def aresult(self: Self, timeout: float | None = None) -> Self:
-        """The same for a coroutine, whose event loop goes on meanwhile."""
+        """Wait for the result in a coroutine, whose event loop goes on meanwhile."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._done:
             left = None if end is None else max(0.0, end - time.monotonic())

@@ -45,7 +45,7 @@ class APIClient:
         return self._events("/v1/chat/completions", {"model": model, "messages": messages, "stream": stream, **fields})
 
     def completions_v1(self, model: str, prompt: Any, stream: bool = False, **fields: Any) -> Iterator[Any]:
-        """The same of a text, or of several."""
+        """Complete a text, or several."""
         return self._events("/v1/completions", {"model": model, "prompt": prompt, "stream": stream, **fields})
 
     def chat_interactive_v1(

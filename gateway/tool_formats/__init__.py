@@ -1,1 +1,1 @@
-"""How families of models write calls of tools: one file a format, and the table of all of them (table.py)."""
+"""How families of models write tool calls: one file a format, and the table of all of them (table.py)."""

@@ -1,4 +1,4 @@
-"""ToolFormat: how a family of models writes calls of tools, for the reader of answers and for guides."""
+"""ToolFormat: how a family of models writes tool calls, for the reader of answers and for guides."""
 
 from __future__ import annotations
 

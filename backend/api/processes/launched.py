@@ -58,7 +58,8 @@ def _number(environment: Mapping[str, str], name: str, least: int, greatest: int
 
 
 def rank_0_of(environment: Mapping[str, str]) -> Launched:
-    """The same for rank 0. Raises ConfigError in another rank, and where no such program has started this process."""
+    """What the launching program gave to rank 0. Raises ConfigError in another rank, and where no such program has started this
+    process."""
     found = launched(environment)
     if found is None:
         raise ConfigError(

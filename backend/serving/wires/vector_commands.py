@@ -57,7 +57,7 @@ class Rank(_Command, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class VectorReply(EndOfReply, frozen=True, kw_only=True):
-    """It has one of the two, or none where the prompt was not computed."""
+    """The reply has an embedding or a score, or neither where the prompt was not computed."""
 
     embedding: bytes | UnsetType = UNSET
     score: float | UnsetType = UNSET

@@ -92,7 +92,7 @@ def _run_format(
 
 
 def run_small(row: Row) -> Record:
-    """The same code with a tiny model on a CPU: no times. A format that is not served is not run, with the reason."""
+    """Run a row's code with a tiny model on a CPU: no times. A format that is not served is not run, with the reason."""
     try:
         drive = _drive()
         engine = drive.Engine(SMALL, FORMATS[row.format], drive.SMALL, torch.device("cpu"), kernels="torch")
