@@ -8,7 +8,11 @@ thread: iterating the call delivers the chunks in order, in the caller's thread,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -26,7 +30,6 @@ from client.grpc_messages import (
     read_command_answer,
     rpc_failure,
 )
-from client.interrupts import interrupts_deferred
 from client.messages import GenerateRequest, TextChunk
 from client.settings import Settings
 
@@ -132,3 +135,32 @@ def _answers(call: Any) -> Iterator[Any]:
         if answer is None:
             return
         yield answer
+
+
+@contextmanager
+def interrupts_deferred(wake: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C beside grpc, whose Python code holds locks on the main thread: a KeyboardInterrupt raised there leaves a lock
+    taken for ever, and every later call on the channel waits for it.
+
+    Ctrl-C within the block calls `wake`, which should end what the block waits for; KeyboardInterrupt is raised when
+    the block is left, instead of whatever it raised. Other threads, and programs with a SIGINT handler of their own, see
+    no difference.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupted = False
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        wake()
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupted:
+            raise KeyboardInterrupt from None

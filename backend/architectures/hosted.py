@@ -12,8 +12,7 @@ from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.config.schema import Implementation
 from backend.api.errors import ConfigError
-from backend.architectures.registry import FAMILIES, HEADLESS
-from backend.architectures.suggestions import refusal
+from backend.architectures.registry import FAMILIES, HEADLESS, refusal
 
 HOSTED: dict[str, str] = {  # architecture -> model_type
     "AXK1ForCausalLM": "axk1",

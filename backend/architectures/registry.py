@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from backend.api.checkpoint.gguf import GgufHeader
@@ -12,7 +14,6 @@ from backend.api.errors import ConfigError
 from backend.architectures import fused, gemma, layer_norm, llama, multimodal, post_norm
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
-from backend.architectures.suggestions import refusal
 
 
 class Family(NamedTuple):
@@ -97,3 +98,25 @@ def gguf_architecture(header: GgufHeader) -> str:
             f"{', '.join(GGUF_ARCHITECTURES)}: use a model of one of them"
         )
     return name
+
+
+_ENDING = re.compile(r"(ForCausalLM|ForConditionalGeneration|ForMaskedLM|Model|LMHeadModel)$")
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """At most three of `known`, the most alike first. Endings that most names have, as ForCausalLM, do not count."""
+    stems: dict[str, list[str]] = {}
+    for each in dict.fromkeys(known):
+        stems.setdefault(_ENDING.sub("", each), []).append(each)
+    found = difflib.get_close_matches(_ENDING.sub("", name[:100]), stems, n=3, cutoff=0.6)
+    return [each for stem in found for each in stems[stem]][:3]
+
+
+def refusal(place: str, name: str, shown: str, known: Iterable[str], remedy: str) -> str:
+    """The sentence for an architecture that is not known. `place`: where it was read; `shown`: the name, made fit to print."""
+    names = list(dict.fromkeys(known))
+    if not name:
+        return f"{place}: architectures names none; use the config.json that came with the model"
+    near = nearest(name, names)
+    advice = f"near it are {', '.join(near)}, and " if near else ""
+    return f"{place}: {shown} is not supported; {advice}docs/models.md lists the {len(names)} that are: {remedy}"

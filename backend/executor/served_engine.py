@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -20,7 +21,6 @@ from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.engine.restoring import restore_sessions
 from backend.engine.session_files import in_directory
-from backend.executor.checkpoint_mark import mark_of
 from backend.executor.kept_files import KeptFiles
 from backend.executor.load import workers_of
 from backend.wire.address import ListeningAddress
@@ -134,3 +134,18 @@ class ServedEngine:
         self._note_trial(request_id)
         self._tell({"trial": request_id is not None})
         self._server.publish_trial(request_id)
+
+
+SUFFIXES = (".safetensors", ".gguf", ".bin", ".json")
+
+
+def mark_of(checkpoint: Path) -> str:
+    """A hash of names, sizes and times of change of the files of a directory, or of one file; empty where there is none."""
+    try:
+        files = (
+            [checkpoint] if checkpoint.is_file() else [each for each in checkpoint.iterdir() if each.suffix in SUFFIXES]
+        )
+        facts = sorted((each.name, (status := each.stat()).st_size, status.st_mtime_ns) for each in files)
+    except OSError:
+        return ""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -7,16 +7,17 @@ only reuse of their own KV is reported to them. A session always reuses its own 
 
 from __future__ import annotations
 
+import heapq
+
 from backend.api.config.schema import KvCacheConfig
 from backend.core.sequence import Sequence
-from backend.core.step import SequenceId
+from backend.core.step import SequenceId, SlotId
 from backend.kvcache.block import BlockHandle
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.events import KvEventLog
 from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.prefix_trie import PrefixTrie
-from backend.kvcache.slots import SlotManager
 from backend.kvcache.swap import SwapSpace
 from backend.kvcache.tables import BlockTable
 
@@ -95,3 +96,33 @@ class CacheState:
         computed = min(seq.num_computed_tokens, num_blocks * self.geometry.block_size, limit)
         kept = table.handles[: self.geometry.blocks_for(computed)]
         return (kept, computed) if self.geometry.window_is_whole(kept, computed) else ([], 0)
+
+
+class SlotManager:
+    """The rows of the persistent batch. The lowest free row is taken first, so that the used rows stay dense."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots))
+        self._owner: dict[SlotId, SequenceId] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, seq_id: SequenceId) -> SlotId:
+        """Take the lowest free slot. Raises IndexError if none is free."""
+        slot = SlotId(heapq.heappop(self._free))
+        self._owner[slot] = seq_id
+        return slot
+
+    def release(self, slot: SlotId) -> None:
+        """Return a slot. Raises KeyError if it was not in use."""
+        del self._owner[slot]
+        heapq.heappush(self._free, slot)
+
+    def check_integrity(self) -> None:
+        held = len(self._owner)
+        assert held + len(self._free) == self.num_slots, (
+            f"held {held} + free {len(self._free)} != {self.num_slots} slots"
+        )

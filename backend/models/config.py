@@ -8,11 +8,24 @@ from typing import Any
 import msgspec
 
 from backend.api.checkpoint.model_files import REMEDY, parse_object, read_object
-from backend.api.checkpoint.quantised import FILE
+from backend.api.checkpoint.quantised import (
+    FILE,
+    AwqFormat,
+    GptqFormat,
+    Int4Format,
+    Int8Format,
+    KvDtype,
+    QoqFormat,
+    parse_quantisation,
+)
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.registry import read_config
-from backend.models.quantization import parse_quantization
+from backend.models.awq import AwqLayers
+from backend.models.compressed_tensors import Int4Layers, Int8Layers
+from backend.models.gptq import GptqLayers
+from backend.models.qoq import QoqLayers
+from backend.models.quantized import QuantizedLayers
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -43,3 +56,18 @@ def check_eos_ids(ids: tuple[int, ...], config: ModelConfig, name: str) -> tuple
         if token_id >= config.vocab_size:
             raise ConfigError(f"{name}: eos_token_id {token_id} is not below vocab_size {config.vocab_size}; {REMEDY}")
     return ids
+
+
+_READERS: dict[type, type[QuantizedLayers]] = {
+    Int8Format: Int8Layers,
+    Int4Format: Int4Layers,
+    AwqFormat: AwqLayers,
+    GptqFormat: GptqLayers,
+    QoqFormat: QoqLayers,
+}
+
+
+def parse_quantization(content: dict[str, Any]) -> tuple[QuantizedLayers | None, KvDtype | None]:
+    """Returns how linear layers are stored and the type of the KV cache; None means floats. Raises ConfigError."""
+    found, kv_dtype = parse_quantisation(content)
+    return (None if found is None else _READERS[type(found)](**vars(found))), kv_dtype

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from backend.wire.outgoing import hang_up
-from backend.wire.peer import peer
 
 log = logging.getLogger("everbatch.engine")
 HANDSHAKE_S = 5.0
@@ -142,3 +142,15 @@ def _agree(sock: socket.socket, key: bytes, challenges_first: bool) -> bool:
         finally:
             limit.cancel()
     return True
+
+
+class Peer(NamedTuple):
+    pid: int  # 0: a process outside of this container
+    uid: int
+
+
+def peer(sock: socket.socket) -> Peer:
+    """The process that connected, or that listens where this one has connected to."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return Peer(int(pid), int(uid))

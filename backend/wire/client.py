@@ -11,10 +11,9 @@ from collections.abc import Callable
 from backend.api.errors import EngineUnavailable, InvalidRequest
 from backend.api.stats import EngineStats
 from backend.core.messages import Command, Message
-from backend.wire.address import Address, FileAddress
+from backend.wire.address import Address, FileAddress, peer
 from backend.wire.framing import Undecodable, decode_message, encode_frame, receive_frame
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
-from backend.wire.peer import peer
 
 log = logging.getLogger("everbatch.executor")
 RECONNECT_S = 0.05

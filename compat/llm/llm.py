@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from backend.api import ConfigError, EverbatchError, InvalidRequest
 from backend.text.chat import ChatTemplate
@@ -16,7 +19,6 @@ from compat.llm.arguments import LlmArguments
 from compat.llm.chat import ChatTokenizer
 from compat.llm.errors import BatchError, NotHere, ParameterError, RequestError
 from compat.llm.executor import GenerationExecutor, for_each
-from compat.llm.progress import loading, with_bar
 from compat.llm.ray_executor import RayExecutor
 from compat.llm.requests import GenerationRequest
 from compat.llm.result import RequestOutput
@@ -321,3 +323,28 @@ def _as_tokenizer(given: Any) -> Any:
     template = getattr(given, "chat_template", None)
     made.chat_template = ChatTemplate(template if isinstance(template, str) else None, made.special_tokens)
     return made
+
+
+T = TypeVar("T")
+
+
+def with_bar(items: Iterable[T], total: int, is_shown: bool, console: Console | None = None) -> Iterator[T]:
+    """Iterate over the items with a bar that counts those which are done."""
+    console = console or Console(stderr=True)
+    columns = (TextColumn("Processed requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal)) as progress:
+        task = progress.add_task("requests", total=total)
+        for item in items:
+            yield item
+            progress.advance(task)
+
+
+@contextmanager
+def loading(is_shown: bool) -> Iterator[None]:
+    """A spinner while the model loads."""
+    console = Console(stderr=True)
+    if not (is_shown and console.is_terminal):
+        yield
+        return
+    with console.status("loading the model"):
+        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from backend.executor.checkpoint_mark import mark_of
+from backend.executor.served_engine import mark_of
 
 
 def test_a_mark_tells_checkpoints_apart_and_not_what_lies_beside_them(tmp_path: Path) -> None:

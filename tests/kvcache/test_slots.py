@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.kvcache.slots import SlotManager
+from backend.kvcache.state import SlotManager
 
 
 @pytest.mark.feature("004-02")

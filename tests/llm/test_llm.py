@@ -16,7 +16,7 @@ from backend.api.config.schema import RecordsConfig
 from backend.text.tokenizer import Tokenizer
 from compat.llm import LLM, BatchError, NotHere, ParameterError, RequestError, RequestOutput, SamplingParams
 from compat.llm.arguments import LlmArguments
-from compat.llm.progress import with_bar
+from compat.llm.llm import with_bar
 from tests.llm.helpers import CONFIG, EVER, PATIENCE_S, expected, gated, make_worker, params
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog"]

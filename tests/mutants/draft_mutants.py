@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from backend.api import draft_limits
-from backend.scheduler.acceptance import Acceptance
-from backend.scheduler.model_drafting import ModelDrafter
+from backend.scheduler.model_drafting import Acceptance, ModelDrafter
 from backend.scheduler.step_cost import StepCost
 from backend.serving.wires import trtllm_inputs, trtllm_text
 from backend.worker import draft_model, pipeline

@@ -7,9 +7,9 @@ from backend.core.sequence import Sequence
 from backend.engine import update
 from backend.kvcache.plan import KVPlan
 from backend.scheduler import drafting, scheduler
-from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup, OtherOutputs
+from backend.scheduler.model_drafting import Acceptance
 from backend.scheduler.step_cost import StepCost
 from backend.worker import pipeline
 from backend.worker.draft_model import DraftModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.scheduler.acceptance import Acceptance
+from backend.scheduler.model_drafting import Acceptance
 
 
 class Told:

@@ -6,9 +6,8 @@ import pytest
 
 from backend.api.config.schema import SpeculationConfig
 from backend.core.sequence import Sequence
-from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.drafting import Draft
-from backend.scheduler.model_drafting import ModelDrafter
+from backend.scheduler.model_drafting import Acceptance, ModelDrafter
 from backend.scheduler.step_cost import MARGIN, StepCost
 from tests.engine.driver import Driver
 

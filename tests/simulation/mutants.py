@@ -29,7 +29,7 @@ from backend.kvcache.geometry import Geometry
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import KVPlan
 from backend.kvcache.prefix_trie import PrefixTrie
-from backend.kvcache.slots import SlotManager
+from backend.kvcache.state import SlotManager
 from backend.kvcache.tables import BlockTable
 from backend.scheduler import scheduler
 from backend.scheduler.capacity import GuaranteedNoEvict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backend.models.quantization import parse_quantization
+from backend.models.config import parse_quantization
 from backend.models.quantized import QuantizedLayers, nibbles
 from backend.models.tensors import TensorSource
 from kernels import w4a16

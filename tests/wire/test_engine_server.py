@@ -31,11 +31,11 @@ from backend.core.messages import (
 )
 from backend.core.step import ModelInfo
 from backend.wire import engine_server, framing
+from backend.wire.address import Peer as OtherEnd
 from backend.wire.client import SocketTransport, wait_until
 from backend.wire.engine_server import EngineServer
 from backend.wire.framing import FrameTooLarge, decode_message, encode_frame, receive_frame
 from backend.wire.heartbeat import HeartbeatSender
-from backend.wire.peer import Peer as OtherEnd
 
 LIMIT = 10_000
 MINE = 1 << CLIENT_SHIFT
