@@ -388,13 +388,3 @@ def test_pauses_of_the_engine_are_counters_that_grow_by_what_is_new() -> None:
         "everbatch_engine_pause_seconds_total",
     )
     assert [metrics()[name, ""].current for name in names] == [5, 2, 4.0]
-
-
-def test_all_rows_that_have_ended_are_logged_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
-    books = Books(LABELS, log_requests=True, owner=False, vllm_hello=lambda: None)
-    for number in range(3):
-        row = EndedRow(f"request-{number}", "", None, "length", "", 3, 5, 10**9, 2 * 10**9, 1_700_000_000.5, None)
-        books.ended._waiting.append(row)
-    books.close()
-    logged = capfd.readouterr().err
-    assert [f"request-{number}" in logged for number in range(3)] == [True] * 3
