@@ -138,3 +138,13 @@ def test_host_memory_holds_what_was_written() -> None:
     store = HostBlocks(2)
     store.write(1, b"x")
     assert (store.read(0), store.read(1), list(store.scan()), store.num_places) == (b"", b"x", [], 2)
+
+
+def test_what_a_file_held_before_it_began_anew_is_not_found_by_a_later_engine_either(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.write(1, FORM.encode(FIRST, DATA, 1))
+    store.close()
+    for _ in range(2):  # the first one begins the file anew, the second one goes on with it
+        larger = opened(tmp_path, ROOM + FORM.place_bytes)
+        assert found(larger) == {}
+        larger.close()

@@ -136,3 +136,5 @@ def test_one_that_came_during_the_pause_is_not_told_that_the_engine_ended_while_
     pauses.look()
     assert "ended while the request ran" in told[running].error_msg
     assert "not ready yet" in told[new].error_msg and told[new].error_code is ErrorCode.UNAVAILABLE
+    assert pause.replay.held_s(time.monotonic()) == 0.0, "the next pause is counted from its own beginning"
+    assert pause.replay.counts.pauses == 1

@@ -100,3 +100,21 @@ def test_items_without_text_count_with_the_memory_that_they_take() -> None:
     finally:
         tracemalloc.stop()
     assert store.held()[0] == 9 and taken < 1.5 * store.held()[1]
+
+
+def test_what_is_put_again_under_its_id_was_used_last() -> None:
+    """A conversation that has grown is another one under the same id."""
+    clock = Clock()
+    store = ResponseStore(2, 1 << 20, 60, clock)
+    store.put("ns", stored("a"))
+    clock.now = 10
+    store.put("ns", stored("b"))
+    clock.now = 20
+    grown = stored("a", text="longer")
+    store.put("ns", grown)
+    clock.now = 75  # for longer than the limit only b was not used
+    assert store.held()[0] == 2 and store.get("ns", "b") is None and store.get("ns", "a") is grown
+    store.put("ns", stored("c"))
+    store.put("ns", stored("a"))
+    store.put("ns", stored("d"))
+    assert [store.get("ns", name) is not None for name in ("a", "c", "d")] == [True, False, True]

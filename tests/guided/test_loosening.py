@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from backend.api.guide import Guide, GuideType
-from backend.guided.held import Held, compile_held
+from backend.guided.held import Held, _schemas, compile_held
 from backend.guided.holdable import LLGUIDANCE, XGRAMMAR
 from backend.guided.keywords import KEYWORDS
 from backend.guided.loosening import Loosening
@@ -375,3 +375,13 @@ def test_the_first_form_that_is_not_refused_is_taken_or_the_last_refusal_told(ta
         assert compile_held(guide, LLGUIDANCE, make) == taken == len(tried)
     if len(tried) == 3:
         assert '"schema": {"type": "object"}' in tried[2].guide.text and tried[2].notes, "any object, and it is told"
+
+
+def test_the_schemas_of_all_parts_are_loosened_those_of_optional_ones_too() -> None:
+    structure = {"parts": [{"schema": 1}, {"optional": [{"schema": 2}, {"parts": [{"schema": 3}]}]}], "schema": 4}
+    assert [(holder["schema"], place) for holder, place in _schemas(structure, "s")] == [
+        (4, "s.schema"),
+        (1, "s.parts[0].schema"),
+        (2, "s.parts[1].optional[0].schema"),
+        (3, "s.parts[1].optional[1].parts[0].schema"),
+    ]

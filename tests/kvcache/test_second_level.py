@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from backend.core.kept_block import Found, KeptRecord, chain, digest_of
@@ -105,3 +107,17 @@ def test_a_block_that_was_written_elsewhere_meanwhile_is_not_forgotten_with_its_
     assert level.find(sequence(), 0) == [block._replace(place=1)]
     level.end_read([block])
     level.check_integrity()
+
+
+def test_what_one_turn_of_a_session_has_lost_is_not_written_after_its_next_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    level, written = opened(4), []
+    monkeypatch.setattr(level, "_note", lambda seq, num_tokens: written.append(num_tokens))
+    seq = sequence()
+    seq.num_computed_tokens = 6
+    level.note_admission(SimpleNamespace(seq=seq, computed=2, lost=4), has_run=False)  # type: ignore[arg-type]
+    level.note_release(seq, rests=True)
+    level.note_admission(SimpleNamespace(seq=seq, computed=6, lost=0), has_run=False)  # type: ignore[arg-type]
+    level.note_release(seq, rests=False)
+    assert written == [2, 6, 6], "the end of the second turn writes nothing: nothing of it was found a second time"

@@ -23,12 +23,11 @@ class Held:
     """A rank that takes what it is sent, and answers what the test says."""
 
     pid = None
-    who = "a rank of the test"
     has_ended = False
-    end = "has ended"
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.who, self.end = f"of machine {rank}", f"has ended with code {rank}"
         self.socket, self.far = socket.socketpair()
         self.far.settimeout(PATIENCE_S)
 
@@ -92,6 +91,6 @@ def test_a_rank_that_is_gone_is_named_and_the_others_are_not_taken_for_it(
         send(each.far, Loaded("kernels", each.rank))
     assert [loaded.mapped_bytes for loaded in followers.wait_until_loaded(lambda line: None)] == [1, 2, 3]
     ranks[1].far.close()
-    with pytest.raises((WorkersLost, ConfigError), match=r"rank 2 \(a rank of the test\) has ended"):
+    with pytest.raises((WorkersLost, ConfigError), match=r"rank 2 \(of machine 2\) has ended with code 2"):
         for _ in range(2):  # what is sent first may still find room in the socket
             followers.tell(Prepare())

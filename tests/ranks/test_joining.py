@@ -20,8 +20,8 @@ from backend.executor.load import workers_of
 from backend.kvcache.sizing import block_bytes, num_pool_blocks
 from backend.wire.address import NetworkAddress
 from backend.worker import joined_group, joined_rank, joining, rank_process
-from backend.worker.joining import Joiner, accept_links
-from backend.worker.rank_messages import Link, Refused, receive, send
+from backend.worker.joining import Joined, Joiner, accept_links
+from backend.worker.rank_messages import Join, Link, Refused, receive, send
 from backend.worker.rank_process import Rank
 from tests.parity.scenario import RecordingEngine
 from tests.ranks.harness import engine_config, run
@@ -276,3 +276,17 @@ def test_ranks_of_one_machine_share_its_cores(checkpoint: Checkpoint) -> None:
             assert [workers._section_of(rank).num_threads for rank in range(4)] == [8, 8, 8, 8]
         finally:
             workers.shutdown()
+
+
+def test_ranks_without_a_number_come_machine_by_machine_this_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "machine_id", lambda: "m")
+    came = [("z", None), ("m", None), ("a", None), ("z", None), ("m", 2), ("m", None)]
+    joined = [
+        Joined(None, f"host-{machine}", Join("v", machine, 1, port, rank))  # type: ignore[arg-type]
+        for port, (machine, rank) in enumerate(came)
+    ]
+    ordered = joining._in_order(joined)
+    assert [(each.join.machine, each.join.port) for each in ordered] == [
+        ("m", 1), ("m", 4), ("m", 5), ("a", 2), ("z", 0), ("z", 3)
+    ]  # fmt: skip
+    assert joining.machines("m", ordered) == {"m": [0, 1, 2, 3], "a": [4], "z": [5, 6]}

@@ -101,3 +101,12 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
         placement.place(turn(seed, start=True), [0], loads(0, 0))
     assert len(placement._seen) <= 8 and len(placement._sessions) == 2
     assert placement.holder("", SessionId(11)) == 0 and placement.holder("", SessionId(2)) is None
+
+
+def test_what_the_other_replicas_know_stays_when_one_starts_again() -> None:
+    placement, texts = Placement(3), [prompt(4 * PIECE, seed) for seed in range(3)]
+    for replica, text in enumerate(texts):
+        placement.place(Request(text, 4), [replica], loads(0, 0, 0))
+    placement.forget(1)
+    places = [placement.place(Request(text, 4), [0, 1, 2], loads(1, 2, 0)) for text in texts]
+    assert [(each.replica, each.num_new_tokens) for each in places] == [(0, 1), (2, 4 * PIECE), (2, 1)]

@@ -51,3 +51,14 @@ def test_a_priority_is_between_0_and_1(priority: float) -> None:
     runner.ask(1, [1], 1, priority=priority)
     (response,) = runner.responses[1]
     assert response.error_msg == f"priority is {priority}, allowed is 0 to 1"
+
+
+def test_a_priority_that_appears_late_has_not_waited_for_those_that_were_served_before() -> None:
+    queue = WaitingQueue(max_overtakes=2)
+    for number in range(5):
+        early = waiting(number, 1.0)
+        queue.append(early)
+        queue.take(early)
+    for number, priority in ((10, 0.0), (11, 1.0), (12, 1.0), (13, 1.0)):
+        queue.append(waiting(number, priority))
+    assert [seq.request_id for seq in queue] == [11, 12, 10, 13], "two may overtake it, from its own arrival on"

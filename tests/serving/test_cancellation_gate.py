@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import pytest
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
-from backend.serving.delivery.cancellation import CancellationPoller, pause_s
+from backend.serving.delivery.cancellation import CancellationPoller, EngineRows, pause_s
 from backend.serving.delivery.pump import ResponsePump
 from backend.serving.stream import OutputRow
 from backend.serving.wires.trtllm_outputs import RowSettings, token_output
@@ -101,3 +102,22 @@ def test_a_sender_that_raises_is_survived_and_asked_again() -> None:
 )
 def test_asking_takes_a_fiftieth_of_the_time_until_it_is_rare(sweep_s: float, pause: float) -> None:
     assert pause_s(sweep_s, period_s=0.050) == pytest.approx(pause)
+
+
+def test_only_the_rows_that_still_run_are_cancelled() -> None:
+    class Engine:
+        cancelled: ClassVar[list[int]] = []
+
+        def cancel_request(self, request_id: RequestId) -> None:
+            self.cancelled.append(request_id)
+
+    pump = ResponsePump(1, NoEngineRows())
+    rows = [OutputRow(token_output(RowSettings(True), [])) for _ in range(4)]
+    for number, row in enumerate(rows[:3], 7):
+        row.request_id = RequestId(number)  # the last one has not been sent
+    rows[1].ended = True
+    stream = pump.open(ResponseSender(), "r", rows)
+    EngineRows(Engine()).stop(stream)  # type: ignore[arg-type]
+    assert Engine.cancelled == [7, 9]
+    pump.fail(stream, ErrorCode.CANCELLED, "over")
+    pump.close()

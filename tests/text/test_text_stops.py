@@ -186,3 +186,11 @@ def test_a_stop_string_in_the_prompt_does_not_end_the_output(family_tokenizers: 
     prompt = tokenizer.encode("EN", add_special_tokens=False)
     stream = TextStream(tokenizer, prompt, stops=["END"])
     assert stream.push(tokenizer.encode("D.", add_special_tokens=False)).finished_by is None
+
+
+def test_what_was_held_back_is_given_once_and_the_next_text_begins_without_it() -> None:
+    matcher = StopMatcher(["abc"])
+    assert matcher.push("xab") == ("x", None)
+    assert matcher.flush() == "ab" and matcher.flush() == ""
+    assert matcher.push("cab") == ("c", None), "no stop string across the end"
+    assert matcher.flush() == "ab"
