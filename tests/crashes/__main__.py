@@ -6,37 +6,38 @@ OpenAI endpoint.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
 
 from tests.crashes.killing import Outcome, run
 
-VICTIMS = ("engine", "stub", "server")
+Victim = Literal["engine", "stub", "server"]
 
 
-def main() -> int:
-    """Exit status 1 where a byte differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.crashes", description=__doc__)
-    parser.add_argument("--kills", type=int, default=10, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--streams", type=int, help="requests at a time; without it one of each kind (16)")
-    parser.add_argument("--served", action="store_true", help="through tritonserver and the OpenAI endpoint")
-    parser.add_argument("--of", choices=VICTIMS, default="engine", help="what is killed; with --served")
-    parser.add_argument("--plot", type=Path, help="PNG of the pauses")
-    arguments = parser.parse_args()
-    if arguments.of != "engine" and not arguments.served:
-        parser.error("--of stub and --of server need --served")
-    if arguments.served:
+def main(
+    kills: Annotated[int, typer.Option(help="How many.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
+    streams: Annotated[int | None, typer.Option(help="Requests at a time; without it one of each kind (16).")] = None,
+    is_served: Annotated[bool, typer.Option("--served", help="Through tritonserver and the OpenAI endpoint.")] = False,
+    victim: Annotated[Victim, typer.Option("--of", help="What is killed; with --served.")] = "engine",
+    picture: Annotated[Path | None, typer.Option("--plot", help="PNG of the pauses.")] = None,
+) -> None:
+    """Kill engines at random moments. Exit status 1 where a byte differs."""
+    if victim != "engine" and not is_served:
+        raise typer.BadParameter("--of stub and --of server need --served")
+    if is_served:
         from tests.crashes.served import run_served
 
-        outcome = run_served(arguments.kills, arguments.seed, arguments.of)
+        outcome = run_served(kills, seed, victim)
     else:
-        outcome = run(arguments.kills, arguments.seed, arguments.streams)
+        outcome = run(kills, seed, streams)
     _show(outcome)
-    if arguments.plot is not None:
-        plot(outcome.pauses_s, arguments.plot)
-    return 1 if outcome.differences else 0
+    if picture is not None:
+        plot(outcome.pauses_s, picture)
+    sys.exit(1 if outcome.differences else 0)
 
 
 def _show(outcome: Outcome) -> None:
@@ -70,4 +71,4 @@ def plot(pauses_s: list[float], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

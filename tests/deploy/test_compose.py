@@ -131,30 +131,6 @@ def test_health_is_asked_of_readiness_and_the_run_directory_is_private_memory(se
     assert any(entry.startswith(f"{root[1]}:") for entry in service["tmpfs"])
 
 
-def test_the_image_starts_the_supervisor_as_another_user_from_a_pinned_official_tag() -> None:
-    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
-    assert any(re.match(r"^FROM nvcr\.io/nvidia/tritonserver:\d\d\.\d\d-py3$", line) for line in lines)
-    assert any(line.startswith("ENTRYPOINT") and "deploy.cli" in line and "serve" in line for line in lines)
-    users = [line.split()[1] for line in lines if line.startswith("USER")]
-    assert users and users[-1].split(":")[0] not in ("0", "root")
-
-
-def test_the_image_copies_every_package_that_is_there() -> None:
-    text = (ROOT / "deploy" / "Dockerfile").read_text()
-    for name in ("backend", "compat", "kernels", "client", "deploy", "gateway", "model_repository", "models"):
-        assert f"COPY {name} {name}" in text
-
-
-def test_the_containers_pins_are_those_of_the_environment() -> None:
-    def pins(name: str) -> dict[str, str]:
-        lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / name).read_text().splitlines()]
-        return dict(line.split("==") for line in lines if line)  # type: ignore[misc]
-
-    container, run = pins("container.txt"), pins("run.txt")
-    assert container.items() <= run.items()
-    assert "numpy" not in container  # the container's own fits its stub
-
-
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_stands_beside_the_server_has_few_rights_and_starts_only_when_asked_for(
     name: str, document: dict[str, Any]

@@ -48,7 +48,7 @@ NUMBER_NOT_RUN = {
     "lm-eval": 1,
     "machines": 3,
     "minutes": 7,
-    "network": 4,
+    "network": 5,
     "nginx": 2,
     "perf-analyzer": 2,
     "terminal": 2,

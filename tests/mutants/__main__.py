@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from typing import Annotated
+
+import typer
 
 from tests.mutants.catalogue import TESTS_FAILED, Mutant, find, mutants, rooms, run_tests
 
@@ -30,17 +32,20 @@ def planted(chosen: list[str]) -> list[Mutant]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("chosen", nargs="*", metavar="ROOM or ROOM:NAME", help=f"of {', '.join(rooms())}; none: all")
-    survivors, bugs = 0, planted(parser.parse_args().chosen)
+def main(
+    chosen: Annotated[
+        list[str] | None, typer.Argument(metavar="ROOM|ROOM:NAME", help=f"Of {', '.join(rooms())}; none: all.")
+    ] = None,
+) -> None:
+    """Plant each bug, and see whether the tests that are named for it notice. Exit status 1 when a bug survives."""
+    survivors, bugs = 0, planted(chosen or [])
     for number, mutant in enumerate(bugs, 1):
         result = verdict(mutant)
         survivors += result != "killed"
         print(f"{number:3} of {len(bugs)}  {mutant.name:60} {result}", flush=True)
     print(f"{len(bugs) - survivors} of {len(bugs)} killed")
-    return 1 if survivors else 0
+    sys.exit(1 if survivors else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
+from typing import Annotated
+
+import typer
 
 from tests.simulation.shrink import failed_seeds, report
 
 CHUNK = 50
 
 
-def main() -> int:
-    """Exit status 1 when a seed failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2000, help="how many schedules")
-    parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
-    args = parser.parse_args()
+def main(
+    num_seeds: Annotated[int, typer.Option("--seeds", help="How many schedules.")] = 2000,
+    start: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Do not stop at the first failure.")] = False,
+) -> None:
+    """Run random schedules, and show a failure shrunk. Exit status 1 when a seed failed."""
     failed, done, started = [], 0, time.monotonic()
-    for seeds in _run_all(args.start, args.seeds, args.jobs):
+    for seeds in _run_all(start, num_seeds, jobs):
         failed += seeds
-        done = min(args.seeds, done + CHUNK)
-        _show_progress(done, args.seeds, len(failed), time.monotonic() - started)
-        if failed and not args.keep_going:
+        done = min(num_seeds, done + CHUNK)
+        _show_progress(done, num_seeds, len(failed), time.monotonic() - started)
+        if failed and not keep_going:
             break
     print(file=sys.stderr)
     for seed in failed[:3]:
         print(report(seed))
     print(f"{done} schedules, {len(failed)} failed{': seeds ' + str(failed[:20]) if failed else ''}")
-    return 1 if failed else 0
+    sys.exit(1 if failed else 0)
 
 
 def _run_all(start: int, count: int, jobs: int) -> Iterator[list[int]]:
@@ -52,4 +53,4 @@ def _show_progress(done: int, total: int, failed: int, elapsed_s: float) -> None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

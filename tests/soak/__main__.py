@@ -9,38 +9,37 @@ itself, or something grew from the first third of the rests to the last.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from tests.compiled_once import share_native_kernels
 from tests.soak.flatness import growth
 from tests.soak.soak import Result, soak
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--rest-every", type=float, default=4, help="minutes of work before each rest")
-    parser.add_argument("--seed", type=int, default=0, help="of the clients' choices and of the moments of the kills")
-    parser.add_argument("--plot", type=Path, help="PNG of what was measured at the rests")
-    parser.add_argument("--report", type=Path, help="JSON of everything that was counted and measured")
-    given = parser.parse_args()
+def main(
+    minutes: Annotated[float, typer.Option(help="How long.")] = 60,
+    rest_every: Annotated[float, typer.Option(help="Minutes of work before each rest.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the clients' choices and of the moments of the kills.")] = 0,
+    picture: Annotated[Path | None, typer.Option("--plot", help="PNG of what was measured at the rests.")] = None,
+    report: Annotated[Path | None, typer.Option(help="JSON of everything that was counted and measured.")] = None,
+) -> None:
+    """Put a whole server under everything at once. Exit status 1 where anything failed."""
     share_native_kernels()
     with tempfile.TemporaryDirectory(prefix="everbatch-soak-") as directory:
-        minutes, rest_every = given.minutes, given.rest_every
-        result = soak(Path(directory), 60 * minutes, 60 * rest_every, given.seed, partial(print, flush=True))
+        result = soak(Path(directory), 60 * minutes, 60 * rest_every, seed, partial(print, flush=True))
     show(result)
-    if given.report:
-        given.report.write_text(json.dumps(as_json(result), indent=1))
-    if given.plot:
-        plot(result, given.plot)
-    return 1 if result.failures() else 0
+    if report:
+        report.write_text(json.dumps(as_json(result), indent=1))
+    if picture:
+        plot(result, picture)
+    sys.exit(1 if result.failures() else 0)
 
 
 def show(result: Result) -> None:
@@ -89,4 +88,4 @@ def plot(result: Result, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

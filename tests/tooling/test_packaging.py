@@ -1,18 +1,26 @@
-"""What `pip install .` makes: a wheel with everything that serving reads, and nothing of the checkout's tools."""
+"""What `pip install .` makes: a wheel with everything that serving reads, which serves where there is no checkout."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import urllib.request
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import backend
 from deploy import ROOT, __version__, doctor, invocation, rundir
 from deploy.errors import UserError
+from deploy.ports import Ports
 
 PACKAGES = ("backend", "client", "compat", "deploy", "gateway", "kernels")
 DATA = ("model_repository", "models")
@@ -44,6 +52,69 @@ def test_the_wheel_holds_every_file_that_serving_reads(wheel: zipfile.ZipFile) -
     names = {str(path.relative_to(ROOT)) for path in wanted if path.is_file() and "__pycache__" not in path.parts}
     assert names - held == set()
     assert {name.split("/")[0] for name in held} == {*PACKAGES, *DATA, f"everbatch-{__version__}.dist-info"}
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `everbatch` command of an environment that holds the wheel, and sees the packages beside this Python by a .pth file."""
+    environment = tmp_path_factory.mktemp("installed")
+    venv.create(environment)
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "--no-compile", str(wheel.filename)], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "pinned.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return environment / "bin" / "everbatch"
+
+
+def outside_the_checkout(directory: Path) -> dict[str, str]:
+    """The environment variables of a program that must not find the checkout, and that keeps its files in a directory."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"EVERBATCH_CACHE": str(ROOT / ".run" / "native"), "EVERBATCH_RUN_ROOT": str(directory)}
+
+
+def test_the_installed_command_runs_its_own_copy_in_an_empty_directory(installed: Path, tmp_path: Path) -> None:
+    def printed(*command: str) -> str:
+        variables = outside_the_checkout(tmp_path)
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
+
+    assert printed(str(installed), "--version") == f"everbatch {__version__}\n"
+    code = f"import importlib.util as i; print(*(i.find_spec(name).origin for name in {PACKAGES}), sep='\\n')"
+    origins = printed(str(installed.parent / "python"), "-c", code).split()
+    assert [Path(each).is_relative_to(installed.parent.parent) for each in origins] == [True] * len(PACKAGES)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow("a server starts")
+def test_the_installed_command_serves_the_default_model(installed: Path, tmp_path: Path) -> None:
+    ports, openai = Ports.free(), Ports.free().http
+    command = [str(installed), "serve", f"--http-port={ports.http}", f"--grpc-port={ports.grpc}"]
+    command += [f"--metrics-port={ports.metrics}", f"--openai-port={openai}", "--exit-timeout=5"]
+    variables = outside_the_checkout(tmp_path)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=variables, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert any("Ctrl-C stops it" in line for line in process.stdout)
+            body = json.dumps({"model": "everbatch", "prompt": "def main(", "max_tokens": 4}).encode()
+            url, types = f"http://127.0.0.1:{openai}/v1/completions", {"Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(url, body, types), timeout=60) as reply:
+                assert json.load(reply)["usage"]["completion_tokens"] == 4
+        finally:
+            process.terminate()
+        assert "no process of it is left" in process.stdout.read()
+    assert process.returncode == 0
+
+
+def test_every_place_that_names_the_version_names_the_same() -> None:
+    assert backend.__version__ == __version__
+    chart = (ROOT / "deploy" / "kubernetes" / "everbatch" / "Chart.yaml").read_text()
+    assert dict(re.findall(r'^(version|appVersion): "?([^"\n]+)', chart, re.MULTILINE)) == {
+        "version": __version__,
+        "appVersion": __version__,
+    }
+    assert f"everbatch:{__version__} " in (ROOT / "docs" / "kubernetes.md").read_text()
+    assert f"everbatch-{__version__}-py3-none-any.whl" in (ROOT / "docs" / "start.md").read_text()
+    released = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[:2] == ["Unreleased", __version__]
 
 
 def test_the_wheel_brings_the_command_the_licence_and_the_pins_of_serving(wheel: zipfile.ZipFile) -> None:
