@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import select
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from deploy import doors
+from tests.descriptors import open_descriptors
 
 ECHO = """
 import socket, sys
@@ -106,8 +106,8 @@ def test_where_tracing_is_not_allowed_the_port_stays_open(other: Other, monkeypa
 
 
 def test_no_file_stays_open(other: Other) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(2):
         with doors.closing(other.pid, other.port):
             pass
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before

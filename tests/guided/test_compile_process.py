@@ -25,6 +25,7 @@ from backend.guided.compile_jobs import CompileProcess, Setup
 from backend.guided.compiler import GuideCompiler
 from backend.guided.materials import Materials
 from backend.guided.setup import make_guides
+from tests.descriptors import open_descriptors
 from tests.guided.processes import all_children, children_of, is_alive, wait_for
 from tests.guided.tools import MODEL, VOCAB, accepts, backend
 
@@ -78,25 +79,25 @@ def test_a_job_that_is_dropped_ends_its_child_though_it_might_go_on_for_minutes(
 
 
 def test_a_process_that_is_closed_leaves_nothing() -> None:
-    before, fds, threads = all_children(), os.listdir("/proc/self/fd"), threading.active_count()
+    before, descriptors, threads = all_children(), open_descriptors(), set(threading.enumerate())
     process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
     process.start()
     process.run(Job(), SIMPLE)
     assert len(all_children() - before) == 1
     process.close()
-    assert all_children() == before and len(os.listdir("/proc/self/fd")) == len(fds)
-    assert threading.active_count() == threads
+    assert not all_children() - before and not open_descriptors() - descriptors
+    assert not set(threading.enumerate()) - threads
     with pytest.raises(OSError, match="no longer"):
         process.run(Job(), SIMPLE)
 
 
 def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fds = os.listdir("/proc/self/fd")
+    descriptors = open_descriptors()
     monkeypatch.setenv("EVERBATCH_PYTHON", "/nowhere/python")
     process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
     with pytest.raises(OSError):
         process.run(Job(), SIMPLE)
-    assert len(os.listdir("/proc/self/fd")) == len(fds)
+    assert not open_descriptors() - descriptors
     process.close()
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from backend.api import ConfigError
 from backend.core.step import WorkersLost
 from backend.executor.load import workers_of
 from backend.worker import rank_followers, ranked_group
+from tests.descriptors import open_descriptors
 from tests.parity.scenario import RecordingEngine
 from tests.ranks.harness import PROMPTS, engine_config
 
@@ -28,12 +27,7 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def descriptors() -> set[str]:
     """The sockets and the shared memory that this process has open."""
-    gc.collect()
-    found = set()
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the directory's own
-            found.add(os.readlink(each))
-    return {name for name in found if name.startswith(("socket:", "/memfd:"))}
+    return {name for name in open_descriptors() if name.startswith(("socket:", "/memfd:"))}
 
 
 def test_a_rank_killed_while_it_loads_is_one_error_and_leaves_nothing(

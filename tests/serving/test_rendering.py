@@ -16,6 +16,7 @@ from backend.core.limited_messages import Limits
 from backend.serving.intake.rendering import RenderProcess
 from backend.text.chat import ChatTemplate
 from backend.text.template import Renderer, Templates
+from tests.descriptors import open_descriptors
 from tests.guided.processes import all_children, children_of, wait_for
 
 MIB = 1 << 20
@@ -137,14 +138,14 @@ def test_a_chat_that_waits_for_a_processor_too_long_is_given_up() -> None:
 
 
 def test_a_process_that_was_killed_is_started_again_and_a_closed_one_leaves_nothing() -> None:
-    before, fds = all_children(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = all_children(), open_descriptors()
     process = RenderProcess(TEMPLATES)
     process.start()
     assert process(False, variables("hello"))
     process.process._running._process.kill()  # type: ignore[union-attr]
     assert process(False, variables("hello"))
     process.close()
-    assert all_children() == before and len(os.listdir("/proc/self/fd")) == fds
+    assert not all_children() - before and not open_descriptors() - descriptors
     with pytest.raises(EngineUnavailable, match="try again later"):
         process(False, variables("hello"))
 
