@@ -61,7 +61,8 @@ def _run_again_alone(most: int, variables: dict[str, str]) -> int:
     if not 0 < len(failed) <= most:
         return 1
     print(f"\n{len(failed)} failed; run once more, alone", flush=True)
-    status = _pytest(["-n", "0", *failed], variables)
+    # The cache of pytest stays that of the whole run.
+    status = _pytest(["-n", "0", "-p", "no:cacheprovider", *failed], variables)
     if status == 0:
         for name in failed:
             print(f"failed beside other tests, passed alone: {name}", flush=True)

@@ -41,7 +41,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tup
 
 
 @pytest.mark.parametrize("quantization", ROUNDED)
-@pytest.mark.parametrize(("dtype", "computed"), product(STORED, COMPUTED))
+@pytest.mark.parametrize(("dtype", "computed"), list(product(STORED, COMPUTED)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_combination_computes(
     stored: Callable, kernels: CDLL, kind: str, dtype: str, computed: str, quantization: str

@@ -69,7 +69,7 @@ def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) 
 def outside_the_checkout(directory: Path) -> dict[str, str]:
     """The environment variables of a program that must not find the checkout, and that keeps its files in a directory."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return kept | {"EVERBATCH_CACHE": str(ROOT / ".run" / "native"), "EVERBATCH_RUN_ROOT": str(directory)}
+    return {"EVERBATCH_CACHE": str(ROOT / ".run" / "native")} | kept | {"EVERBATCH_RUN_ROOT": str(directory)}
 
 
 def test_the_installed_command_runs_its_own_copy_in_an_empty_directory(installed: Path, tmp_path: Path) -> None:
