@@ -38,7 +38,7 @@ class Results:
         return name
 
     def enter(self, names: list[str], run: str) -> None:
-        """Note that rows are about to be run: whoever reads the file later knows where a process that was killed had been."""
+        """Write down which rows a run is about to measure, so that the file of a killed process says where it had come to."""
         self._running = {"names": names, "run": run}
         self.save()
 
