@@ -1,17 +1,17 @@
-"""All planted bugs, and how one is tried: a pytest process of its own, in which the tests named must fail."""
+"""All planted bugs, and how one is tried: the tests named must fail in a process that has it and has run nothing before."""
 
 from __future__ import annotations
 
+import atexit
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants.prepared import NO_END, Prepared
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 SetAttribute = Callable[[object, str, object], None]
 TIMEOUT_S = 120.0
 INTERPRETED = "tests/kernels/interpreted/"  # tests that Triton's interpreter runs, which it decides when it is imported
@@ -51,25 +51,17 @@ def run_tests(tests: list[str], mutant: str = "", timeout_s: float = TIMEOUT_S) 
 
     Of `tests` all must be INTERPRETED, or none.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "tests.mutants.plugin",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
+    arguments = ["-q", "-x", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", *tests]
     if mutant:
-        command += ["--mutant", mutant]
-    environment = os.environ | ({"TRITON_INTERPRET": "1"} if tests[0].startswith(INTERPRETED) else {})
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return TESTS_FAILED, f"no end within {timeout_s:.0f} s"
-    return done.returncode, done.stdout + done.stderr
+        arguments += ["--mutant", mutant]
+    environment = {"TRITON_INTERPRET": "1"} if tests[0].startswith(INTERPRETED) else {}
+    status, output = _prepared().run(arguments, environment, timeout_s)
+    return (TESTS_FAILED, f"no end within {timeout_s:.0f} s") if status == NO_END else (status, output)
+
+
+@cache
+def _prepared() -> Prepared:
+    """The process in whose forks the tests run; it ends with this one."""
+    prepared = Prepared()
+    atexit.register(prepared.close)
+    return prepared

@@ -14,8 +14,9 @@ import ast
 import sys
 from pathlib import Path
 
-from tests.mutants.catalogue import ROOT, TESTS_FAILED, run_tests
+from tests.mutants.catalogue import TESTS_FAILED, run_tests
 from tests.mutants.operators import changes
+from tests.mutants.prepared import ROOT
 
 PREFIX = "generated:"  # generated:backend/scheduler/queue.py:17
 TIMEOUT_S = 600.0

@@ -1,7 +1,7 @@
 """A share of the bugs planted outside of the core is noticed by the tests that are named for it.
 
-The suite shows that these pass without it, for they are part of it. Each takes a pytest process of its own, so only every
-hundred and twentieth is tried here. `python -m tests.mutants` tries all.
+The suite shows that these pass without it, for they are part of it. Each takes a run of pytest, so only every hundred and
+twentieth is tried here. `python -m tests.mutants` tries all.
 """
 
 from __future__ import annotations

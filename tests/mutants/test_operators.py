@@ -7,9 +7,10 @@ from textwrap import dedent
 
 import pytest
 
-from tests.mutants.catalogue import ROOT, TESTS_FAILED, run_tests
+from tests.mutants.catalogue import TESTS_FAILED, run_tests
 from tests.mutants.generated import names, split, suite_of
 from tests.mutants.operators import changed, changes
+from tests.mutants.prepared import ROOT
 
 QUEUE = ROOT / "backend" / "scheduler" / "queue.py"
 
