@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from backend.api.config.schema import EngineConfig
 from backend.core.step import WorkerGroup
-from backend.executor.load import engine_of, with_model_path, workers_of, workers_of_buffers
-from backend.executor.transport import InProcessTransport, Transport
+from backend.executor.load import with_model_path, workers_of, workers_of_buffers
+from backend.executor.transport import Transport
 
 
 class InThisProcess:
@@ -21,6 +21,8 @@ class InThisProcess:
     @classmethod
     def in_process(cls, config: EngineConfig, workers: WorkerGroup, model_path: str = "") -> Self:
         """Run an engine in a thread of this process."""
+        from backend.executor.engine_thread import InProcessTransport, engine_of
+
         return cls(InProcessTransport(engine_of(config, workers), model_path))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Engines of this process: the workers for a checkpoint in a directory, or in memory. Importing this loads no torch."""
+"""Workers of this process for a checkpoint in a directory, or in memory. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import msgspec
 from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError
 from backend.api.processes.launched import Launched, key_of
-from backend.core.step import WorkerGroup
-from backend.engine.core import EngineCore
-from backend.wire.kv_publisher import publisher_of
 
 if TYPE_CHECKING:
     from backend.worker.group import InProcessWorkerGroup
@@ -26,17 +23,6 @@ Named = Mapping[
 
 def with_model_path(config: EngineConfig, path: str) -> EngineConfig:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
-
-
-def engine_of(config: EngineConfig, workers: WorkerGroup) -> EngineCore:
-    """An engine over these workers, which publishes KV events where the configuration says so. Raises ConfigError."""
-    kv_events = publisher_of(config.kv_events)
-    try:
-        return EngineCore(config, workers, kv_events=kv_events)
-    except BaseException:
-        if kv_events is not None:
-            kv_events.close()
-        raise
 
 
 def workers_of(

@@ -10,7 +10,7 @@ from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.engine.publish import Interval
 from backend.engine.response_buffer import ResponseBuffer
-from backend.executor.transport import InProcessTransport
+from backend.executor.engine_thread import InProcessTransport
 from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.scheduler import step_rows
