@@ -23,6 +23,7 @@ from deploy.serve import ServeOptions
 from tests.e2e.starts import wait_ready
 
 WAIT_S = 60.0
+PAUSE_S = 0.03  # between two requests of a client: the engines that start need the processor, too
 EXACT = ("model.dtype=float32", "model.num_threads=1", "kv_transfer.enabled=true")
 
 
@@ -90,7 +91,7 @@ class Load:
             thread.join()
 
     def _ask_on(self, ask: Callable[[], str]) -> None:
-        while not self._end.is_set():
+        while not self._end.wait(PAUSE_S):
             try:
                 self.answers[ask()] += 1
             except Exception as error:

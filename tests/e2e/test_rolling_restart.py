@@ -29,6 +29,7 @@ from tests.e2e.wire import eventually
 pytestmark = pytest.mark.skipif(NGINX is None, reason="no nginx here: apt-get install -y nginx-light")
 REQUEST = {"prompt": "def main(", "max_tokens": 20, "ignore_eos": True}
 MODEL = "everbatch"
+PAUSE_S = 0.03  # between two requests of a client: the servers that start need the processor, too
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ class Load:
             thread.join()
 
     def _run(self, ask: Callable[[], str]) -> None:
-        while not self._over.is_set():
+        while not self._over.wait(PAUSE_S):
             error = ask()
             with self._lock:
                 self.answered += not error

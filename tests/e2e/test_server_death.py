@@ -20,7 +20,7 @@ from tests.e2e.resuming import PATIENCE_S, tokens_over_ends
 from tests.e2e.wire import eventually
 
 TEXT = "def main():\n    for line in open("
-NUM_TOKENS = 1900  # seconds, so that most streams have not ended when all have begun
+NUM_TOKENS = 1000  # seconds, so that most streams have not ended when all have begun
 VICTIMS = {"tritonserver": b"bin/tritonserver", "stub": b"/everbatch/1/model.py"}
 
 

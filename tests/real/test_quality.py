@@ -1,6 +1,6 @@
-"""What each form of weights and KV costs on published weights: the rise of perplexity on 2,000 tokens of text and code.
+"""What each form of weights and KV costs on published weights: the rise of perplexity on 1,000 tokens of text and code.
 
-Measured on SmolLM2-135M-Instruct, with AVX-512: +0.20, +0.87, +18.3, +0.28 and +12.7 %. Bounds leave room for what other
+Measured on SmolLM2-135M-Instruct, with AVX-512: +0.23, +0.22, +20.7, +0.56 and +10.1 %. Bounds leave room for what other
 instruction sets round differently, and for the form that w4a8 has with AVX2.
 """
 
@@ -19,14 +19,14 @@ from tests.model.gathering import Engine
 from tests.real.conftest import RealModel
 
 pytestmark = pytest.mark.real
-ROWS, ROW_TOKENS = 4, 500
+ROWS, ROW_TOKENS = 2, 500
 FILES = "statistics.py", "fractions.py"  # of Python's library: prose in docstrings, and code
 # (model.quantization, kv_cache.dtype) -> the most that perplexity may rise above that of the file's own weights
 BOUNDS = {
     ("int8", "auto"): 0.006,
     ("w8a8", "auto"): 0.013,
     ("w4a8", "auto"): 0.24,
-    ("none", "int8"): 0.006,
+    ("none", "int8"): 0.010,
     ("none", "int4"): 0.16,
 }
 

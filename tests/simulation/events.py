@@ -77,11 +77,11 @@ Event = Enqueue | Cancel | Stop | Poll | Step | Advance | FailNext | Compile | T
 class Generator:
     """Chooses the next event from the model's state. Each seed has habits: some things it does often, some never."""
 
-    def __init__(self, rng: Random, more: Random, guides: Random, setup: Setup, model: Model) -> None:
-        """`more` decides about requests for several sequences, `guides` about guides; without them a schedule is the same as if
-        there were none.
+    def __init__(self, rng: Random, more: Random, guides: Random, paused: Random, setup: Setup, model: Model) -> None:
+        """`more` decides about requests for several sequences, `guides` about guides, `paused` about what is cancelled while it
+        is paused; without them a schedule is the same as if there were none.
         """
-        self._rng = rng
+        self._rng, self._paused = rng, paused
         self._guides = guides
         self.guided = guides.choice((0.0, 0.0, 0.3, 0.9))  # how often a request has a guide
         self._texts = guides.choice((("a",), ("a", "b", "c", "d", "e", "empty", "bad")))
@@ -129,8 +129,11 @@ class Generator:
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
         self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: rng.choice((6, 30)), **habits}
 
-    def next_event(self) -> Event:
+    def next_event(self, paused: list[int]) -> Event:
+        """`paused`: ids of requests with a paused sequence, for pauses are too short to be met by chance."""
         rng = self._rng
+        if paused and self._paused.random() < 0.1:
+            return Cancel(self._paused.choice(paused), None)
         if self.guided and self._guides.random() < 0.15:
             return self._of_the_compiler()
         kind = rng.choices(list(self._weights), list(self._weights.values()))[0]

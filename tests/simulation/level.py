@@ -13,6 +13,7 @@ from backend.core.kept_block import BlockStore, HostBlocks, RecordFormat
 from backend.core.step import SequenceId
 from backend.engine.core import EngineCore
 from backend.engine.level_threads import Load
+from backend.engine.level_traffic import STALL_S
 from backend.kvcache.second_level import Offload
 from tests.fakes.level_io import ManualIo
 from tests.simulation.setups import Setup
@@ -46,6 +47,7 @@ class ChancyIo(ManualIo):
         self._pace = rng.choice((2, 5, 20))
         self._harms = rng.random() < 0.5
         self._stalls = rng.random() < 0.2
+        self.num_signs = 0  # of a reader that has something to do: loads that it was given, and blocks that it has read
         self.seen = seen
 
     def write(self, offload: Offload, data: bytes) -> bool:
@@ -57,7 +59,12 @@ class ChancyIo(ManualIo):
         if self._rng.random() < 0.05:
             return False
         self.seen["loads"] += 1
+        self.num_signs += 1
         return super().read(load)
+
+    def read_next(self) -> None:
+        self.num_signs += 1
+        super().read_next()
 
     def progress(self) -> None:
         """What the threads do between two steps."""
@@ -110,6 +117,9 @@ class LevelWatch:
         self._io: ChancyIo | None = None
         self.was_held: set[SequenceId] = set()  # sequences that have waited for the level: others may overtake them
         self.seen: Counter[str] = Counter()
+        self._loads: dict[SequenceId, Load] = {}  # of sequences that have not run since
+        self._num_signs, self._sign_ns = 0, 0  # of the reader, and when the latest one was seen
+        self._num_lost_epochs = 0
 
     def make_io(self, store: BlockStore, form: RecordFormat) -> ChancyIo:
         self._io = ChancyIo(store, form, Random(f"level io {self._seed}"), self.seen)
@@ -121,10 +131,33 @@ class LevelWatch:
             self._io.progress()
             clock.advance(self._times.choice((0.0, 0.0, 0.03, 0.11)) if core.level.is_loading_any else 0.0)
             self.note(core)
+            self._watch_reader(clock.monotonic_ns())
 
     def note(self, core: EngineCore) -> None:
         if self._io is not None:
             self.was_held |= core.level._loading.keys()
+            self._check_loads(core)
+
+    def _watch_reader(self, now_ns: int) -> None:
+        assert self._io is not None
+        if self._io.num_signs != self._num_signs:
+            self._num_signs, self._sign_ns = self._io.num_signs, now_ns
+
+    def check_step(self, core: EngineCore, clock: ManualClock) -> None:
+        """After a step nothing waits for a reader that had given no sign for STALL_S when the step began."""
+        late_ns = clock.monotonic_ns() - STALL_S * 1e9
+        for load in core.level._loading.values() if self._io is not None else ():
+            assert max(load.begun_ns, self._sign_ns) >= late_ns, f"{load.seq!r} waits for a level that stalls"
+
+    def _check_loads(self, core: EngineCore) -> None:
+        """A sequence asks the level once before it runs, or once more when the pool has been lost."""
+        if core.kv.level.num_lost_epochs != self._num_lost_epochs:
+            self._num_lost_epochs = core.kv.level.num_lost_epochs
+            self._loads.clear()
+        for seq in core.scheduler.running:
+            self._loads.pop(seq.seq_id, None)
+        for seq_id, load in core.level._loading.items():
+            assert self._loads.setdefault(seq_id, load) is load, f"{load.seq!r} asks the level again"
 
     def drain(self, core: EngineCore) -> None:
         """Whatever the level was asked ends, and nothing stays reserved for it."""

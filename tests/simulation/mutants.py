@@ -291,7 +291,7 @@ def a_block_too_many_is_taken_for_writable(set_attribute: SetAttribute) -> None:
     def writable(self: KVCacheManager, seq: Sequence) -> int:
         return (len(self.state.tables[seq.seq_id].handles) + 1) * self.block_size
 
-    set_attribute(KVCacheManager, "_num_writable_cells", writable)
+    set_attribute(KVCacheManager, "num_writable_cells", writable)
 
 
 def slot_given_out_twice(set_attribute: SetAttribute) -> None:

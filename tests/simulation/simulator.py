@@ -16,7 +16,7 @@ import msgspec
 
 from backend.api import FinishReason, InvalidRequest, PerfMetrics, Request, Response, Result, SessionConfig
 from backend.core.clock import ManualClock
-from backend.core.sequence import SessionKey
+from backend.core.sequence import SessionKey, Status
 from backend.engine.core import EngineCore
 from tests.simulation.errors import error_class
 from tests.simulation.events import (
@@ -62,7 +62,8 @@ class Simulation:
         if self.has_drafts:
             self.core.scheduler._drafter = Guesser(self.model, seed)
         self.events: list[Event] = []
-        self._generator = Generator(self.rng, more, Random(f"guides {seed}"), self.setup, self.model)
+        guides, paused = Random(f"guides {seed}"), Random(f"paused {seed}")
+        self._generator = Generator(self.rng, more, guides, paused, self.setup, self.model)
         self._digest = hashlib.blake2b()
         self.rejections: Counter[str] = Counter()  # class of error -> how often
         self._num_rejected = 0
@@ -90,7 +91,8 @@ class Simulation:
         self.drain()
 
     def next_event(self) -> Event:
-        return self._generator.next_event()
+        waiting = self.core.scheduler.waiting
+        return self._generator.next_event([seq.request_id for seq in waiting if seq.status is Status.PAUSED])
 
     def replay(self, events: list[Event]) -> None:
         for event in events:
@@ -278,6 +280,7 @@ class Simulation:
         held_late = [key for key, held in self.model.held.items() if held.deadline_ns <= now_ns]
         responses = self._take(self.core.step())
         self.level.note(self.core)
+        self.level.check_step(self.core, self.clock)
         for request_id in held_late:
             assert responses[0].request_id == request_id, (held_late, responses)
             self._end_held(responses.pop(0), FinishReason.TIMED_OUT)

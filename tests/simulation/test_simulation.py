@@ -19,7 +19,7 @@ from tests.simulation.reached import Reached
 from tests.simulation.shrink import report
 from tests.simulation.simulator import Simulation
 
-NUM_SCHEDULES = int(os.environ.get("EVERBATCH_SCHEDULES", "600"))
+NUM_SCHEDULES = int(os.environ.get("EVERBATCH_SCHEDULES", "500"))
 CHUNK = 100
 NUM_REPEATED = min(CHUNK, NUM_SCHEDULES // 6)  # schedules that run again, to be compared with their first run
 
