@@ -14,6 +14,7 @@ from deploy import ROOT
 # Random schedules of the engine simulation, of which a full run has 600, and random texts, of which it has 2,000.
 QUICK_SEARCHES = {"EVERBATCH_SCHEDULES": "300", "EVERBATCH_EXAMPLES": "500"}
 MOST_TEST_WORKERS = 4  # some tests take turns at what all share: more processes would wait
+WAITING_WORKERS = 1  # more than cores: tests of real servers wait for a third of their time
 PYTEST = (sys.executable, "-m", "pytest")
 
 
@@ -41,14 +42,20 @@ def show_features() -> int:
 
 
 def pytest_arguments(given: list[str], cores: int) -> list[str]:
-    """`given`, with the whole suite in front unless it names files or directories: file by file on up to MOST_TEST_WORKERS cores.
+    """`given`, with the whole suite in front unless it names files or directories; MOST_TEST_WORKERS or fewer run file by file.
 
     The last of several values counts for pytest, so `-n 0` runs all in one process.
     """
     names_paths = any(
         Path(ROOT, argument.split("::", 1)[0]).exists() for argument in given if not argument.startswith("-")
     )
-    workers = ["-n", str(min(cores, MOST_TEST_WORKERS)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    workers = [
+        "-n",
+        str(min(cores + WAITING_WORKERS, MOST_TEST_WORKERS)),
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+    ]
     return given if names_paths else ["tests", *workers, *given]
 
 

@@ -16,7 +16,7 @@ from deploy.testing import pytest_arguments
 
 def test_further_test_arguments_replace_the_suite_only_when_they_name_paths() -> None:
     whole = pytest_arguments(["-k", "name", "-n", "0"], 2)
-    assert whole[:3] == ["tests", "-n", "2"] and whole[-4:] == ["-k", "name", "-n", "0"]
+    assert whole[:3] == ["tests", "-n", "3"] and whole[-4:] == ["-k", "name", "-n", "0"]
     assert pytest_arguments([], 64)[:3] == ["tests", "-n", "4"]
     assert pytest_arguments(["tests/deploy", "-x"], 2) == ["tests/deploy", "-x"]
     one = "tests/deploy/test_cli.py::test_the_version_is_printed"
