@@ -26,7 +26,7 @@ def mortal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSe
 
 
 WATCHDOG_S = 8.0
-LONG = 1900  # tokens: seconds, so that streams have not ended before the engine is stopped
+LONG = 1000  # tokens: seconds, so that streams have not ended before the engine is stopped
 
 
 @pytest.fixture

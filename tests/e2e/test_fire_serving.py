@@ -232,14 +232,14 @@ def test_a_salt_larger_than_a_frame_is_its_own_requests_error(
     fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
 ) -> None:
     with TokenClient(fire_server.grpc_url) as client:
-        bystanders = [client.start([n + 1, 2], 1500, streaming=True) for n in range(8)]
+        bystanders = [client.start([n + 1, 2], 800, streaming=True) for n in range(8)]
         first = [ids_of(next(iter(stream))) for stream in bystanders]
         inputs = {"input_ids": [1], "input_lengths": [1], "request_output_len": [2]}
         arrays = {name: np.array([value], TYPES[name]) for name, value in inputs.items()}
         _, error = answer(stub, request("tensorrt_llm", arrays, cache_salt="x" * (257 << 20)), timeout_s=300)
         assert error.startswith("[INVALID_ARGUMENT] the request's parameters hold 269484")
         rest = [stream.token_ids() for stream in bystanders]
-        assert [len(head) + len(tail) for head, tail in zip(first, rest)] == [1500] * 8
+        assert [len(head) + len(tail) for head, tail in zip(first, rest)] == [800] * 8
         assert len(client.generate([1, 2, 3], 4)) == 4, "the engine was not lost meanwhile"
 
 
