@@ -53,8 +53,10 @@ def on_cpu(config: EngineConfig) -> bool:
 
 
 def described(checkpoint: Checkpoint, config: EngineConfig, available_bytes: int | None = None) -> str:
-    """For example: LlamaForCausalLM, weights 9.9 MiB, KV 6.0 KiB a token; memory for about 980,000 tokens, which is 478 sequences
-    of 2,048; up to 64 run at once.
+    """What a server of this model can hold, for example:
+
+    LlamaForCausalLM, weights 9.9 MiB, KV 6.0 KiB a token; memory for about 980,000 tokens, which is 478 sequences of 2,048;
+    up to 64 run at once.
     """
     length = checkpoint.max_seq_len(config)
     if checkpoint.architecture in ENCODERS:

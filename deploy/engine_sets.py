@@ -44,19 +44,19 @@ class Engine:
         return place / f"e{self.number}"
 
     def lay_out(self, place: Path) -> None:
-        """Make its directory in that of the server."""
+        """Make the engine set's directory within the server's run directory."""
         directory = self.directory(place)
         shutil.rmtree(directory, ignore_errors=True)
         rundir.prepare_run_directory(directory)
         rundir.write_config(directory, self.share.config)
 
     def remove(self, place: Path) -> None:
-        """Remove its directory, and its model from the repository."""
+        """Remove the engine set's directory, and the set's models from the repository."""
         shutil.rmtree(self.directory(place), ignore_errors=True)
         shutil.rmtree(place / "models" / self.owner, ignore_errors=True)
 
     def tell(self, place: Path, notice: Notice | None) -> None:
-        """Tell its clients that it is away on purpose; None: it is there."""
+        """Tell the clients of the engine that it is away on purpose; None: it is there."""
         path = self.directory(place) / FILE
         if notice is None:
             path.unlink(missing_ok=True)

@@ -193,7 +193,7 @@ class ServerWithGateway:
         return failure
 
     def stop(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Both drain at the same time: the endpoint's replies come from the server's."""
+        """Drain endpoint and server at the same time: the endpoint's replies come from the server's."""
         if self._process is not None and self._status() is None:
             self._process.terminate()
         self.server.stop(cancelled=cancelled)
@@ -260,7 +260,7 @@ class ServerWithGateway:
         self._start_again_at, self._started_at = None, time.monotonic()
 
     def _look_after(self) -> None:
-        """Start it again some time after it has ended; the delay grows while it ends again and again."""
+        """Start the endpoint again some time after it has ended; the delay grows while it ends again and again."""
         self._look_after_log()
         status, now = self._status(), time.monotonic()
         if status is None:

@@ -203,7 +203,7 @@ class ModelControl:
         return limit is not None and self._clock() - each.busy_at >= limit
 
     def _follow_owner(self, each: _Served, reports: list[Report]) -> None:
-        """Triton's own model control may have loaded or unloaded it, and an engine may have been given up."""
+        """Take note when Triton's own model control has loaded or unloaded the model, or its engine has been given up."""
         if each.operation or not reports:
             return
         states = {report.state for report in reports if report.state != health.UNLOADED}

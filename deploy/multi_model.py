@@ -91,7 +91,7 @@ class MultiModel:
 
 
 def _check_alone(configs: dict[str, EngineConfig], beside: str = "") -> None:
-    """Raise UserError where two engines would use one file or address. `beside`: a model that will have two for a while."""
+    """Raise UserError where two engines would use one file or address. `beside`: a model that is to have two for a while."""
     for place in ALONE:
         section, _, key = place.partition(".")
         owners: dict[str, str] = {}

@@ -220,7 +220,7 @@ class Gateway:
         return card if name in served.names else card | {"parent": served.names[0]}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:
-        """The cheap path of a token: one event, one write. Clients that take each HTTP chunk for an event, as
+        """Send each token in the cheapest way: one event, one write. Clients that take each HTTP chunk for an event, as
         perf_analyzer and genai-perf do, cannot read two in one."""
         async with aclosing(pieces(self.link, jobs, context, out.waiting)) as source:
             async for index, piece in source:

@@ -223,7 +223,7 @@ class MetaCheckpoint(Mapping[str, Tensor]):
 
 
 def meta_params(config: Mapping[str, Any]) -> dict[str, Any]:
-    """params.json of a Llama's config.json. Raises ConfigError for another model."""
+    """The content of Meta's params.json that says what a Llama's config.json says. Raises ConfigError for another model."""
     if config.get("architectures") != ["LlamaForCausalLM"] or config.get("attention_bias") or config.get("mlp_bias"):
         raise ConfigError(
             f"config.json: {shown(config.get('architectures'))} has no form with Meta's names; only Llama without biases has one"

@@ -55,7 +55,7 @@ class ReadAhead:
         self._threads: ThreadPoolExecutor | None = None
 
     def add(self, coming: Coming) -> None:
-        """Read it when there is a reader, and room."""
+        """Read this entry when there is a reader, and room."""
         self._unread.put(coming.namespace, coming)
         self._begin()
 

@@ -64,7 +64,7 @@ def of_replica(share: EngineConfig, index: int) -> EngineConfig:
 
 
 def shut_down(replicas: list[Executor]) -> None:
-    """All at once: each may take some seconds."""
+    """Shut down all replicas at once: each may take some seconds."""
     if replicas:
         with ThreadPoolExecutor(len(replicas)) as threads:
             list(threads.map(Executor.shutdown, replicas))

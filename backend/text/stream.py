@@ -28,7 +28,7 @@ class TextDelta(Struct, frozen=True):
 
 
 class TextStream:
-    """Its state follows from the token ids alone: a new stream with the same prompt and output goes on in the same way."""
+    """A stream's state follows from the token ids alone: a new stream with the same prompt and output goes on in the same way."""
 
     def __init__(
         self,

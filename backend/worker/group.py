@@ -363,7 +363,7 @@ class InProcessWorkerGroup:
         return ModelRunner(self._ready.tier(block_size), *arguments)
 
     def _make_draft_model(self, batch: InputBatch, block_size: int, num_blocks: int) -> DraftModel | None:
-        """`batch`: of the model, whose rows it guesses for."""
+        """`batch`: of the model whose tokens the draft model guesses."""
         if self._draft is None:
             return None
         storage = self._draft.storage(block_size, num_blocks)

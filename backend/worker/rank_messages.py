@@ -154,7 +154,7 @@ class Prepare(Struct, frozen=True, tag=True):
     num_blocks: int = 0  # blocks of the pool from now on; it never shrinks
     copies: Sequence[tuple[int, int]] = ()  # (source, destination) blocks
     swap_out: Sequence[tuple[int, int]] = ()  # (block, place in host memory), before the pool grows
-    swap_in: Sequence[tuple[int, int]] = ()  # the same pairs, before the copies
+    swap_in: Sequence[tuple[int, int]] = ()  # (block, place in host memory), read back before the copies
 
 
 class SlotContents(Struct, frozen=True):
@@ -173,7 +173,7 @@ class SlotContents(Struct, frozen=True):
         return cls(np.concatenate(parts).tobytes(), np.concatenate(blocks).tobytes(), size)
 
     def put(self, numbers: NDArray[np.int32], token_ids: Tensor, tables: NDArray[np.int32]) -> None:
-        """Write them to the same places."""
+        """Write token ids and block tables to the same slots of another process's batch."""
         ids, at_id = np.frombuffer(self.ids, np.int64), 0
         blocks, at_block, own = np.frombuffer(self.blocks, np.int32), 0, token_ids.numpy()
         for slot, first, count, _ in numbers.tolist():
