@@ -166,7 +166,7 @@ class Loosening:
         return place[len(self._place) :].lstrip(".")[:80]
 
     def _narrowed(self, own: Schema, place: str) -> Schema:
-        """Narrow the choice where an object has few optional properties. Of many, each could come next, and a library that has them in
+        """Narrow the choice where optional properties are few. Of many, each could come next, and a library that has them in
         their order would try them all at each token. So they come in any order, by patterns of their names.
         """
         library, named, required = self._library, own.get("properties"), own.get("required", [])
