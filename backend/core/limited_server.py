@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import resource
 import selectors
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +28,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from backend.api.errors import EverbatchError
+from backend.api.processes.log_lines import set_up_logging
 from backend.core.limited_messages import (
+    READY,
     Begin,
     Drop,
     Ending,
@@ -283,3 +288,28 @@ def first_message(connection: socket.socket, frames: Frames) -> bytes | None:
         for body in frames:
             return body
     return None
+
+
+def serve_jobs(
+    name: str, set_up: Callable[[bytes], tuple[Perform, Limits]], *, niceness: int = 0, jobs_of_child: int = 1
+) -> int:
+    """The main function of a process that is started with its end of a socket pair as its only argument. Returns its exit code.
+
+    `name` stands in its log lines. `set_up` is called with the body of the first message, and its objects are shared with
+    all children. If it raises EverbatchError, the process exits with 1: the client fails on the same material and reports it.
+    """
+    set_up_logging(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one ends with its client
+    connection, frames = socket.socket(fileno=int(sys.argv[1])), Frames()
+    if (body := first_message(connection, frames)) is None:
+        return 0
+    try:
+        perform, limits = set_up(body)
+    except EverbatchError:
+        return 1
+    gc.collect()
+    gc.freeze()
+    server = LimitedServer(connection, frames, perform, limits, niceness=niceness, jobs_of_child=jobs_of_child)
+    server.tell(Outcome(READY, Ending.DONE))
+    server.run()
+    return 0

@@ -9,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import signal
-import socket
 import sys
 from functools import partial
 
 import msgspec
 
-from backend.api.errors import EverbatchError
 from backend.api.guide import Guide, GuideType
-from backend.api.processes.log_lines import set_up_logging
-from backend.core.limited_messages import READY, Begin, Ending, Frames, Outcome
-from backend.core.limited_server import LimitedServer, first_message
+from backend.core.limited_messages import Begin, Ending, Limits, Outcome
+from backend.core.limited_server import Perform, serve_jobs
 from backend.guided.compile_jobs import Setup, decode_guide
 from backend.guided.protocol import GuideBackend, GuideError
 
@@ -62,27 +58,15 @@ def compile_guide(backend: GuideBackend, begin: Begin) -> Outcome:
     return Outcome(begin.job, Ending.DONE, compiled.portable, held, notes)
 
 
-def main() -> int:
-    set_up_logging("guides")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one ends with the engine
-    connection, frames = socket.socket(fileno=int(sys.argv[1])), Frames()
-    if (body := first_message(connection, frames)) is None:
-        return 0
+def set_up(body: bytes) -> tuple[Perform, Limits]:
+    """Raises EverbatchError if the materials are not usable."""
     setup = msgspec.msgpack.decode(body, type=Setup)
-    try:
-        backend = setup.materials.make()
-    except EverbatchError:  # the engine fails on the same materials and reports it
-        return 1
+    backend = setup.materials.make()
     with contextlib.suppress(GuideError):
         backend.compile(Guide(GuideType.JSON))  # so that children need not initialise the library
-    gc.collect()
-    gc.freeze()
     gc.disable()
-    server = LimitedServer(connection, frames, partial(compile_guide, backend), setup.limits, niceness=NICENESS)
-    server.tell(Outcome(READY, Ending.DONE))
-    server.run()
-    return 0
+    return partial(compile_guide, backend), setup.limits
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_jobs("guides", set_up, niceness=NICENESS))

@@ -5,19 +5,15 @@ It compiles the templates once. A child renders one chat after the other, until 
 
 from __future__ import annotations
 
-import gc
 import json
-import signal
-import socket
 import sys
 from functools import partial
 
 import msgspec
 
 from backend.api.errors import EverbatchError
-from backend.api.processes.log_lines import set_up_logging
-from backend.core.limited_messages import READY, Begin, Ending, Frames, Outcome
-from backend.core.limited_server import LimitedServer, first_message
+from backend.core.limited_messages import Begin, Ending, Limits, Outcome
+from backend.core.limited_server import Perform, serve_jobs
 from backend.serving.intake.rendering import Setup
 from backend.text.template import Render, Renderer
 
@@ -34,21 +30,10 @@ def render_chat(render: Render, begin: Begin) -> Outcome:
     return Outcome(begin.job, Ending.DONE, text.encode("utf-8", "surrogatepass"))
 
 
-def main() -> int:
-    set_up_logging("chats")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one ends with its stub
-    connection, frames = socket.socket(fileno=int(sys.argv[1])), Frames()
-    if (body := first_message(connection, frames)) is None:
-        return 0
+def set_up(body: bytes) -> tuple[Perform, Limits]:
     setup = msgspec.msgpack.decode(body, type=Setup)
-    render = Renderer(setup.templates)
-    gc.collect()
-    gc.freeze()
-    server = LimitedServer(connection, frames, partial(render_chat, render), setup.limits, jobs_of_child=CHATS_OF_CHILD)
-    server.tell(Outcome(READY, Ending.DONE))
-    server.run()
-    return 0
+    return partial(render_chat, Renderer(setup.templates)), setup.limits
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_jobs("chats", set_up, jobs_of_child=CHATS_OF_CHILD))
