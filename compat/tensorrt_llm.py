@@ -1,8 +1,17 @@
-"""Parameters that TensorRT-LLM's LLM API and its executor bindings share: the fields of their common configuration objects."""
+"""What TensorRT-LLM's LLM API and its executor bindings share: the fields of their common configuration objects, and tensors.
+
+Importing this loads no torch.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from backend.api.foreign import honoured, refused
+from backend.api.tensor import TensorData
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # fields of a PeftCacheConfig
 PEFT_CACHE = tuple(
@@ -53,3 +62,18 @@ KV_CACHE = (
         neutral=(0,),
     ),
 )
+
+
+def as_tensor(data: TensorData) -> Tensor:
+    """A tensor of its own memory, in the dtype that the data names."""
+    import torch
+
+    dtype = torch.int32 if data.dtype == "int32" else torch.float32
+    if not data.data:
+        return torch.empty(data.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data.data), dtype=dtype).reshape(data.shape)
+
+
+def as_data(tensor: Tensor) -> TensorData:
+    """A copy of a tensor of any type and device, in float32."""
+    return TensorData("float32", tuple(tensor.shape), tensor.detach().float().cpu().contiguous().numpy().tobytes())

@@ -22,12 +22,15 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from deploy import written_help
+from deploy import __version__
 from deploy.errors import SetupError
 from deploy.interpreter import Interpreter, find_interpreter
 from deploy.packages import SERVER, SERVING, TESTING, Kit, missing_pins, pip
 from deploy.progress import Progress
 
+HELP_DIRECTORY = Path(__file__).parent / "help"  # what `--help` prints, as tools/write_help.py has stored it
+ROOT_PAGE = "everbatch"
+OWN_HELP = "bench"  # `bench NAME --help` is the help of the benchmark itself
 PATH_FILE = "everbatch.pth"  # Python adds the directory that it names to its search path.
 
 
@@ -61,7 +64,7 @@ def main(root: str, arguments: list[str]) -> None:
 def _own_python(root: Path, arguments: list[str]) -> Path:
     """The Python of the environment that the command needs. Does not return where no environment is there, nor needed."""
     kit = kit_for(arguments)
-    if not is_complete(root / ".venv", hashes(root, kit)) and (text := written_help.asked(arguments)) is not None:
+    if not is_complete(root / ".venv", hashes(root, kit)) and (text := asked_help(arguments)) is not None:
         try:
             print(text, flush=True)
         except BrokenPipeError:  # The reader has left, as `head` does. The interpreter's last flush must not fail.
@@ -189,3 +192,20 @@ def check_disk(place: Path, kit: Kit) -> None:
             f"{free / 1e9:.1f} GB are free under {place}, the environment needs {kit.needed_bytes / 1e9:.1f} GB; "
             "free some space"
         )
+
+
+def asked_help(arguments: list[str]) -> str | None:
+    """The text that these arguments of the command line ask for; None where they ask for more than help or the version."""
+    if arguments in ([], ["--help"]):
+        return help_page(ROOT_PAGE)
+    if arguments == ["--version"]:
+        return f"everbatch {__version__}"
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    asks = own[1:2] == ["--help"] if own[0:1] == [OWN_HELP] else "--help" in own
+    return help_page(own[0]) if asks else None
+
+
+def help_page(name: str) -> str | None:
+    """The stored help of a command; None where there is no such command."""
+    known = {path.stem: path for path in HELP_DIRECTORY.glob("*.txt")}
+    return known[name].read_text().rstrip() if name in known else None

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from deploy import ROOT
-from deploy.written_help import DIRECTORY, ROOT_PAGE
+from deploy.environment import HELP_DIRECTORY, ROOT_PAGE
 
 COMMANDS = ("serve", "test", "doctor", "rank", "quantize", "convert", "bench", "generate", "chat", "top")
 WIDTH = 80
@@ -46,9 +46,9 @@ def texts() -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     """Returns 0, or with --check 1 when a file is stale."""
     stale = 0
-    DIRECTORY.mkdir(exist_ok=True)
+    HELP_DIRECTORY.mkdir(exist_ok=True)
     for name, text in texts().items():
-        path = DIRECTORY / f"{name}.txt"
+        path = HELP_DIRECTORY / f"{name}.txt"
         if not path.is_file() or path.read_text() != text:
             stale += 1
             if "--check" not in arguments:

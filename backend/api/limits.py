@@ -15,7 +15,7 @@ from backend.api.config.ranges import MAX_SECONDS
 from backend.api.config.schema import LimitsConfig
 from backend.api.draft_limits import check_drafts
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
-from backend.api.guide import NOT_SET_UP, check_guide
+from backend.api.guide import NOT_SET_UP, check_guide, check_thinking
 from backend.api.lora import check_lora
 from backend.api.output_limits import (
     check_needs_no_head,
@@ -28,7 +28,6 @@ from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 from backend.api.sampling_fields import SAMPLING_FIELDS
-from backend.api.thinking import check_thinking
 
 UINT64 = 1 << 64
 MAX_END_IDS = 256  # each sampled token is compared with them

@@ -8,11 +8,10 @@ from typing import ClassVar, NewType
 import msgspec
 from msgspec import Struct
 
-from backend.api.guide import Guide
+from backend.api.guide import Guide, Thinking
 from backend.api.lora import LoraConfig
 from backend.api.sampling import OutputConfig, SamplingConfig
 from backend.api.tensor import TensorData
-from backend.api.thinking import Thinking
 
 RequestId = NewType("RequestId", int)  # uint64, unique among the live requests of one engine
 SessionId = NewType("SessionId", int)  # uint64, TurboMind's CORRID

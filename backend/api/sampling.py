@@ -1,10 +1,17 @@
-"""Sampling controls, and the outputs that a request asks for. Unset fields read as None, as in TensorRT-LLM's bindings."""
+"""Sampling controls, and the outputs that a request asks for. Unset fields read as None, as in TensorRT-LLM's bindings.
+
+docs/sampling.md lists what fields mean that a client leaves out, by the rule of each protocol.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
+
+from backend.api.sampling_fields import SAMPLING_FIELDS
 
 
 class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -95,3 +102,23 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     return_generation_logits: bool = False  # logits that output tokens came from; needs model.gather_generation_logits
     additional_outputs: tuple[AdditionalOutput, ...] = ()
     return_history: bool = False  # turns of sessions: the token ids before this turn, once, with its first response
+
+
+_ZERO_IS_UNSET = frozenset(field.name for field in SAMPLING_FIELDS if field.excludes_zero)
+_UNSET = {field.name: field.unset for field in SAMPLING_FIELDS if field.unset is not None}
+
+
+def tensorrt_llm_sampling(**fields: Any) -> SamplingConfig:
+    """The rule of TensorRT-LLM and TurboMind: without top-k, top-p and min-p (0 is none) decoding is greedy, whatever the
+    temperature. Nothing is checked here, and the temperature stays, so that one out of its limits is refused as everywhere.
+    """
+    given: dict[str, Any] = {name: value for name, value in fields.items() if name not in _ZERO_IS_UNSET or value != 0}
+    config = SamplingConfig(**given)
+    if config.is_greedy or config.cuts_distribution:
+        return config
+    return msgspec.structs.replace(config, top_k=1)
+
+
+def without_unset(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those whose value TensorRT-LLM's clients send for "unset", or a smaller one."""
+    return {name: value for name, value in fields.items() if name not in _UNSET or value > _UNSET[name]}

@@ -22,18 +22,18 @@ so a block may be given to another sequence while a step in flight still writes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from msgspec import Struct
 
-from backend.api.guide import NOT_SET_UP, Guide
+from backend.api.errors import EverbatchError
+from backend.api.guide import NOT_SET_UP, Guide, Thinking
 from backend.api.lora import LoraConfig
+from backend.api.request import RequestId
 from backend.api.sampling import SamplingConfig
 from backend.api.tensor import TensorData
-from backend.api.thinking import Thinking
-from backend.core.adapter import PreparedAdapter
-from backend.core.guides import Guides
 
 SequenceId = NewType("SequenceId", int)
 SlotId = NewType("SlotId", int)  # row of the persistent batch
@@ -264,4 +264,48 @@ class WorkerGroup(Protocol):
 
     def shutdown(self) -> None:
         """Release everything. Safe to call twice."""
+        ...
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class PreparedAdapter:
+    """A LoRA adapter that the workers have read and checked, in the form in which they compute with it.
+
+    It keeps the weights in memory as long as it is referenced, which the engine does from its host cache of adapters.
+    """
+
+    content: str  # hash of configuration and weights: two adapters of the same hash are the same
+    max_rank: int
+    num_bytes: int  # size of its pages on the host
+    device_bytes: int  # size of its pages on the device
+    weights: object  # in the form that the workers use
+
+
+# Called with a request, and why its guide cannot be used; None: it can be used.
+OnCompiled = Callable[[RequestId, EverbatchError | None], None]
+
+
+class Guides(Protocol):
+    """The compiler of guides, as the engine sees it.
+
+    A request whose guide is not compiled yet waits outside the queue, so that it delays no other request. A compiled guide is
+    kept until the last request that uses it has ended, also while that request is paused or evicted.
+    """
+
+    def on_compiled(self, tell: OnCompiled) -> None:
+        """`tell` is called from other threads, once for each live request whose `begin` returned False."""
+        ...
+
+    def begin(self, request_id: RequestId, guide: Guide, namespace: str) -> bool:
+        """Compile a guide for a request of a namespace. Returns True if it is compiled already. Raises Overloaded if too many
+        guides of this namespace wait.
+        """
+        ...
+
+    def notes(self, request_id: RequestId) -> tuple[str, ...]:
+        """The keywords that the compiled guide of a live request does not hold, with their places."""
+        ...
+
+    def end(self, request_id: RequestId) -> None:
+        """Note that a request has ended. Unknown ids are ignored."""
         ...

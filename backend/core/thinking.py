@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from backend.api.thinking import Thinking
+from backend.api.guide import Thinking
 
 
 class Phase(enum.Enum):

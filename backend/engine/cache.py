@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from backend.api.config.schema import EngineConfig
 from backend.api.errors import ConfigError
 from backend.core.clock import Clock
-from backend.core.kv_events import KvEventSink
 from backend.core.step import ModelInfo, WorkerGroup
 from backend.engine.level_traffic import LevelTraffic, NoLevel
 from backend.engine.make_level import MakeLevelIo, make_level
 from backend.engine.pool_keeper import NoKeeper, PoolKeeper, open_pool_file
+from backend.engine.recorder import KvEventSink
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.sizing import block_bytes, num_pool_blocks, num_swap_blocks
@@ -94,3 +96,19 @@ def _records_of(file: PoolFile | None, num_blocks: int, model: ModelInfo) -> Poo
             f"kv_cache.max_tokens, or use --set kv_cache.survives_engine=false"
         ) from None
     return PoolRecords(file, model.kv_fingerprint)
+
+
+def with_whole_texts(config: EngineConfig, model: ModelInfo) -> EngineConfig:
+    """The configuration for a model that reads each text as a whole (an encoder); for any other model it stays as it is.
+
+    A token attends to what is behind it as well. So a text runs whole in one step, nothing of it can be computed before the rest
+    is known, and the KV of a common prefix is of no use to another text: there are no chunks, KV is not reused, and there are
+    blocks for as many texts as there are slots.
+    """
+    if not model.reads_whole_texts:
+        return config
+    scheduler = replace(config.scheduler, enable_chunked_context=False, enable_max_num_tokens_tuning=False)
+    slots = scheduler.max_batch_size
+    kv_cache = replace(config.kv_cache, enable_block_reuse=False, watermark=0.0)
+    kv_cache = replace(kv_cache, max_tokens=None, free_memory_fraction=None, num_slots=slots)
+    return replace(config, scheduler=scheduler, kv_cache=kv_cache)

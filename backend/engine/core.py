@@ -19,23 +19,20 @@ from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason, Response
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, Records
 from backend.core.clock import Clock, SystemClock
-from backend.core.kv_events import KvEventSink
 from backend.core.messages import Resume
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import beam_step, gathered, groups, publish, row_step, update
 from backend.engine.beams import BeamSearch, search_of
-from backend.engine.cache import make_cache
+from backend.engine.cache import make_cache, with_whole_texts
 from backend.engine.deadlines import Deadlines
-from backend.engine.encoder_models import with_whole_texts
 from backend.engine.intake import Intake
 from backend.engine.make_level import MakeLevelIo
 from backend.engine.names import AdapterNames
 from backend.engine.prefetch import make_adapters
 from backend.engine.preparation import Preparation, Waiting
-from backend.engine.publish import empty_response
-from backend.engine.recorder import Recorder
-from backend.engine.response_buffer import ResponseBuffer
+from backend.engine.publish import ResponseBuffer, empty_response
+from backend.engine.recorder import KvEventSink, Recorder
 from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics, gauges
 from backend.engine.steps_in_flight import StepInFlight, StepsInFlight, WorkerFailure

@@ -20,7 +20,7 @@ from backend.api.errors import EverbatchError, InvalidRequest, NotFound, Overloa
 from backend.api.lora import LoraConfig
 from backend.api.request import RequestId
 from backend.api.response import Response
-from backend.core.adapter import PreparedAdapter
+from backend.core.step import PreparedAdapter
 from backend.engine.publish import empty_response, error_response
 
 MAX_NAMES = 1000

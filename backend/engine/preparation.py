@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.request import Request, RequestId
-from backend.core.adapter import PreparedAdapter
 from backend.core.messages import Resume
 from backend.core.sequence import Sequence, SessionKey
-from backend.core.step import WorkerGroup
+from backend.core.step import PreparedAdapter, WorkerGroup
 from backend.engine.callbacks import Callbacks
 from backend.engine.read_ahead import Coming, Outcome, ReadAhead
 from backend.kvcache.adapters import AdapterCache, Name

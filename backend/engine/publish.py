@@ -150,3 +150,30 @@ def perf_metrics(seq: Sequence) -> PerfMetrics:
     """The engine's metrics of a request."""
     names = PerfMetrics.__struct_fields__
     return PerfMetrics(**{name: getattr(seq, name) for name in names})
+
+
+class ResponseBuffer:
+    """Responses that are ready, in order, and responses of a static batch held until the batch ends."""
+
+    def __init__(self) -> None:
+        self._ready: list[Response] = []
+        self._held: list[Response] = []
+
+    def holds(self, request_id: RequestId) -> bool:
+        """True if a response of this request is held."""
+        return any(response.request_id == request_id for response in self._held)
+
+    def put(self, response: Response, held: bool = False) -> None:
+        """Add a response. `held`: hold it until `let_go`."""
+        (self._held if held else self._ready).append(response)
+
+    def let_go(self) -> None:
+        """Release the held responses: their batch has ended."""
+        if self._held:
+            self._ready += self._held
+            self._held = []
+
+    def take(self) -> list[Response]:
+        """Return the responses that are ready."""
+        ready, self._ready = self._ready, []
+        return ready

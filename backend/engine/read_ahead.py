@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from backend.api.errors import EverbatchError, InvalidRequest
 from backend.api.lora import LoraConfig
-from backend.core.adapter import PreparedAdapter
 from backend.core.round_robin import RoundRobin
+from backend.core.step import PreparedAdapter
 
 Outcome = PreparedAdapter | EverbatchError
 

@@ -1,22 +1,27 @@
-"""Recorder: keeps statistics of single steps for clients that read them step by step. It has no influence on the engine."""
+"""Recorder: keeps statistics of single steps for clients that read them step by step; KvEventSink takes the KV events of steps.
+
+Neither has any influence on the engine.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
 from backend.api.config.schema import RecordsConfig
 from backend.api.stats import (
+    BlocksStored,
     DebugTensors,
     IterationRequests,
     IterationStats,
+    KvEvent,
     Records,
     RequestStage,
     RequestStats,
 )
-from backend.core.kv_events import KvEventSink
 from backend.core.sequence import Sequence, Status
 from backend.core.step import StepOutput
 from backend.engine.steps_in_flight import StepInFlight
@@ -106,3 +111,19 @@ def _request_stats(seq: Sequence, stage: RequestStage, is_scheduled: bool = Fals
         seq.num_reused_blocks,
         seq.num_output_tokens - seq.num_extra_tokens,
     )
+
+
+class KvEventSink(Protocol):
+    """Where an engine's KV events go besides the programs that ask for them. The engine's thread calls it; no method waits."""
+
+    def start(self, block_size: int) -> None:
+        """The pool was made. `block_size`: tokens of a block."""
+        ...
+
+    def offer(self, events: list[KvEvent], cached: Callable[[], list[BlocksStored]]) -> None:
+        """At least one event, in order. `cached` returns what can be found behind these events; it costs as much as that is."""
+        ...
+
+    def close(self) -> None:
+        """No more events will come. Safe to call twice."""
+        ...

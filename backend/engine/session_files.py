@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from backend.api.errors import ConfigError
-from backend.storage.own_directory import own_directory
+from backend.storage.block_file import own_directory
 
 KEY = "sessions.directory"
 NAMES = ("sessions-0.log", "sessions-1.log")

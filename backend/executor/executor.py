@@ -42,9 +42,8 @@ from backend.core.messages import (
     Submit,
     Trial,
 )
-from backend.executor.commands import Commands
 from backend.executor.in_this_process import InThisProcess
-from backend.executor.live import OnResponse
+from backend.executor.live import Commands, OnResponse
 from backend.executor.mailbox import Mailboxes, ResponseReader
 from backend.executor.pause import NOT_BACK, Pauses
 from backend.executor.replay import COUNTER, Replay

@@ -21,10 +21,10 @@ from backend.api.config.schema import GuidedConfig
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
 from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.request import RequestId
-from backend.core.guides import OnCompiled
 from backend.core.limited_messages import Ending, Outcome
 from backend.core.limited_process import Job
 from backend.core.round_robin import RoundRobin, Taken
+from backend.core.step import OnCompiled
 from backend.guided.compile_errors import error_of, failure, lateness, no_process
 from backend.guided.compile_jobs import Jobs
 from backend.guided.held import loosest

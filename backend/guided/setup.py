@@ -10,9 +10,8 @@ from backend.api.config.schema import GuidedConfig
 from backend.api.errors import ConfigError
 from backend.api.guide import NOT_SET_UP
 from backend.core.limited_messages import Limits
-from backend.guided.compile_jobs import CompileProcess, Setup
+from backend.guided.compile_jobs import CompileProcess, Materials, Setup
 from backend.guided.compiler import GuideCompiler
-from backend.guided.materials import Materials
 from backend.guided.vocabulary import TokenizerInfo
 
 DEFAULT = "llguidance"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from backend.api.thinking import Thinking
+from backend.api.guide import Thinking
 from backend.core.thinking import Phase, Place, ThinkingCourse
 from backend.guided.protocol import Matcher, bits_of
 

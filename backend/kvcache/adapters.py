@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from backend.api.config.schema import LoraSection
 from backend.api.errors import InvalidRequest
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import ModelInfo
+from backend.core.step import ModelInfo, PreparedAdapter
 
 Name = tuple[str, int]  # namespace, task id
 _OFF = LoraSection()

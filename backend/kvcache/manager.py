@@ -23,16 +23,13 @@ from backend.api.stats import BlocksStored, KvCacheStats, KvEvent
 from backend.core.sequence import Sequence, Status
 from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
-from backend.kvcache.commit import KVCommit, TableChange
 from backend.kvcache.geometry import Geometry
-from backend.kvcache.grant import Grant
-from backend.kvcache.integrity import check_integrity
-from backend.kvcache.plan import KVPlan
+from backend.kvcache.plan import KVCommit, KVPlan, TableChange
 from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.retention import Retention
 from backend.kvcache.second_level import SecondLevel
-from backend.kvcache.state import CacheState
-from backend.kvcache.tables import BlockTable, count_dropped
+from backend.kvcache.state import CacheState, check_integrity
+from backend.kvcache.tables import BlockTable, Grant, count_dropped
 
 
 class KVCacheManager:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backend.core.sequence import Sequence
-from backend.core.step import BlockId, SequenceId
+from backend.core.step import BlockId, SequenceId, SlotId
 from backend.kvcache.block import DROPPED, BlockHandle
-from backend.kvcache.grant import Grant
 from backend.kvcache.state import CacheState
-from backend.kvcache.tables import count_dropped
+from backend.kvcache.swap import SwapMap
+from backend.kvcache.tables import Grant, count_dropped
 
 
 class Admission(enum.Enum):
@@ -213,3 +213,23 @@ class KVPlan:
 
     def _ref_count(self, block_id: BlockId) -> int:
         return self._state.blocks.ref_count(block_id) + self._delta.get(block_id, 0)
+
+
+@dataclass(slots=True)
+class TableChange:
+    """The change of a sequence's block table in a commit."""
+
+    slot: SlotId
+    new_block_ids: list[BlockId]
+    is_new: bool  # send the whole table: the sequence is new in its slot, or an entry was replaced
+
+
+@dataclass(slots=True)
+class KVCommit:
+    """The changes that the workers make once a KVPlan has been committed."""
+
+    changes: dict[SequenceId, TableChange]
+    copies: list[tuple[BlockId, BlockId]]
+    swap_out: SwapMap = field(default_factory=list)
+    swap_in: SwapMap = field(default_factory=list)
+    no_room: list[Sequence] = field(default_factory=list)  # paused sequences whose KV has no room in host memory

@@ -22,8 +22,7 @@ from backend.core.sequence import Sequence as EngineSequence
 from backend.core.step import BlockId
 from backend.kvcache.block import BlockHandle
 from backend.kvcache.block_manager import BlockManager
-from backend.kvcache.cached_prefix import enter_cached
-from backend.kvcache.prefix_trie import PrefixTrie
+from backend.kvcache.prefix_trie import PrefixTrie, enter_cached
 from backend.storage.pool_file import PoolFile
 
 MAX_DUE = 4096  # blocks that wait for their record; the KV of others is computed again after a death

@@ -18,8 +18,10 @@ from typing import Protocol
 
 from backend.api.request import KvOrigin
 from backend.api.stats import BlocksStored, StoredBlock
+from backend.core.sequence import Sequence
 from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
+from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.events import KvEventLog, block_hash, root_hash
 from backend.kvcache.evicted import EvictedPrefixes
 
@@ -285,3 +287,16 @@ def _longest_head(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:
 def _num_common(key: Key, tail: Key) -> int:
     """The number of equal leading tokens. The lengths may differ."""
     return next((i for i, (a, b) in enumerate(zip(key, tail, strict=False)) if a != b), min(len(key), len(tail)))
+
+
+def enter_cached(
+    blocks: BlockManager, trie: PrefixTrie, seq: Sequence, known: Seq[BlockHandle], new: Seq[BlockHandle]
+) -> None:
+    """Enter blocks with the first tokens of a sequence: the trie knows `known`, and `new` follow. All have a reference of the
+    caller's, which is dropped: they are cached, the head as the most recently used.
+    """
+    handles = [*known, *new]
+    blocks.mark_shareable(new)
+    trie.insert(seq.namespace, None, 0, seq.token_ids, handles, len(handles), seq.kv_origin)
+    for handle in reversed(handles):
+        blocks.release(handle.block_id, keep=True)

@@ -22,10 +22,9 @@ from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
-from backend.kvcache.cached_prefix import enter_cached
 from backend.kvcache.geometry import Geometry
-from backend.kvcache.grant import Grant
-from backend.kvcache.prefix_trie import PrefixTrie
+from backend.kvcache.prefix_trie import PrefixTrie, enter_cached
+from backend.kvcache.tables import Grant
 
 MAX_DUE = 4096  # blocks that wait to be copied; more are left to their next use
 

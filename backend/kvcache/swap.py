@@ -17,8 +17,7 @@ from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
-from backend.kvcache.grant import Grant
-from backend.kvcache.tables import BlockTable
+from backend.kvcache.tables import BlockTable, Grant
 
 SwapMap = list[tuple[BlockId, int]]  # block of the pool, place in host memory
 

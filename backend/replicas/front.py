@@ -40,9 +40,7 @@ from backend.core.messages import (
 )
 from backend.executor.executor import Executor
 from backend.executor.live import OnResponse
-from backend.replicas.door import Door
-from backend.replicas.live import Answer, Live, Named, Naming
-from backend.replicas.moving import are_alike, has_stopped, may_move
+from backend.replicas.live import Answer, Door, Live, Named, Naming, are_alike, has_stopped, may_move
 from backend.replicas.placement import Load, Placement
 from backend.replicas.totals import total_stats
 from backend.wire.engine_server import EngineServer

@@ -1,12 +1,18 @@
-"""A Front's live requests, and the messages that replicas put into its inbox."""
+"""A Front's live requests, when they may go on at another replica, and the messages that replicas put into its inbox."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from msgspec import Struct
+from msgspec.structs import replace
 
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
+from backend.api.stats import EngineStats, Records
 from backend.core.messages import NameAdapter, Resume
+from backend.executor.executor import Executor
 
 
 class Live(Struct):
@@ -43,3 +49,31 @@ class Named(Struct):
 
     naming: Naming
     response: Response
+
+
+class Door(Protocol):
+    """The part of EngineServer that the front uses."""
+
+    def deliver(self, responses: list[Response]) -> None: ...
+    def publish_stats(self, stats: EngineStats) -> None: ...
+    def publish_records(self, records: Records) -> None: ...
+    def publish_adapters(self, adapters: Mapping[str, str]) -> None: ...
+    def close(self) -> None: ...
+
+
+def are_alike(one: Executor, other: Executor) -> bool:
+    """True if both give the same bytes: their engines have the same model, with the same settings."""
+    hellos = [each.hello for each in (one, other) if each.hello is not None]
+    marks = [(replace(each.model, remarks=()), each.checkpoint) for each in hellos]
+    return len(marks) == 2 and marks[0] == marks[1]
+
+
+def may_move(request: Request) -> bool:
+    """True if any replica can serve a request whose own was lost: it does not need a session's history, which only that has."""
+    return request.session is None or request.session.start
+
+
+def has_stopped(replica: Executor) -> bool:
+    """True if a replica that is connected has been silent for so long that it counts as ended."""
+    hello = replica.hello
+    return hello is not None and replica.is_connected and replica.silent_s > hello.config.triton.watchdog_timeout_s

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
-from backend.kvcache.grant import Grant
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission, KVPlan
+from backend.kvcache.tables import Grant
 
 
 def max_cells(seq: Sequence) -> int:

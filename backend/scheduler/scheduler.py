@@ -22,10 +22,9 @@ from backend.api.request import RequestId
 from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import SequenceId, StepInput
 from backend.kvcache.adapters import AdapterCache
-from backend.kvcache.commit import TableChange
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.plan import Admission
-from backend.scheduler.admission import note_admission, note_pause
+from backend.kvcache.plan import Admission, TableChange
+from backend.scheduler.admission import Loads, note_admission, note_pause
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,
@@ -35,7 +34,6 @@ from backend.scheduler.capacity import (
     extend_or_pause,
 )
 from backend.scheduler.drafting import Drafter
-from backend.scheduler.loads import Loads
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.plan import StepPlan
 from backend.scheduler.queue import WaitingQueue

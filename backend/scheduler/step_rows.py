@@ -7,8 +7,8 @@ import msgspec
 from backend.api.sampling import SamplingConfig
 from backend.core.sequence import BeamSequence, Sequence
 from backend.core.step import BlockId, NewRow, Row, SequenceId
-from backend.kvcache.commit import TableChange
 from backend.kvcache.manager import KVCacheManager
+from backend.kvcache.plan import TableChange
 from backend.scheduler.drafting import NO_DRAFT
 from backend.scheduler.plan import StepPlan
 

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from backend.api.errors import ConfigError
 from backend.core.kept_block import Found, RecordFormat, checksum_of, digest_of
-from backend.storage.own_directory import own_directory
 
 log = logging.getLogger("everbatch.engine")
 KEY = "kv_cache.directory"
@@ -137,3 +136,22 @@ def _remove_others(directory: Path, name: str) -> None:
                 path.unlink()
                 os.close(descriptor)
                 log.info("the second level of another model has been removed: %s", path.name)
+
+
+def own_directory(key: str, directory: str) -> Path:
+    """Make the directory where it is missing, for its user alone. `key`: of the configuration, for errors.
+
+    Raises ConfigError if it belongs to another user, if others may write to it, or if it cannot be used.
+    """
+    path = Path(directory)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"{key} is {directory}, which cannot be used ({error.strerror}); name another one") from None
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{key} is {directory}, where others may write; name one of this user alone, and take the right to write from others "
+            f"(chmod 700)"
+        )
+    return path

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from backend.storage.own_directory import own_directory
+from backend.storage.block_file import own_directory
 
 log = logging.getLogger("everbatch.engine")
 SUFFIX = ".kv"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
+from backend.api.config.schema import LoraSection
 from backend.api.lora import LoraConfig
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import Row, StepInput
-from backend.models.lora import Layers, Projections, content_of, files_of, parts_of, read_adapter
-from backend.worker.copy_streams import CopyStreams
+from backend.core.step import PreparedAdapter, Row, StepInput
+from backend.layers.lora import Stacks
+from backend.models.decoder import Decoder
+from backend.models.lora import Layers, Projections, content_of, files_of, parts_of, read_adapter, stack_shapes
 from backend.worker.input_batch import InputBatch
 
 T = TypeVar("T")
@@ -129,3 +131,50 @@ def _files(path: str) -> Files | None:
     except (OSError, ValueError):
         return None
     return path, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+
+
+class CopyStreams:
+    """CUDA streams for copies to the device, beside the stream that computes.
+
+    On a CPU there are none, and copies are made as they come.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
+        self.streams = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
+
+    def begin(self) -> None:
+        """Copies that follow wait for what the computing stream has been given: it may still read what they overwrite."""
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    @contextmanager
+    def stream(self, number: int) -> Iterator[None]:
+        """Copies of this thread go to the stream that `number` chooses."""
+        if not self.streams:
+            yield
+            return
+        with torch.cuda.stream(self.streams[number % len(self.streams)]):
+            yield
+
+    def end(self) -> None:
+        """Make all later work of the computing stream wait for the copies."""
+        for stream in self.streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
+
+def make_stacks(model: Decoder, max_rank: int, block_bytes: int = 0) -> Stacks:
+    """Empty places for adapters of `model`."""
+    config = model.config
+    return Stacks(stack_shapes(config), config.num_layers, max_rank, model.dtype, model.embedding.device, block_bytes)
+
+
+def stacked_adapters(stacks: Stacks, lora: LoraSection, device: torch.device) -> DeviceAdapters[int]:
+    """The adapters of the batch on a GPU: each is a place in stacks (layers/lora.py), filled ahead of the step that needs it."""
+
+    def copy(place: int, adapter: PreparedAdapter) -> None:
+        layers: Layers = adapter.weights  # type: ignore[assignment]  # what the group packs for this tier
+        stacks.fill(place, layers)
+
+    streams = CopyStreams(device, lora.copy_streams if lora.enabled else 0)
+    return DeviceAdapters(lambda adapter: stacks.reserve(), stacks.take, copy, lora.ensure_workers, streams)

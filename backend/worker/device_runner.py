@@ -26,6 +26,7 @@ from backend.layers.lora import StackedAdapted
 from backend.models.decoder import Decoder
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
+from backend.worker.adapters import make_stacks, stacked_adapters
 from backend.worker.draft_model import DraftModel
 from backend.worker.extra_outputs import ExtraOutputs, FetchedRows, Pass
 from backend.worker.graphs import Graphs
@@ -34,7 +35,6 @@ from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.pipeline import Done, Pending, Runner, Samples, output_of, samples_of
 from backend.worker.post_processors import Failure
-from backend.worker.stacked_adapters import make_stacks, stacked_adapters
 from kernels.common.kv_format import PoolLayout
 from kernels.common.transfer import even, place
 from kernels.decode_attention import split_for

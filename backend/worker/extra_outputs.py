@@ -23,10 +23,10 @@ from backend.api.tensor import TensorData
 from backend.core.gathered import LOGITS, PROMPT_LOG_PROBS, PROMPT_LOGITS, SOURCES
 from backend.core.step import Gather, GatheredRows, NewRow, Row, SlotId
 from backend.models.decoder import Decoder
-from backend.sampling.prompt_log_probs import packed_rows
 from backend.worker.debug_tensors import DebugFetch, FetchedTensors
 from backend.worker.input_batch import InputBatch
 from backend.worker.post_processors import Failure, Opted, PostProcessors
+from kernels import sampling as kernel
 from kernels.common.transfer import Fetched
 
 if TYPE_CHECKING:
@@ -313,3 +313,18 @@ class FetchedRows:
 def fetch_all(passes: Sequence[FetchedRows]) -> list[GatheredRows]:
     """The rows of all passes, in their order."""
     return [rows for each in passes for rows in each.wait()]
+
+
+def packed_rows(logits: Tensor, following: Tensor, num_top: int) -> Tensor:
+    """Rank and log-probability of the token that follows each row, and the `num_top` most likely tokens with theirs, in the form
+    in which a step reports them (core/gathered.py).
+
+    logits [rows, vocab] in any float type; following [rows] int64. Returns [rows, 2 + 2 * num_top] int32: rank, token ids, then
+    the bits of float32 log-probabilities. Equal ones are in the order of token ids; all of them have the best rank of theirs.
+    """
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    own = log_probs.gather(1, following[:, None])  # [rows, 1]
+    rank = (log_probs > own).sum(dim=1, keepdim=True) + 1
+    top, ids = kernel.top_log_probs(log_probs, num_top) if num_top else (own[:, :0], rank[:, :0])
+    values = torch.cat([own, top], dim=1).view(torch.int32)
+    return torch.cat([rank.int(), ids.int(), values], dim=1)

@@ -28,8 +28,7 @@ from backend.api.errors import ConfigError, Unsupported
 from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
 from backend.api.processes.cores import physical_cores
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import BlockId, MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
+from backend.core.step import BlockId, MemoryUse, ModelInfo, PreparedAdapter, StepInput, StepOutput, WorkersLost
 from backend.models import loader
 from backend.models.decoder import Decoder
 from backend.models.lora import Layers

@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.guide import Guide, InvalidGuide, no_token_left
-from backend.api.thinking import Thinking
+from backend.api.guide import Guide, InvalidGuide, Thinking, no_token_left
 from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher, bits_of
 from backend.guided.thinking import ThinkingMatcher

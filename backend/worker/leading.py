@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.architectures.description import ModelConfig, Shard
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import StepInput
+from backend.core.step import PreparedAdapter, StepInput
 from backend.models.cut import adapter_of_rank
 from backend.models.lora import Layers
 from backend.worker.adapters import DeviceAdapters

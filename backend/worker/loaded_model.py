@@ -27,10 +27,10 @@ from backend.worker.adapter_pages import (
     page_bytes,
     part_bytes,
 )
+from backend.worker.adapters import make_stacks
 from backend.worker.kv_storage import KVStorage
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.packed_model import PackedModels
-from backend.worker.stacked_adapters import make_stacks
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier

@@ -7,8 +7,7 @@ from ctypes import CDLL
 
 import torch
 
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import Row
+from backend.core.step import PreparedAdapter, Row
 from backend.layers.lora import TorchAdapted
 from backend.models.lora import Layers
 from backend.worker.adapters import DeviceAdapters

@@ -17,10 +17,9 @@ from collections import deque
 from backend.api.config.file import load_config
 from backend.api.errors import InvalidRequest
 from backend.api.lora import LoraConfig
-from backend.core.adapter import PreparedAdapter
 from backend.core.gc_tuning import calm_garbage_collector
 from backend.core.messages import Hello
-from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
+from backend.core.step import MemoryUse, ModelInfo, PreparedAdapter, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.wire.engine_server import EngineServer

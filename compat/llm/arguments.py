@@ -9,13 +9,12 @@ import msgspec
 
 from backend.api import EngineConfig
 from backend.api.config.checks import check_config
-from backend.api.config.schema import KvCacheConfig
+from backend.api.config.schema import KvCacheConfig, LimitsConfig, ModelConfigSection
 from backend.api.foreign import RefusedParameter, Setting, UnknownParameter, put
 from compat.config_object import ConfigObject
 from compat.llm.errors import NotHere, ParameterError
 from compat.llm.parameters import ARGUMENTS, OPEN, SECTIONS
 from compat.llm.postprocessing import PostprocWorkerConfig
-from compat.llm.program import PROGRAM
 from compat.llm.speculative import speculation_fields
 
 # argument that LLM uses itself -> default
@@ -142,3 +141,22 @@ def _config(
         raise ParameterError(f"{key} would be {value!r}; docs/configuration.md says what it can be") from None
     check_config(changed)
     return changed
+
+
+# The configuration of an engine that serves one Python program. Any number of prompts may wait for any time, and each may ask for
+# logits. A program is a single client: its requests share KV token by token, and results report reuse.
+PROGRAM = EngineConfig(
+    model=ModelConfigSection(gather_context_logits=True, gather_generation_logits=True),
+    kv_cache=KvCacheConfig(sharing="all"),
+    limits=LimitsConfig(max_queue_size=1 << 31, max_queued_tokens=1 << 48, default_timeout_s=1e9),
+)
+
+
+def with_model(config: EngineConfig, model: Any) -> EngineConfig:
+    """The configuration with another checkpoint; None keeps the one that it names."""
+    return config if model is None else with_model_fields(config, path=str(model))
+
+
+def with_model_fields(config: EngineConfig, **fields: Any) -> EngineConfig:
+    """The configuration with other fields of its section `model`."""
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **fields))

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from backend.api import FinishReason, PerfMetrics
-from backend.executor.tensors import as_tensor
 from compat.llm.errors import RequestError, ResultTimeout
 from compat.llm.requests import DisaggregatedParams, GenerationRequest
 from compat.llm.result_queue import ResultQueue
 from compat.llm.updates import NewTensors, RequestUpdate, SequenceUpdate, TokenLogProbs
+from compat.tensorrt_llm import as_tensor
 
 Self = TypeVar("Self", bound="GenerationResult")
 

@@ -27,6 +27,7 @@ from backend.executor import Executor
 from backend.executor.own_processors import OF_REQUEST, OwnProcessors, import_path
 from backend.text.tokenizer import Tokenizer
 from compat.llm import logits
+from compat.llm.arguments import PROGRAM, with_model, with_model_fields
 from compat.llm.chat import ChatTokenizer
 from compat.llm.errors import BackgroundError, NotHere, ParameterError
 from compat.llm.executor import LOGITS_AND_WORKERS, GenerationExecutor
@@ -40,7 +41,6 @@ from compat.llm.postprocessing import (
     PostprocWorker,
     PostprocWorkerConfig,
 )
-from compat.llm.program import PROGRAM, with_model, with_model_fields
 from compat.llm.requests import GenerationRequest
 from compat.llm.result import GenerationResult
 from compat.llm.result_queue import ResultQueue

@@ -3,8 +3,7 @@
 from compat.lmdeploy.api_client import APIClient, get_model_list
 from compat.lmdeploy.configs import ChatTemplateConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
 from compat.lmdeploy.pipeline import Pipeline, pipeline
-from compat.lmdeploy.response import Response
-from compat.lmdeploy.session import Session
+from compat.lmdeploy.session import Response, Session
 
 __all__ = [
     "APIClient",

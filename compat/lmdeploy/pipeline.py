@@ -10,9 +10,8 @@ from typing import Any
 from backend.api import EverbatchError
 from compat.llm import LLM, LoRARequest, NotHere, ParameterError, RequestError, RequestOutput, SamplingParams
 from compat.lmdeploy.configs import ChatTemplateConfig, EngineConfigBase, GenerationConfig
-from compat.lmdeploy.response import Response
 from compat.lmdeploy.sampling import engine_config, sampling_params
-from compat.lmdeploy.session import Session
+from compat.lmdeploy.session import Response, Session
 from compat.lmdeploy.template import Template
 
 MAX_SESSIONS = 10_000  # that are kept by their numbers; the oldest is forgotten first

@@ -12,7 +12,7 @@ from backend.api import EngineConfig
 from backend.api.config.checks import check_config
 from backend.api.foreign import ForeignTable, RefusedParameter, Setting, UnknownParameter, put
 from compat.llm import GuidedDecodingParams, NotHere, ParameterError, SamplingParams
-from compat.llm.program import PROGRAM
+from compat.llm.arguments import PROGRAM
 from compat.lmdeploy.configs import EngineConfigBase, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
 from compat.lmdeploy.tables import BY_SAMPLING, GENERATION, PYTORCH, SAMPLING, TURBOMIND
 

@@ -12,9 +12,8 @@ from compat.trtllm.gpt_configs import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from compat.trtllm.gpt_manager import GptManager
+from compat.trtllm.gpt_manager import GptManager, MemoryCounters
 from compat.trtllm.inference_request import InferenceRequest, NamedTensor
-from compat.trtllm.memory_counters import MemoryCounters
 
 binding_type = "pybind"  # programs read it to distinguish TensorRT-LLM's two kinds of bindings
 

@@ -12,7 +12,7 @@ from backend.api.tensor import TensorData
 from backend.core import kv_state
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
-from backend.executor.tensors import as_tensor
+from compat.tensorrt_llm import as_tensor
 from compat.trtllm import kv_cache
 from compat.trtllm.enums import FinishReason, RequestStage
 from compat.trtllm.request_configs import ContextPhaseParams

@@ -16,14 +16,13 @@ from backend.api import ConfigError, EngineConfig, EverbatchError, InvalidReques
 from backend.api.stats import EngineStats, IterationStats
 from backend.api.tensor import TensorData
 from backend.executor.own_processors import OF_REQUEST, OwnProcessors
-from backend.executor.tensors import as_tensor
+from compat.tensorrt_llm import as_tensor
 from compat.trtllm import tensor_names as names
 from compat.trtllm.callback_loop import CallbackLoop, load_engine
 from compat.trtllm.configs import ExecutorConfig, KvCacheConfig, ParallelConfig
 from compat.trtllm.engine_config import BASE, engine_config, runs_in_own_process
 from compat.trtllm.gpt_configs import SEED_TIMESTAMP, TrtGptModelOptionalParams, TrtGptModelType
 from compat.trtllm.inference_request import InferenceRequest, NamedTensor, to_request
-from compat.trtllm.memory_counters import MemoryCounters
 from compat.trtllm.to_core import to_core
 
 GetInferenceRequests = Callable[[int], Iterable[InferenceRequest]]
@@ -280,3 +279,32 @@ def stats_json(
     else:
         tree |= {"Generation Requests": latest.num_gen_requests, "MicroBatch ID": latest.micro_batch_id}
     return json.dumps(tree)
+
+
+_lock = threading.Lock()
+
+
+class MemoryCounters:
+    """Bytes by kind of memory. `gpu`: the KV pools, on any device; the other kinds are not used."""
+
+    _the_one: MemoryCounters | None = None
+
+    def __init__(self) -> None:
+        self.gpu = self.cpu = self.pinned = 0
+        self.gpu_diff = 0
+
+    @classmethod
+    def instance(cls) -> MemoryCounters:
+        """The single object of this process."""
+        with _lock:
+            cls._the_one = cls._the_one or cls()
+            return cls._the_one
+
+    def add_gpu(self, num_bytes: int) -> None:
+        """`num_bytes` were obtained, or freed if negative."""
+        with _lock:
+            self.gpu += num_bytes
+            self.gpu_diff = num_bytes
+
+    def __repr__(self) -> str:
+        return f"MemoryCounters(gpu={self.gpu}, cpu={self.cpu}, pinned={self.pinned})"

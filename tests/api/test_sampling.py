@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import SamplingConfig
-from backend.api.sampling_rules import tensorrt_llm_sampling
+from backend.api.sampling import tensorrt_llm_sampling
 
 
 @pytest.mark.parametrize(

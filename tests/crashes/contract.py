@@ -11,12 +11,11 @@ from typing import Any
 from msgspec import Struct
 
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
-from backend.api.guide import Guide, GuideType
+from backend.api.guide import Guide, GuideType, Thinking
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.api.sampling import AdditionalOutput
 from backend.api.tensor import TensorData
-from backend.api.thinking import Thinking
 
 PROMPT = [40, 300, 17, 923, 40, 300, 17]
 MAX_TOKENS = 14

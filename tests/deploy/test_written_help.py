@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import ROOT, environment, written_help
+from deploy import ROOT, environment
 from tools import write_help
 
 
@@ -61,9 +61,9 @@ def test_help_into_a_pipe_whose_reader_has_left_is_no_traceback(checkout: Path) 
     "arguments", [["bench", "peers", "--help"], ["serve", "--", "--help"], ["nocommand", "--help"], ["serve"]]
 )
 def test_what_asks_for_more_than_help_is_no_help(arguments: list[str]) -> None:
-    assert written_help.asked(arguments) is None
+    assert environment.asked_help(arguments) is None
 
 
 def test_the_stored_help_is_up_to_date() -> None:
-    stored = {path.stem: path.read_text() for path in written_help.DIRECTORY.glob("*.txt")}
+    stored = {path.stem: path.read_text() for path in environment.HELP_DIRECTORY.glob("*.txt")}
     assert write_help.texts() == stored, "run python -m tools.write_help"

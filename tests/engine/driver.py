@@ -18,10 +18,10 @@ from backend.api.config.schema import (
     TritonConfig,
 )
 from backend.core.clock import ManualClock
-from backend.core.kv_events import KvEventSink
 from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore
 from backend.engine.make_level import MakeLevelIo
+from backend.engine.recorder import KvEventSink
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
 VOCAB = 1000

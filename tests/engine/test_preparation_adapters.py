@@ -18,8 +18,8 @@ from backend.api.errors import EngineUnavailable
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.response import Response
-from backend.core.adapter import PreparedAdapter
 from backend.core.messages import Cancel, Submit
+from backend.core.step import PreparedAdapter
 from backend.engine.core import EngineCore
 from backend.engine.loop import MAX_IDLE_S, EngineLoop
 from tests.engine.test_preparation_guides import FakeGuides

@@ -9,7 +9,7 @@ from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId, SessionId
 from backend.api.response import FinishReason
 from backend.api.sampling import OutputConfig
-from backend.core.guides import OnCompiled
+from backend.core.step import OnCompiled
 from backend.engine.core import EngineCore
 from tests.engine.driver import Driver
 

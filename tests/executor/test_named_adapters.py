@@ -12,7 +12,7 @@ from backend.api import EngineConfig, EngineUnavailable, ErrorCode, InvalidReque
 from backend.api.checkpoint.adapter_files import allowed_directory
 from backend.api.config.schema import LoraSection
 from backend.api.lora import LoraConfig
-from backend.core.adapter import PreparedAdapter
+from backend.core.step import PreparedAdapter
 from backend.engine import names
 from backend.engine.names import AdapterNames
 from backend.executor import Executor

@@ -14,9 +14,18 @@ from collections.abc import Sequence
 
 from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
-from backend.core.adapter import PreparedAdapter
-from backend.core.guides import Guides
-from backend.core.step import MemoryUse, ModelInfo, NewRow, Row, SampledToken, SlotId, StepInput, StepOutput
+from backend.core.step import (
+    Guides,
+    MemoryUse,
+    ModelInfo,
+    NewRow,
+    PreparedAdapter,
+    Row,
+    SampledToken,
+    SlotId,
+    StepInput,
+    StepOutput,
+)
 
 MASK = (1 << 64) - 1
 

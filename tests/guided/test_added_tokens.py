@@ -12,9 +12,8 @@ from functools import cache
 
 import pytest
 
-from backend.api.guide import Guide, GuideType
-from backend.api.thinking import Thinking
-from backend.guided.materials import backend_maker
+from backend.api.guide import Guide, GuideType, Thinking
+from backend.guided.compile_jobs import backend_maker
 from backend.guided.protocol import CompiledGuide, GuideBackend, GuideError, Matcher
 from backend.guided.thinking import ThinkingMatcher
 from gateway.reasoning import REASONING_FORMATS

@@ -21,9 +21,8 @@ from backend.core import limited_process
 from backend.core.limited_messages import Ending, Limits
 from backend.core.limited_process import Job
 from backend.executor.executor import Executor
-from backend.guided.compile_jobs import CompileProcess, Setup
+from backend.guided.compile_jobs import CompileProcess, Materials, Setup
 from backend.guided.compiler import GuideCompiler
-from backend.guided.materials import Materials
 from backend.guided.setup import make_guides
 from tests.descriptors import open_descriptors
 from tests.guided.processes import all_children, children_of, is_alive, wait_for
@@ -109,7 +108,7 @@ def test_a_process_outlives_no_engine_that_is_killed() -> None:
         from backend.core.limited_messages import Limits
         from backend.core.limited_process import Job
         from backend.guided.compile_jobs import CompileProcess, Setup
-        from backend.guided.materials import Materials
+        from backend.guided.compile_jobs import Materials
         process = CompileProcess(Setup(Materials("llguidance", {VOCAB}, (2,), {str(MODEL)!r}), Limits(60, 1 << 32)))
         process.start()
         print(process.process._running._process.pid, flush=True)

@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 
 from backend.api.guide import Guide, GuideType
+from backend.guided.compile_jobs import backend_maker
 from backend.guided.held import Held, _schemas, compile_held
 from backend.guided.holdable import LLGUIDANCE, XGRAMMAR
 from backend.guided.keywords import KEYWORDS
 from backend.guided.loosening import Loosening
-from backend.guided.materials import backend_maker
 from backend.guided.protocol import CompiledGuide, GuideBackend, GuideError
 from backend.guided.regexes import without_lookaround
 from backend.guided.vocabulary import Vocabulary

@@ -9,8 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from backend.api import SamplingConfig
-from backend.api.guide import Guide, GuideType, no_token_left
-from backend.api.thinking import Thinking
+from backend.api.guide import Guide, GuideType, Thinking, no_token_left
 from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher
 from backend.worker.guided_rows import GuidedRows

@@ -11,9 +11,8 @@ import pytest
 
 from backend.api import Request, SamplingConfig
 from backend.api.config.schema import SpeculationConfig
-from backend.api.guide import Guide, GuideType
+from backend.api.guide import Guide, GuideType, Thinking
 from backend.api.response import FinishReason, Result
-from backend.api.thinking import Thinking
 from backend.core.thinking import Phase, Place, ReasoningCounter, ThinkingCourse
 from backend.executor import Executor
 from backend.guided.thinking import ThinkingMatcher

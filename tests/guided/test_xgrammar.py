@@ -12,7 +12,7 @@ import pytest
 from backend.api.config.schema import GuidedConfig
 from backend.api.guide import Guide, GuideType
 from backend.guided import setup
-from backend.guided.materials import Materials, backend_maker
+from backend.guided.compile_jobs import Materials, backend_maker
 from backend.guided.protocol import GuideBackend, GuideError
 from backend.guided.vocabulary import Vocabulary
 from tests.guided.tools import MODEL, VOCAB, accepts, allowed, info, tokenizer

@@ -28,8 +28,7 @@ from backend.api.checkpoint.adapter_files import projection_of
 from backend.api.errors import Unsupported
 from backend.api.lora import LoraConfig
 from backend.architectures.hosted import HOSTED
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import StepInput
+from backend.core.step import PreparedAdapter, StepInput
 from backend.executor import Executor
 from backend.hosted.adapters import AdapterHost
 from backend.hosted.layers import engine_linear

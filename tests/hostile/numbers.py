@@ -20,12 +20,11 @@ import msgspec.inspect
 from msgspec import Struct
 
 from backend.api.config.schema import EngineConfig
-from backend.api.guide import Guide, GuideType
+from backend.api.guide import Guide, GuideType, Thinking
 from backend.api.lora import LoraConfig
 from backend.api.request import Request, RetentionConfig, SessionConfig, SessionId, TokenRangeRetention
 from backend.api.sampling import AdditionalOutput, OutputConfig, SamplingConfig
 from backend.api.tensor import TensorData
-from backend.api.thinking import Thinking
 from compat import trtllm
 
 VALUES: dict[str, Any] = {

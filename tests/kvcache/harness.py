@@ -13,9 +13,8 @@ from backend.api.config.schema import KvCacheConfig
 from backend.core.sequence import Event, Sequence
 from backend.core.step import NewRow, Row, StepInput, StepOutput
 from backend.kvcache.block import DROPPED
-from backend.kvcache.commit import KVCommit
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.plan import Admission
+from backend.kvcache.plan import Admission, KVCommit
 from tests.fakes.hash_worker import HashWorkerGroup, cell_of, oracle, seed_of
 
 VOCAB = 1000

@@ -6,8 +6,7 @@ import pytest
 
 from backend.api import InvalidRequest
 from backend.api.config.schema import LoraSection
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import ModelInfo
+from backend.core.step import ModelInfo, PreparedAdapter
 from backend.kvcache.adapters import AdapterCache
 
 

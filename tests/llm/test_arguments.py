@@ -19,8 +19,7 @@ from backend.api.config.schema import (
     SpeculationConfig,
 )
 from compat.llm import NotHere, ParameterError
-from compat.llm.arguments import LlmArguments
-from compat.llm.program import PROGRAM
+from compat.llm.arguments import PROGRAM, LlmArguments
 
 
 def config(**given: object) -> EngineConfig:

@@ -10,11 +10,10 @@ import compat.llm
 from compat import llm
 from compat.config_object import ConfigObject
 from compat.llm import KvCacheRetentionConfig, NotHere
-from compat.llm.arguments import LlmArguments
+from compat.llm.arguments import PROGRAM, LlmArguments
 from compat.llm.configs import DecodingBaseConfig
 from compat.llm.mapping import retention
 from compat.llm.parameters import ARGUMENTS
-from compat.llm.program import PROGRAM
 
 FOUND = [getattr(llm, name) for name in llm.__all__]
 CLASSES = [each for each in FOUND if isinstance(each, type) and issubclass(each, ConfigObject)]

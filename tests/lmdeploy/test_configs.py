@@ -10,7 +10,7 @@ from backend.api import ConfigError
 from backend.api.foreign import ForeignTable
 from compat.config_object import ConfigObject
 from compat.llm import NotHere, ParameterError
-from compat.llm.program import PROGRAM
+from compat.llm.arguments import PROGRAM
 from compat.lmdeploy import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from compat.lmdeploy.sampling import engine_config, sampling_params
 from compat.lmdeploy.tables import GENERATION, PYTORCH, TURBOMIND

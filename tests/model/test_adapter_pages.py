@@ -13,16 +13,13 @@ import torch
 
 from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection
 from backend.architectures.description import ModelConfig
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import ModelInfo, StepInput
+from backend.core.step import ModelInfo, PreparedAdapter, StepInput
 from backend.kvcache.adapters import AdapterCache
 from backend.models import loader
 from backend.models.lora import Layers, parts_of, places
 from backend.worker.adapter_pages import AdapterPages, PagePool
-from backend.worker.adapters import DeviceAdapters
-from backend.worker.copy_streams import CopyStreams
+from backend.worker.adapters import CopyStreams, DeviceAdapters, make_stacks
 from backend.worker.loaded_model import LoadedModel
-from backend.worker.stacked_adapters import make_stacks
 from kernels.common.adapter import Part
 from kernels.cpu.lora import PackedAdapter
 from tests.model.tiers import TORCH, TierCase

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from backend.core.adapter import PreparedAdapter
-from backend.core.step import StepInput
+from backend.core.step import PreparedAdapter, StepInput
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.input_batch import InputBatch

@@ -8,8 +8,7 @@ from backend.core.sequence import TRANSITIONS, Event, Status
 from backend.engine import beams
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
-from backend.engine.publish import Interval
-from backend.engine.response_buffer import ResponseBuffer
+from backend.engine.publish import Interval, ResponseBuffer
 from backend.executor.engine_thread import InProcessTransport
 from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.prefix_trie import PrefixTrie

@@ -7,7 +7,7 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.api import sampling_rules
+from backend.api import sampling
 from backend.serving.wires import everbatch, named_sampling, trtllm_fields, trtllm_inputs, trtllm_outputs
 from backend.text.chat import ChatTemplate
 from gateway import (
@@ -208,7 +208,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_trtllm_inputs.py"],
     ),
     "an_unset_reset_id_is_taken": (
-        entry(sampling_rules, "_UNSET", "top_p_reset_ids", -2),
+        entry(sampling, "_UNSET", "top_p_reset_ids", -2),
         ["tests/serving/test_trtllm_inputs.py"],
     ),
     "sequences_share_the_text_of_tokens": (

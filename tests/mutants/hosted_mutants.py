@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend.api.checkpoint import adapter_files
 from backend.api.checkpoint.pooling import Pooling
-from backend.engine import encoder_models
+from backend.engine import cache
 from backend.hosted import (
     attention,
     checkpoint,
@@ -113,13 +113,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [f"{_STATES}[BertModel]"],
     ),
     "a_text_reuses_what_another_one_computed": (
-        change_everywhere(encoder_models.with_whole_texts, ("enable_block_reuse=False, ", "")),
+        change_everywhere(cache.with_whole_texts, ("enable_block_reuse=False, ", "")),
         [f"{_ENCODERS}test_a_text_that_another_one_begins_with_is_computed_anew"],
     ),
     "texts_are_cut": (
-        change_everywhere(
-            encoder_models.with_whole_texts, ("enable_chunked_context=False", "enable_chunked_context=True")
-        ),
+        change_everywhere(cache.with_whole_texts, ("enable_chunked_context=False", "enable_chunked_context=True")),
         [f"{_STATES}[BertModel]"],
     ),
     "texts_run_in_passes": (

@@ -16,8 +16,7 @@ from backend.scheduler.scheduler import Scheduler
 from backend.serving.wires import llmapi, named_adapters
 from backend.worker import adapter_pages, adapters
 from backend.worker.adapter_pages import AdapterPages, PagePool
-from backend.worker.adapters import DeviceAdapters
-from backend.worker.copy_streams import CopyStreams
+from backend.worker.adapters import CopyStreams, DeviceAdapters
 from gateway.core import Gateway
 from tests.mutants.changes import change, change_everywhere
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.api import sampling_rules
+from backend.api import sampling
 from backend.api.foreign import ForeignTable
 from backend.engine import update
 from compat.trtllm import (
@@ -112,7 +112,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         NAMES,
     ),
     "a_temperature_alone_samples": (
-        change_everywhere(sampling_rules.tensorrt_llm_sampling, ("top_k=1", "top_k=0")),
+        change_everywhere(sampling.tensorrt_llm_sampling, ("top_k=1", "top_k=0")),
         ["tests/serving/test_llmapi_model.py"],
     ),
     "a_wrong_draft_does_not_end_the_request": (

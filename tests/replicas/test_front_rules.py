@@ -11,7 +11,7 @@ from backend.api import ErrorCode, Request
 from backend.api.request import RequestId, SessionConfig
 from backend.api.stats import IterationRequests, RequestStage, RequestStats
 from backend.core.messages import Cancel, ClientGone, NameAdapter, StopSession
-from backend.replicas.moving import are_alike, has_stopped
+from backend.replicas.live import are_alike, has_stopped
 from backend.replicas.placement import Load
 from tests.replicas.fakes import LOST, MODEL, Replica, Served
 

@@ -7,7 +7,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from backend.api.sampling import SamplingConfig
-from backend.sampling.prompt_log_probs import packed_rows
+from backend.worker.extra_outputs import packed_rows
 from tests.sampling.conftest import Run
 from tests.sampling.reference import Case
 

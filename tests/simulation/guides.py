@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from backend.api.errors import Overloaded
 from backend.api.guide import Guide
 from backend.api.request import Request, RequestId
-from backend.core.guides import OnCompiled
+from backend.core.step import OnCompiled
 from backend.engine.beams import FORBIDDEN
 from tests.fakes.hash_worker import mix, next_token
 from tests.simulation.setups import VOCAB

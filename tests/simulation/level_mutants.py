@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from backend.core.kept_block import RecordFormat
 from backend.engine.level_traffic import LevelTraffic
-from backend.kvcache.cached_prefix import enter_cached
 from backend.kvcache.manager import KVCacheManager
+from backend.kvcache.prefix_trie import enter_cached
 from backend.kvcache.second_level import SecondLevel
 from backend.scheduler.scheduler import Scheduler
 from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere

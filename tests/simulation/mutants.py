@@ -24,10 +24,9 @@ from backend.engine.sessions import SessionTable, stays
 from backend.engine.steps_in_flight import StepInFlight
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
-from backend.kvcache.commit import KVCommit
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.plan import KVPlan
+from backend.kvcache.plan import KVCommit, KVPlan
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.state import SlotManager
 from backend.kvcache.tables import BlockTable

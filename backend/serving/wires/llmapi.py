@@ -16,7 +16,7 @@ import numpy as np
 from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
 from backend.api.limits import check_num_sequences
 from backend.api.lora import LoraConfig
-from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
+from backend.api.sampling import tensorrt_llm_sampling, without_unset
 from backend.serving.delivery.outputs import BeamsOutput, JointOutput, Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.dialect import Dialect, prefixed

@@ -13,7 +13,7 @@ from backend.api import (
     SessionStatus,
 )
 from backend.api.limits import check_num_sequences
-from backend.api.sampling_rules import tensorrt_llm_sampling, without_unset
+from backend.api.sampling import tensorrt_llm_sampling, without_unset
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import ServingContext
 from backend.serving.wires.trtllm_outputs import RowSettings

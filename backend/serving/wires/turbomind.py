@@ -22,7 +22,7 @@ from backend.api import (
     SessionStatus,
     session_status,
 )
-from backend.api.sampling_rules import tensorrt_llm_sampling
+from backend.api.sampling import tensorrt_llm_sampling
 from backend.serving.dialect import Dialect, named
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext, required

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from backend.api import InvalidRequest
-from backend.api.thinking import Thinking
+from backend.api.guide import Thinking
 from backend.text.tokenizer import Tokenizer
 
 MAX_VISIBLE = 64
@@ -26,7 +26,7 @@ class Reasoning(NamedTuple):
 
 
 class ReasoningMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields are those of backend.api.thinking.Thinking, with texts for tokens. Where the prompt ends with `start`, the
+    """The fields are those of backend.api.guide.Thinking, with texts for tokens. Where the prompt ends with `start`, the
     output's text begins with it.
     """
 

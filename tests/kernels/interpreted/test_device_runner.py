@@ -20,12 +20,12 @@ from backend.api.config.schema import (
     SpeculationConfig,
 )
 from backend.engine.core import EngineCore
-from backend.executor.tensors import as_tensor
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.device_runner import ladder_size
 from backend.worker.graphs import Captured, Graphs, Step
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.post_processors import PostProcessors
+from compat.tensorrt_llm import as_tensor
 from tools.make_random_model import make_random_model
 
 BLOCK_SIZE = 16

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from backend.api import OutputConfig, Request, Response, Result
 from backend.engine.core import EngineCore
-from backend.executor.tensors import as_tensor
 from backend.worker.post_processors import PostProcessors
+from compat.tensorrt_llm import as_tensor
 from tests.fakes.drafters import Prompter
 from tests.kernels.interpreted.test_device_runner import (  # noqa: F401 (fixture)
     ASKED,

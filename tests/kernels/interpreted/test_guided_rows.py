@@ -13,7 +13,7 @@ from backend.api import Request, Result
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId
 from backend.api.response import FinishReason
-from backend.core.guides import OnCompiled
+from backend.core.step import OnCompiled
 from backend.engine.core import EngineCore
 from backend.worker.guided_rows import GuidedRows
 from tests.kernels.interpreted.test_device_runner import Replays, directory, finish, make_core, request  # noqa: F401

@@ -6,7 +6,7 @@ from backend.core.kept_block import RecordFormat
 from backend.engine import level_threads
 from backend.engine.level_threads import LevelThreads
 from backend.engine.level_traffic import LevelTraffic
-from backend.kvcache.cached_prefix import enter_cached
+from backend.kvcache.prefix_trie import enter_cached
 from backend.kvcache.second_level import SecondLevel
 from tests.mutants.changes import SetAttribute, change, change_everywhere
 from tests.simulation.server import disk, faults
