@@ -266,7 +266,7 @@ def quantize_command(
     ] = None,
 ) -> None:
     """Quantise a checkpoint, and write a new one that `serve` reads."""
-    from deploy.quantize import QuantizeOptions, quantize
+    from deploy.offline import QuantizeOptions, quantize
 
     try:
         status = quantize(QuantizeOptions(model, scheme, output, kv, calibration, group))
@@ -289,7 +289,7 @@ def convert_command(
     rope_factor: Annotated[float | None, typer.Option(help="Factor of Llama 3's scaled rope: 8, or 32 (3.2).")] = None,
 ) -> None:
     """Convert a checkpoint to safetensors with Hugging Face's names, or to Meta's files."""
-    from deploy.convert import ConvertOptions, convert
+    from deploy.offline import ConvertOptions, convert
 
     try:
         status = convert(ConvertOptions(model, output, to, dtype, max_positions, rope_factor))

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from backend.api.guide import Guide, GuideType
 from backend.guided.closing import closed
 from backend.guided.holdable import SchemaLibrary
-from backend.guided.json_text import check_schema, parse_json
-from backend.guided.keywords import Schema
+from backend.guided.keywords import Schema, check_schema, parse_json
 from backend.guided.loosening import Loosening, Note
 from backend.guided.protocol import GuideError
 from backend.guided.search import Search

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from backend.api.guide import Guide, GuideType
 from backend.guided.held import Held, compile_held
 from backend.guided.holdable import LLGUIDANCE
-from backend.guided.json_text import check_schema, parse_json
+from backend.guided.keywords import check_schema, parse_json
 from backend.guided.loosening import Note
 from backend.guided.protocol import GuideError, bits_of
 from backend.guided.regexes import with_ascii_digits

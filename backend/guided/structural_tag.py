@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from backend.guided.json_text import parse_json
+from backend.guided.keywords import parse_json
 from backend.guided.protocol import GuideError
 
 _FORM = '{"type": "structural_tag", "structures": [{"begin": TEXT, "schema": SCHEMA, "end": TEXT}], "triggers": [TEXT]}'

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from backend.api.guide import Guide, GuideType
 from backend.guided.held import Held, compile_held
 from backend.guided.holdable import XGRAMMAR
-from backend.guided.json_text import check_schema, parse_json
+from backend.guided.keywords import check_schema, parse_json
 from backend.guided.protocol import GuideError, bits_of
 from backend.guided.schema_parts import open_parts
 from backend.guided.structural_tag import Json, StructuralTag, parse_structural_tag

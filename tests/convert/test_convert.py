@@ -24,8 +24,8 @@ from backend.api.errors import ConfigError
 from backend.convert.meta_tokenizer import SPECIAL, read_tokenizer
 from backend.convert.run import Wanted, convert_checkpoint
 from backend.models.loader import DEFAULT_MODEL
-from deploy.convert import ConvertOptions, command_of
 from deploy.errors import UserError
+from deploy.offline import ConvertOptions, convert_command
 from tests.quant.models import logits_of, random_rows
 from tools.make_random_model import LLAMA3_ROPE, make_random_model
 
@@ -381,7 +381,7 @@ def test_the_command_shows_its_progress_and_how_to_serve(done: Any) -> None:
 )
 def test_options_that_cannot_be_are_refused_at_once(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        command_of(ConvertOptions(**dict(model="x", output=Path("y")) | change))
+        convert_command(ConvertOptions(**dict(model="x", output=Path("y")) | change))
 
 
 def test_a_model_without_a_form_in_metas_files_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from backend.quant.__main__ import calibration_rows
 from backend.quant.text import BUILT_IN, MIN_TOKENS, built_in_texts, read_text, rows_of
 from benchmarks.quality.perplexity import HELD_OUT
 from deploy.errors import UserError
-from deploy.quantize import QuantizeOptions, command_of
+from deploy.offline import QuantizeOptions, quantize_command
 from tests.quant.models import WIDE
 from tools.make_random_model import make_random_model
 
@@ -64,20 +64,20 @@ def test_another_model_needs_a_text(model: Path, tmp_path: Path) -> None:
 def test_options_that_cannot_be_are_refused_at_once(change: dict[str, int | str], message: str) -> None:
     options = dict(model="", scheme="w8a8", output=Path("x"))
     with pytest.raises(UserError, match=message):
-        command_of(QuantizeOptions(**options | change))
+        quantize_command(QuantizeOptions(**options | change))
 
 
 def test_paths_are_those_of_the_callers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    command = command_of(QuantizeOptions("model", "w4a8", Path("out"), "int8", "text.txt", -1))
+    command = quantize_command(QuantizeOptions("model", "w4a8", Path("out"), "int8", "text.txt", -1))
     assert command[3:] == [
         *(str(tmp_path / "model"), "--scheme", "w4a8", "--output", str(tmp_path / "out"), "--kv", "int8"),
         *("--calibration", str(tmp_path / "text.txt"), "--group", "-1"),
     ]
-    assert command_of(QuantizeOptions("org/name", "w4a8", Path("out"), calibration="none"))[3] == "org/name"
-    assert command_of(QuantizeOptions("org/name", "w4a8", Path("out"), calibration="none"))[-1] == "none"
-    assert command_of(QuantizeOptions("", "w4a8", Path("out")))[3] == str(DEFAULT_MODEL)
+    assert quantize_command(QuantizeOptions("org/name", "w4a8", Path("out"), calibration="none"))[3] == "org/name"
+    assert quantize_command(QuantizeOptions("org/name", "w4a8", Path("out"), calibration="none"))[-1] == "none"
+    assert quantize_command(QuantizeOptions("", "w4a8", Path("out")))[3] == str(DEFAULT_MODEL)
 
 
 def test_the_built_in_text_is_none_of_what_quality_is_measured_on() -> None:
