@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from backend.api import Request, Response, load_config
-from backend.core.gc_tuning import calm_garbage_collector
+from backend.api.processes.setup import calm_garbage_collector
 from backend.executor import Executor
 from backend.executor.served_engine import SPIN_COUNT
 from tools.make_random_model import make_random_model

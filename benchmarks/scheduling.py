@@ -41,7 +41,7 @@ from backend.api import EngineConfig, Request
 from backend.api.config.schema import KvCacheConfig, SchedulerConfig
 from backend.api.errors import InvalidRequest
 from backend.api.lora import LoraConfig
-from backend.core.gc_tuning import calm_garbage_collector
+from backend.api.processes.setup import calm_garbage_collector
 from backend.core.messages import Command, Hello
 from backend.core.step import BlockId, MemoryUse, ModelInfo, PreparedAdapter, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore

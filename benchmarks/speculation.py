@@ -42,7 +42,7 @@ from rich.table import Table
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
-from backend.core.gc_tuning import calm_garbage_collector
+from backend.api.processes.setup import calm_garbage_collector
 from backend.core.sequence import Sequence
 from backend.engine.core import EngineCore
 from backend.scheduler.drafting import Drafter

@@ -1,14 +1,22 @@
-"""Starts the processes of a server: tritonserver itself, and the janitor that cleans up behind a launcher that was killed."""
+"""Starts the processes of a server: tritonserver itself, and the janitor that cleans up behind a launcher that was killed.
+
+It also raises the limit of open files, which they inherit.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 from typing import BinaryIO
 
 from deploy import ROOT, log_files, memory, secret_flags
+
+# Files that this process and its children may have open: every connection of a client is one.
+WANTED_FILES = 65536
+NEEDED_FILES = 2048  # for a server, its endpoint, and some hundred clients of each
 
 
 def start_server(command: list[str], variables: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
@@ -59,4 +67,22 @@ def _spawn(command: list[str], variables: dict[str, str], log: BinaryIO) -> subp
         stderr=subprocess.STDOUT,
         start_new_session=True,
         env=variables,
+    )
+
+
+def raise_open_files() -> str | None:
+    """Raise the soft limit as far as the hard one allows, for this process and what it starts. Returns what to know where that
+    is too low, None where it is enough.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft == resource.RLIM_INFINITY or soft >= NEEDED_FILES:
+        return None
+    return (
+        f"warning: a process may have {soft} files open here, and every client's connection is one: with that many clients "
+        f"further ones get no answer; allow {NEEDED_FILES} or more (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of "
+        "docker)"
     )

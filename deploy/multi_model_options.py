@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.api.config.schema import EngineConfig
-from backend.api.processes.cores import physical_cores
+from backend.api.processes.setup import physical_cores
 from deploy import chat_template
 from deploy.capacity import size
 from deploy.engine_sets import EngineSet

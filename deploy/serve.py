@@ -21,7 +21,7 @@ from backend.api.config.schema import EngineConfig
 from backend.api.config.telemetry import check_traces
 from backend.api.errors import ConfigError, EverbatchError
 from backend.architectures.checkpoint import Checkpoint
-from deploy import capacity, chat_template, limits, passed_flags, rundir
+from deploy import capacity, chat_template, launch, passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.model_source import resolve_model
@@ -153,7 +153,7 @@ def with_prompt_adapters(config: EngineConfig) -> EngineConfig:
 
 def serve(options: ServeOptions, console: Console) -> int:
     """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
-    too_low = limits.raise_open_files()
+    too_low = launch.raise_open_files()
     options.ports.check_free(options.host)
     several = None if options.models is None else several_of(options, options.models)
     config = effective_config(options) if several is None else several.default.engine.share.config

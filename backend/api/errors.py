@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import re
 
+MAX_SHOWN = 100  # characters of a value of the configuration that an error repeats
+
 
 class ErrorCode(enum.StrEnum):
     """Machine-readable class of an error; the names are those of Triton's status codes."""
@@ -104,3 +106,8 @@ _LONG_VALUE = re.compile(r"'([^']{64})[^']+'")
 def without_long_values(problem: str) -> str:
     """A library's sentence about a client's value, with what it quotes cut after 64 characters."""
     return _LONG_VALUE.sub(r"'\1...'", problem)
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, as long as an error may repeat it."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

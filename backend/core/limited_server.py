@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from backend.api.errors import EverbatchError
-from backend.api.processes.log_lines import set_up_logging
+from backend.api.processes.setup import set_up_logging
 from backend.core.limited_messages import (
     READY,
     Begin,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from backend.api.config.file import load_config
 from backend.api.config.schema import EngineConfig
 from backend.api.errors import EverbatchError
-from backend.api.processes.log_lines import set_up_logging
+from backend.api.processes.setup import set_up_logging
 from backend.core.step import WorkersLost
 from backend.executor.kept_files import KeptFiles
 from backend.executor.served_engine import ServedEngine, load_libraries

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.api.config.schema import EngineConfig
+from backend.api.processes.setup import calm_garbage_collector
 from backend.api.request import RequestId
-from backend.core.gc_tuning import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop

@@ -19,8 +19,7 @@ from typing import Any
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.config.multi_model import ENGINE, LABEL, OWNS
 from backend.api.config.telemetry import check_traces
-from backend.api.processes.log_lines import set_up_logging
-from backend.core.gc_tuning import calm_garbage_collector
+from backend.api.processes.setup import calm_garbage_collector, set_up_logging
 from backend.executor import Executor
 from backend.serving import pb
 from backend.serving.intake.batch import Batch

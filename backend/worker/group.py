@@ -27,7 +27,7 @@ from backend.api.config.schema import (
 from backend.api.errors import ConfigError, Unsupported
 from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
-from backend.api.processes.cores import physical_cores
+from backend.api.processes.setup import physical_cores
 from backend.core.step import BlockId, MemoryUse, ModelInfo, PreparedAdapter, StepInput, StepOutput, WorkersLost
 from backend.models import loader
 from backend.models.decoder import Decoder

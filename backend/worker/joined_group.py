@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from backend.api.config.schema import EngineConfig, ModelConfigSection, WorkersConfig
 from backend.api.errors import ConfigError
-from backend.api.processes.cores import physical_cores
 from backend.api.processes.launched import ENV, key_of, rank_0_of
+from backend.api.processes.setup import physical_cores
 from backend.architectures.description import Shard
 from backend.core.step import MemoryUse
 from backend.models import loader

@@ -14,9 +14,8 @@ import sys
 
 from backend.api.config.endpoints import check_address
 from backend.api.errors import ConfigError
-from backend.api.processes.cores import physical_cores
 from backend.api.processes.launched import key_of
-from backend.api.processes.log_lines import set_up_logging
+from backend.api.processes.setup import physical_cores, set_up_logging
 from backend.wire.address import NetworkAddress
 from backend.worker.joining import Joiner, network_address
 from backend.worker.rank_messages import MakePool

@@ -18,7 +18,7 @@ from ctypes import CDLL
 import torch
 
 from backend.api.errors import ConfigError
-from backend.api.processes.log_lines import set_up_logging
+from backend.api.processes.setup import set_up_logging
 from backend.architectures.shards import vocabulary
 from backend.models import loader
 from backend.worker.checkpoints import content_of, open_checkpoint

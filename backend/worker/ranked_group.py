@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from backend.api.config.schema import EngineConfig, ModelConfigSection
 from backend.api.errors import ConfigError
-from backend.api.processes.cores import physical_cores
+from backend.api.processes.setup import physical_cores
 from backend.architectures.description import Shard
 from backend.architectures.shards import shards_of
 from backend.core.step import MemoryUse, ModelInfo, WorkersLost

@@ -17,7 +17,7 @@ from collections import deque
 from backend.api.config.file import load_config
 from backend.api.errors import InvalidRequest
 from backend.api.lora import LoraConfig
-from backend.core.gc_tuning import calm_garbage_collector
+from backend.api.processes.setup import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.core.step import MemoryUse, ModelInfo, PreparedAdapter, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from backend.api import EngineConfig, Request, Response
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.core.gc_tuning import calm_garbage_collector
+from backend.api.processes.setup import calm_garbage_collector
 from backend.executor.served_engine import SPIN_COUNT
 from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 

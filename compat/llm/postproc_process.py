@@ -9,7 +9,7 @@ import socket
 import msgspec
 
 from backend.api import EverbatchError
-from backend.api.processes.log_lines import set_up_logging
+from backend.api.processes.setup import set_up_logging
 from backend.text.tokenizer import Tokenizer
 from compat.llm.postprocessing import Pipe, PostprocInput, PostprocWorker, Ready
 

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from backend.api.processes.log_lines import VARIABLE, JsonLines
+from backend.api.processes.setup import VARIABLE, JsonLines
 from deploy.server_log import plain
 
 PROGRAM = """
 import logging
-from backend.api.processes.log_lines import set_up_logging
+from backend.api.processes.setup import set_up_logging
 set_up_logging("some_model")
 log = logging.getLogger("everbatch.serving")
 log.warning("it took %d s", 3, extra={"fields": {"tokens": 7}})

@@ -10,7 +10,7 @@ from backend.api.config.endpoints import check_endpoint, endpoint_of_replica, is
 from backend.api.config.schema import TelemetryConfig
 from backend.api.config.telemetry import OtlpSettings, otlp_settings
 from backend.api.errors import ConfigError
-from backend.api.processes import cores
+from backend.api.processes import setup
 
 HERE = "http://here:4318"
 TOLD = {
@@ -81,7 +81,7 @@ def test_hyper_threads_are_counted_once_where_the_kernel_tells(tmp_path: Path, m
         place.mkdir()
         (place / "siblings").write_text(siblings + "\n")
     monkeypatch.setattr(cores, "Path", lambda path: tmp_path / path.split("/")[5] / "siblings")
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0, 4, 5, 9})
-    assert cores.physical_cores() == 3
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {4})
-    assert cores.physical_cores() == 1
+    monkeypatch.setattr(setup.os, "sched_getaffinity", lambda pid: {0, 4, 5, 9})
+    assert setup.physical_cores() == 3
+    monkeypatch.setattr(setup.os, "sched_getaffinity", lambda pid: {4})
+    assert setup.physical_cores() == 1

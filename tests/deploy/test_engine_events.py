@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.api.config.schema import EngineConfig
-from backend.api.processes.log_lines import JsonLines
+from backend.api.processes.setup import JsonLines
 from backend.executor import engine_supervisor
 from deploy import engine_events
 from deploy.engine_events import EngineEvents

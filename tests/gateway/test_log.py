@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from backend.api.processes import log_lines as of_the_models
+from backend.api.processes import setup as of_the_models
 from gateway import log_lines
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import FakeTriton

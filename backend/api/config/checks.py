@@ -12,8 +12,7 @@ from backend.api.config.schema import (
     LoraSection,
     SchedulerConfig,
 )
-from backend.api.config.sources import shown
-from backend.api.errors import ConfigError
+from backend.api.errors import ConfigError, shown
 from backend.api.processes.launched import check_join_address
 
 

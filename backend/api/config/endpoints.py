@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from backend.api.config.sources import shown
-from backend.api.errors import ConfigError
+from backend.api.errors import ConfigError, shown
 
 MAX_SOCKET_PATH = 107  # bytes of the path of a Unix socket
 _TCP = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(\d{1,5})")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -11,8 +13,7 @@ import msgspec
 
 from backend.api.config.checks import check_config
 from backend.api.config.schema import Decoupled, EngineConfig
-from backend.api.config.sources import ConfigSources, shown
-from backend.api.errors import ConfigError
+from backend.api.errors import ConfigError, shown
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -124,3 +125,32 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
         raise ConfigError(f"override {shown(override)!r}: {keys[0]} is no section")
     section[keys[1]] = value
     return ".".join(keys)
+
+
+class ConfigSources:
+    """Where each setting comes from, so that an error about it can say which file or which --set is to be changed.
+
+    A later place of a key replaces an earlier one.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, str] = {}  # section.key, and section -> place
+
+    def add_file(self, name: str, tree: Mapping[str, object]) -> None:
+        """Everything in the `tree` of the file that is called `name`."""
+        for section, values in tree.items():
+            self._places[section] = name
+            for key in values if isinstance(values, dict) else ():
+                self._places[f"{section}.{key}"] = name
+
+    def add_override(self, key: str, override: str) -> None:
+        """One `--set`, as it was written."""
+        self._places[key] = self._places[key.partition(".")[0]] = f"--set {shown(override)}"
+
+    def of(self, message: str) -> str:
+        """` (KEY is from PLACE, ...)` for the keys that the first clause of `message` names; empty where none was given."""
+        clause = message.partition(";")[0]
+        named = [key for key in self._places if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", clause)]
+        named.sort(key=clause.index)
+        text = ", ".join(f"{key} is from {self._places[key]}" for key in named)
+        return f" ({text})" if text else ""

@@ -10,8 +10,7 @@ from urllib.parse import unquote
 
 from backend.api.config.endpoints import check_otlp_endpoint
 from backend.api.config.schema import TelemetryConfig
-from backend.api.config.sources import shown
-from backend.api.errors import ConfigError
+from backend.api.errors import ConfigError, shown
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 RATIO_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"

@@ -1,1 +1,1 @@
-"""What every process of a server needs to know of itself and of others: cores, log lines, signs of life, restarts."""
+"""What every process of a server needs to know of itself and of others: what it sets up at its start, signs of life, restarts."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from backend.api.config.endpoints import check_address
-from backend.api.config.sources import shown
-from backend.api.errors import ConfigError
+from backend.api.errors import ConfigError, shown
 
 ENV = "env"  # as workers.join_address: the address is the one that such a program gives
 # Names of a rank's number and of the number of ranks: torchrun, Open MPI, MPICH and its relatives, Slurm.

@@ -1,7 +1,5 @@
 // Modules of a model whose other parts are run by other code. Their inputs and results are of the type that is computed in, T.
-#include "mlp.h"
-#include "rotary.h"
-#include "workspace.h"
+#include "layer.h"
 
 using namespace everbatch;
 

@@ -12,9 +12,7 @@
 // are wanted go on.
 #include <optional>
 
-#include "mlp.h"
-#include "rotary.h"
-#include "workspace.h"
+#include "layer.h"
 
 using namespace everbatch;
 
