@@ -80,7 +80,7 @@ def test_hyper_threads_are_counted_once_where_the_kernel_tells(tmp_path: Path, m
         place = tmp_path / f"cpu{cpu}"
         place.mkdir()
         (place / "siblings").write_text(siblings + "\n")
-    monkeypatch.setattr(cores, "Path", lambda path: tmp_path / path.split("/")[5] / "siblings")
+    monkeypatch.setattr(setup, "Path", lambda path: tmp_path / path.split("/")[5] / "siblings")
     monkeypatch.setattr(setup.os, "sched_getaffinity", lambda pid: {0, 4, 5, 9})
     assert setup.physical_cores() == 3
     monkeypatch.setattr(setup.os, "sched_getaffinity", lambda pid: {4})
