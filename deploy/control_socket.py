@@ -21,12 +21,12 @@ from deploy.triton_control import ControlFailed
 MAX_LINE = 4096
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
+class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     operation: Literal["load", "unload", "replace", "list"]
     model: str = ""
 
 
-class Answer(msgspec.Struct):
+class ControlAnswer(msgspec.Struct):
     models: list[Described] = []
     error: str = ""
     is_request: bool = False
@@ -66,12 +66,12 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     request_queue_size = 1024
 
 
-def answer(control: ModelControl, line: bytes) -> Answer:
+def answer(control: ModelControl, line: bytes) -> ControlAnswer:
     """Do what a line asks for. Any failure is the answer."""
     try:
-        asked = msgspec.json.decode(line, type=Asked)
+        asked = msgspec.json.decode(line, type=ControlRequest)
     except msgspec.MsgspecError as error:
-        return Answer(error=f"the line is no operation: {without_long_values(str(error))}", is_request=True)
+        return ControlAnswer(error=f"the line is no operation: {without_long_values(str(error))}", is_request=True)
     try:
         if asked.operation == "load":
             control.load(asked.model)
@@ -79,11 +79,11 @@ def answer(control: ModelControl, line: bytes) -> Answer:
             control.unload(asked.model)
         elif asked.operation == "replace":
             control.replace(asked.model)
-        return Answer(control.described())
+        return ControlAnswer(control.described())
     except UserError as error:
-        return Answer(error=str(error), is_request=True)
+        return ControlAnswer(error=str(error), is_request=True)
     except ControlFailed as error:
-        return Answer(error=str(error))
+        return ControlAnswer(error=str(error))
     except Exception as error:
         control.note_failure(f"{asked.operation} of model {asked.model}", error)
-        return Answer(error=f"{asked.operation} failed: {type(error).__name__}; see the server's log")
+        return ControlAnswer(error=f"{asked.operation} failed: {type(error).__name__}; see the server's log")

@@ -31,7 +31,7 @@ FOLLOWERS_S = 3.0  # for stubs, engine and endpoint, which end by themselves aft
 SERVER_MARGIN_S = 15  # by which Triton's own --exit-timeout-secs is longer: the launcher decides, not Triton
 
 
-class Drain:
+class ServerStop:
     """One stop of one server. `num_models`: how many it serves, with and without signs of life."""
 
     def __init__(

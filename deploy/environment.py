@@ -26,7 +26,7 @@ from deploy import __version__
 from deploy.errors import SetupError
 from deploy.interpreter import Interpreter, find_interpreter
 from deploy.packages import SERVER, SERVING, TESTING, Kit, missing_pins, pip
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 HELP_DIRECTORY = Path(__file__).parent / "help"  # what `--help` prints, as tools/write_help.py has stored it
 ROOT_PAGE = "everbatch"
@@ -84,7 +84,7 @@ def ensure(root: Path, kit: Kit) -> Path:
     wanted = hashes(root, kit)
     if is_complete(venv, wanted):
         return venv / "bin" / "python"
-    progress = Progress()
+    progress = SteppedProgress()
     with _open_lock(venv) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,7 +132,7 @@ def _stamped(venv: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}  # Older stamps held one hash of all.
 
 
-def make(root: Path, venv: Path, kit: Kit, progress: Progress, lock: int) -> None:
+def make(root: Path, venv: Path, kit: Kit, progress: SteppedProgress, lock: int) -> None:
     """Make or complete the environment. `lock`: descriptor that pip holds too, should it outlive us. Raises
     SetupError.
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import SetupError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 VERSIONS = ("3.11", "3.12")  # For these the wheel has a stub, and there is a numpy < 2.
 _PROBE = (
@@ -43,7 +43,7 @@ class Interpreter:
         return names if self.has_libpython else [*names, f"libpython{self.version}"]
 
 
-def find_interpreter(root: Path, progress: Progress) -> Interpreter:
+def find_interpreter(root: Path, progress: SteppedProgress) -> Interpreter:
     """The best CPython of this machine for the environment, after installing what it lacks where that is allowed."""
     found = [interpreter for path in candidates() for interpreter in [inspect(root, path)] if interpreter is not None]
     if not found:
@@ -93,7 +93,7 @@ def inspect(root: Path, path: str) -> Interpreter | None:
     return Interpreter(executable, version, has_venv, has_libpython)
 
 
-def install_system_packages(names: list[str], progress: Progress) -> None:
+def install_system_packages(names: list[str], progress: SteppedProgress) -> None:
     """apt-get install, when root on a Debian-like machine; otherwise SetupError naming the one command."""
     command = f"apt-get install -y {' '.join(names)}"
     if os.geteuid() != 0 or shutil.which("apt-get") is None:

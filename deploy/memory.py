@@ -80,7 +80,7 @@ def limit_bytes(server_pid: int) -> int:
     return resident_bytes(server_pid) + available_bytes() // 2
 
 
-class Watch:
+class MemoryWatch:
     """Looks after the memory of a server that has loaded everything. Raises FileNotFoundError when there is no such process."""
 
     def __init__(self, server_pid: int) -> None:

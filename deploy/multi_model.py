@@ -13,7 +13,7 @@ from deploy.engine_sets import EngineSet
 from deploy.errors import UserError
 from deploy.models_file import Entry, Models
 from deploy.repository import served_models
-from deploy.shares import Share, Wanted, divide, free_bytes, share_again
+from deploy.shares import Share, WantedModel, divide, free_bytes, share_again
 
 Configure = Callable[[str, Entry], EngineConfig]
 # Keys of files and addresses that two engines cannot share, as section.key
@@ -82,10 +82,10 @@ class MultiModel:
         _check_alone({**others, engines.name: wanted.config}, beside=engines.name if beside else "")
         return entry, share_again(engines.name, wanted, engines.engine.share, self.available)
 
-    def _wanted(self, name: str, entry: Entry) -> Wanted:
+    def _wanted(self, name: str, entry: Entry) -> WantedModel:
         try:
             config = self._configure(name, entry)
-            return Wanted(entry, config, capacity.examined(config))
+            return WantedModel(entry, config, capacity.examined(config))
         except UserError as error:
             raise UserError(f"model {name}: {error}") from None
 

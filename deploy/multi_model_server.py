@@ -17,7 +17,7 @@ from deploy.log_files import append
 from deploy.model_control import ModelControl
 from deploy.multi_model import MultiModel
 from deploy.processes import read_stat
-from deploy.questions import TOKENS, Asked, text_model
+from deploy.questions import TOKENS, AskedModel, text_model
 from deploy.shares import free_bytes
 from deploy.triton_control import ControlFailed, TritonControl
 from deploy.triton_server import TritonServer
@@ -100,7 +100,7 @@ class MultiModelServer(TritonServer):
         if not self._several.generates_with(engine.share):
             return
         try:
-            probe.generate_one_token(self.http_url, Asked(engine.owner, TOKENS), timeout_s)
+            probe.generate_one_token(self.http_url, AskedModel(engine.owner, TOKENS), timeout_s)
         except probe.ProbeFailed as failure:
             raise ControlFailed(f"the new engine does not generate: {failure}") from None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import SetupError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 RUN, TEST, BENCH, SERVER = "run.txt", "test.txt", "bench.txt", "server.txt"  # pip installs the last one with --no-deps
 
@@ -66,7 +66,7 @@ def missing_pins(root: Path, venv: Path, files: Sequence[str]) -> list[str]:
     return list(json.loads(result.stdout))
 
 
-def pip(venv: Path, arguments: list[str], progress: Progress, title: str, lock: int) -> None:
+def pip(venv: Path, arguments: list[str], progress: SteppedProgress, title: str, lock: int) -> None:
     """Run pip install and show what it does; it ends with us. Raises SetupError with the reason in one sentence."""
     progress.step(title)
     command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", "--no-input", *arguments]

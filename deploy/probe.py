@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import Mapping
 
 from backend.api.output_limits import NO_HEAD
-from deploy.questions import Asked
+from deploy.questions import AskedModel
 
 
 class ProbeFailed(Exception):
@@ -61,7 +61,7 @@ def is_live(url: str, timeout_s: float) -> bool:
         return False
 
 
-def generate_one_token(url: str, asked: Asked, timeout_s: float = 60.0) -> str:
+def generate_one_token(url: str, asked: AskedModel, timeout_s: float = 60.0) -> str:
     """Generate one token through a text model; works for both transaction policies. Returns what it answered, which is nothing
     for a checkpoint without an output head. Raises ProbeFailed.
     """

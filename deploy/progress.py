@@ -9,7 +9,7 @@ import time
 from typing import TextIO
 
 
-class Progress:
+class SteppedProgress:
     """Steps that take a while, on standard error, with the seconds since the first one."""
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -20,7 +20,7 @@ from deploy.models_file import Entry, told_bytes
 GPU_MEMORY_FRACTION = 0.9
 
 
-class Wanted(NamedTuple):
+class WantedModel(NamedTuple):
     """A model that is to be served."""
 
     entry: Entry
@@ -51,7 +51,7 @@ def free_bytes(config: EngineConfig) -> int:
         raise UserError("nvidia-smi does not say how much of the GPU's memory is free; it must work") from None
 
 
-def divide(models: Mapping[str, Wanted], available: int, cores: int) -> dict[str, Share]:
+def divide(models: Mapping[str, WantedModel], available: int, cores: int) -> dict[str, Share]:
     """The share of each model. Raises UserError that names all values where memory does not suffice."""
     told = {name: told_bytes(each.entry, available) for name, each in models.items()}
     open_ = [name for name in models if told[name] is None and _fixed_bytes(models[name]) is None]
@@ -87,7 +87,7 @@ def check_beside(name: str, share: Share, available: int) -> None:
         )
 
 
-def _fixed_bytes(each: Wanted) -> int | None:
+def _fixed_bytes(each: WantedModel) -> int | None:
     """Weights and KV of a model whose configuration says how large its pool is; None: it does not."""
     if each.checkpoint.architecture in ENCODERS:
         return each.checkpoint.weight_bytes
@@ -98,11 +98,11 @@ def _fixed_bytes(each: Wanted) -> int | None:
     return each.checkpoint.weight_bytes + min(limits) * _a_token(each) if limits else None
 
 
-def _a_token(each: Wanted) -> int:
+def _a_token(each: WantedModel) -> int:
     return each.checkpoint.kv_bytes_per_token(each.config, on_cpu=on_cpu(each.config))
 
 
-def _share(name: str, each: Wanted, num_bytes: int, threads: int) -> Share:
+def _share(name: str, each: WantedModel, num_bytes: int, threads: int) -> Share:
     config = each.config
     threads = each.entry.threads or config.model.num_threads or threads
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, num_threads=threads))
@@ -122,7 +122,7 @@ def _share(name: str, each: Wanted, num_bytes: int, threads: int) -> Share:
     return Share(msgspec.structs.replace(config, kv_cache=kv), each.checkpoint.weight_bytes + tokens * a_token)
 
 
-def share_again(name: str, each: Wanted, former: Share, available: int) -> Share:
+def share_again(name: str, each: WantedModel, former: Share, available: int) -> Share:
     """The share of a model that takes the place of one. `available`: of which a share such as '30%' is, as at the start. What
     nothing says stays as it was. Raises UserError.
     """

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Protocol, Self
 
 from backend.api.processes.back_off import BackOff
-from deploy.errors import Failure, ServerFailed, StartCancelled
+from deploy.errors import ServerFailed, ServerFailure, StartCancelled
 
 MAX_FAILURES = 5  # in a row, without being ready in between
 MAX_FIRST_STARTS = 3
@@ -28,7 +28,7 @@ RESTART_FACTOR = 3.0  # A restart may take so many times as long as the first st
 POLL_S = 0.25
 
 
-class Server(Protocol):
+class SupervisedServer(Protocol):
     """The methods of a TritonServer that the supervisor calls."""
 
     def start(self) -> None: ...
@@ -38,7 +38,7 @@ class Server(Protocol):
     def stop(self, *, cancelled: Callable[[], bool]) -> None: ...
     def abandon(self) -> None: ...
     def kill(self) -> None: ...
-    def failure(self) -> Failure | None: ...
+    def failure(self) -> ServerFailure | None: ...
 
 
 class Reporter(Protocol):
@@ -86,7 +86,9 @@ class StopSignals:
 class _Supervision:
     """One run of supervise()."""
 
-    def __init__(self, server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float) -> None:
+    def __init__(
+        self, server: SupervisedServer, reporter: Reporter, signals: StopSignals, ready_timeout_s: float
+    ) -> None:
         self.server, self.reporter, self.signals = server, reporter, signals
         self.timeout_s = self.first_timeout_s = ready_timeout_s
         self.starts = 0
@@ -95,7 +97,7 @@ class _Supervision:
         self.failures = 0  # in a row, without being ready in between
         self.back_off = BackOff(None)
 
-    def live(self) -> Failure | None:
+    def live(self) -> ServerFailure | None:
         """One life of the server: start it, and wait until a signal (None) or a failure. Raises StartCancelled, and
         ServerFailed if the first start does not succeed.
         """
@@ -104,11 +106,11 @@ class _Supervision:
         except OSError as error:  # No room on the disk, too many processes, and the like.
             if not self.was_ready:
                 raise ServerFailed(f"the server cannot be started: {error}") from None
-            return Failure(f"the server cannot be started: {error}")
+            return ServerFailure(f"the server cannot be started: {error}")
         except ServerFailed as error:
             if not self.was_ready and not (error.by_chance and self.starts < MAX_FIRST_STARTS):
                 raise
-            return Failure(str(error))
+            return ServerFailure(str(error))
         while not self.signals.stop_asked():
             if failure := self.server.failure():
                 return failure
@@ -129,7 +131,7 @@ class _Supervision:
         self.ready_at, self.failures = time.monotonic(), 0
         self.reporter.ready()
 
-    def go_on_after(self, failure: Failure) -> bool:
+    def go_on_after(self, failure: ServerFailure) -> bool:
         """Report the failure and wait; returns whether to start again."""
         if failure.final:
             self.reporter.problem(f"{failure.text}; stopping the server")
@@ -145,7 +147,7 @@ class _Supervision:
         return True
 
 
-def supervise(server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float) -> int:
+def supervise(server: SupervisedServer, reporter: Reporter, signals: StopSignals, ready_timeout_s: float) -> int:
     """Run until a signal (returns 0), or until starting again is of no use (returns 1). Nothing is left running
     afterwards.
 

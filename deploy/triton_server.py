@@ -28,8 +28,8 @@ from typing import Self
 from backend.api.config.schema import EngineConfig
 from backend.api.processes.liveness import cpu_demand
 from deploy import ROOT, foreign, health, invocation, launch, log_files, memory, probe, rundir, running, server_log
-from deploy.drain import SERVER_MARGIN_S, Drain
-from deploy.errors import Failure, ServerFailed, StartCancelled
+from deploy.drain import SERVER_MARGIN_S, ServerStop
+from deploy.errors import ServerFailed, ServerFailure, StartCancelled
 from deploy.monitor import Monitor
 from deploy.ports import Ports, reachable, url_host
 from deploy.processes import (
@@ -40,7 +40,7 @@ from deploy.processes import (
     remove_shared_memory,
     stubs_of,
 )
-from deploy.questions import Asked, text_model
+from deploy.questions import AskedModel, text_model
 from deploy.readiness import Readiness
 from deploy.repository import Model, compile_models, repositories_of, served_models
 from deploy.running import State
@@ -108,7 +108,7 @@ class TritonServer:
         self._known: list[Process] = []  # all processes of this server at the beginning of stop()
         self._signs: Signs | None = None
         self._monitor: Monitor | None = None
-        self._memory: memory.Watch | None = None
+        self._memory: memory.MemoryWatch | None = None
         self._stuck_start = StuckStart(self.log_path, self._stubs_work)
 
     # ---- addresses ---------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class TritonServer:
             self._known = processes_of_run(self.run_id)
         if self._process is not None and self._signs is not None and self.running():
             self._tell("stopping")
-            Drain(
+            ServerStop(
                 self._process,
                 self.run_id,
                 self.ports.grpc,
@@ -269,16 +269,18 @@ class TritonServer:
         """Process ids of the stubs that live now."""
         return [process.pid for process in stubs_of(self.pid)] if self.running() else []
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> ServerFailure | None:
         """Why a server that was ready must be ended now; None = all is well, or wait_ready() has not returned yet."""
         if not self.running():
-            return Failure(f"tritonserver {describe_end(self.exit_status or 0)}; {log_files.where(self.log_path)}")
+            return ServerFailure(
+                f"tritonserver {describe_end(self.exit_status or 0)}; {log_files.where(self.log_path)}"
+            )
         if dead := self.dead_stubs():
             model = f" of model {self._signs.model_of(dead[0].pid)}" if self._signs else ""
-            return Failure(f"stub process {dead[0].pid}{model} died; {log_files.where(self.log_path)}")
+            return ServerFailure(f"stub process {dead[0].pid}{model} died; {log_files.where(self.log_path)}")
         if self._monitor is not None and (found := self._monitor.failure()):
             return found
-        return Failure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
+        return ServerFailure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
 
     def dead_stubs(self) -> list[Process]:
         """Stubs that ought to live, and have died."""
@@ -315,7 +317,7 @@ class TritonServer:
     def _watch(self) -> None:
         """Look after the server from now on, until it is stopped."""
         assert self._signs is not None, "start() has made them"
-        self._memory = memory.Watch(self.pid)
+        self._memory = memory.MemoryWatch(self.pid)
         model = self.text_model.name if self.text_model else foreign.one_that_serves(self.models, self.http_url)
         self._monitor = Monitor(
             self.http_url,
@@ -367,7 +369,7 @@ class TritonServer:
         """The verdict about the server, from the signs of life of its stubs."""
         return health.judge(reports)
 
-    def _generate_first_token(self, asked: Asked, deadline: float) -> None:
+    def _generate_first_token(self, asked: AskedModel, deadline: float) -> None:
         remaining = max(5.0, deadline - time.monotonic())
         try:
             probe.generate_one_token(self.http_url, asked, timeout_s=remaining)

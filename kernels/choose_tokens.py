@@ -75,7 +75,7 @@ PROGRAMS = 2048  # programs that the sums of weights are divided over: several f
 CASES = [(3, 17), (5, 1500), (4, 5000)]  # (rows, vocab)
 
 
-class Rows(NamedTuple):
+class SamplingRows(NamedTuple):
     """The sampling parameters of each row; every field is [rows]."""
 
     temperature: Tensor  # float32, 0: greedy
@@ -130,7 +130,9 @@ def changed(logits: Tensor, penalties: Penalties | None = None, mask: Tensor | N
     return x if mask is None else torch.where(allowed_of(mask, x.shape[1]), x, -torch.inf)
 
 
-def reference(logits: Tensor, rows: Rows, penalties: Penalties | None = None, mask: Tensor | None = None) -> Tensor:
+def reference(
+    logits: Tensor, rows: SamplingRows, penalties: Penalties | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Token ids int64 [rows]."""
     x = changed(logits, penalties, mask)
     vocab = x.shape[1]
@@ -145,7 +147,9 @@ def reference(logits: Tensor, rows: Rows, penalties: Penalties | None = None, ma
     return torch.where(greedy, x.argmax(1), chosen)
 
 
-def choose_tokens(logits: Tensor, rows: Rows, penalties: Penalties | None = None, mask: Tensor | None = None) -> Tensor:
+def choose_tokens(
+    logits: Tensor, rows: SamplingRows, penalties: Penalties | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Chooses token ids int64 [rows] from logits [rows, vocab] float32 or bfloat16; mask int32 [rows, ceil(vocab / 32)].
 
     A 0 bit of the mask forbids its token. Nothing passes a mask yet: it waits for guided decoding, rows 000-42

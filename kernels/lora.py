@@ -34,7 +34,7 @@ CASES = [
 FEW_TOKENS = 256
 
 
-class Tiles(NamedTuple):
+class LoraTiles(NamedTuple):
     n_bytes: int  # columns of a tile of expand, in bytes
     k_bytes: int  # columns of a step of shrink, in bytes
     max_splits: int
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-TILES = {16: Tiles(256, 256, 8, 4, 4), 64: Tiles(256, 128, 1, 4, 4)}  # block_m -> the other sizes
+TILES = {16: LoraTiles(256, 256, 8, 4, 4), 64: LoraTiles(256, 128, 1, 4, 4)}  # block_m -> the other sizes
 SPLIT_K = 1024  # the smallest number of columns of a split; a multiple of every block of k
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.common.gemm_tiles import GroupTiles as Tiles
+from kernels.common.gemm_tiles import GroupTiles as GemmTiles
 from kernels.common.gemm_tiles import splits_of, tiles_of
 from kernels.common.kv_format import floats_of_int4, unpacking
 from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
@@ -73,22 +73,22 @@ class Weight4(NamedTuple):
 # Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. A step along k is one group.
 TILES = {
     80: {
-        16: Tiles(16, 128, 4, 4),
-        64: Tiles(64, 128, 4, 3),
-        256: Tiles(64, 128, 4, 3),
-        None: Tiles(128, 128, 8, 2),
+        16: GemmTiles(16, 128, 4, 4),
+        64: GemmTiles(64, 128, 4, 3),
+        256: GemmTiles(64, 128, 4, 3),
+        None: GemmTiles(128, 128, 8, 2),
     },
     90: {
-        16: Tiles(16, 128, 4, 3),
-        64: Tiles(64, 128, 4, 3),
-        256: Tiles(128, 128, 4, 3),
-        None: Tiles(128, 128, 4, 3),
+        16: GemmTiles(16, 128, 4, 3),
+        64: GemmTiles(64, 128, 4, 3),
+        256: GemmTiles(128, 128, 4, 3),
+        None: GemmTiles(128, 128, 4, 3),
     },
     100: {
-        16: Tiles(16, 128, 4, 5),
-        64: Tiles(64, 128, 4, 4),
-        256: Tiles(128, 64, 4, 3),
-        None: Tiles(128, 128, 8, 3),
+        16: GemmTiles(16, 128, 4, 5),
+        64: GemmTiles(64, 128, 4, 4),
+        256: GemmTiles(128, 64, 4, 3),
+        None: GemmTiles(128, 128, 8, 3),
     },
 }
 
@@ -287,13 +287,13 @@ def _reduce_kernel(
     tl.store(out + row * n + features, total.to(out.dtype.element_ty), mask)
 
 
-def _tiles(architecture: int, m: int, group: int) -> Tiles:
+def _tiles(architecture: int, m: int, group: int) -> GemmTiles:
     tiles = tiles_of(TILES[architecture], m)
     # If a thread copied a whole row of 16 bytes, the weights would pass through shared memory instead of staying in registers.
     return tiles._replace(block_n=16 * tiles.num_warps) if group == 32 else tiles
 
 
-def _in_words(tiles: Tiles, n: int) -> bool:
+def _in_words(tiles: GemmTiles, n: int) -> bool:
     """True if a group's scales and zeros are read in words, because single 16-bit values cannot be copied asynchronously.
 
     With fewer features than threads, words would take the weights out of the registers and through shared memory. With 128
@@ -309,7 +309,7 @@ def _unpacking(architecture: int, dtype: torch.dtype, compiled: bool) -> dict[st
     return {"ASM": asm, "IN_PAIRS": in_pairs, "BIAS": MAGIC[dtype][1] if in_pairs else words.bias}
 
 
-def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
+def _splits(tiles: GemmTiles, m: int, n: int, groups: int) -> int:
     """The number of splits of k: a power of two that divides the groups."""
     return splits_of(m, tiles, n, groups, even=True)
 

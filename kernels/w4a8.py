@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kernels import w8a8
-from kernels.common.gemm_tiles import GroupTiles as Tiles
+from kernels.common.gemm_tiles import GroupTiles as GemmTiles
 from kernels.common.gemm_tiles import splits_of, tiles_of
 from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 from kernels.int8_rows import GROUP, Int8Rows
@@ -79,22 +79,22 @@ class Weight4A8(NamedTuple):
 # Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. A step along k is one group.
 TILES = {
     80: {
-        16: Tiles(16, 128, 4, 4),
-        64: Tiles(64, 128, 4, 3),
-        256: Tiles(64, 128, 4, 3),
-        None: Tiles(128, 128, 8, 3),
+        16: GemmTiles(16, 128, 4, 4),
+        64: GemmTiles(64, 128, 4, 3),
+        256: GemmTiles(64, 128, 4, 3),
+        None: GemmTiles(128, 128, 8, 3),
     },
     90: {
-        16: Tiles(16, 128, 4, 5),
-        64: Tiles(64, 128, 4, 4),
-        256: Tiles(128, 128, 4, 3),
-        None: Tiles(128, 128, 4, 3),
+        16: GemmTiles(16, 128, 4, 5),
+        64: GemmTiles(64, 128, 4, 4),
+        256: GemmTiles(128, 128, 4, 3),
+        None: GemmTiles(128, 128, 4, 3),
     },
     100: {
-        16: Tiles(16, 128, 4, 5),
-        64: Tiles(64, 128, 4, 4),
-        256: Tiles(64, 128, 4, 4),
-        None: Tiles(128, 128, 8, 3),
+        16: GemmTiles(16, 128, 4, 5),
+        64: GemmTiles(64, 128, 4, 4),
+        256: GemmTiles(64, 128, 4, 4),
+        None: GemmTiles(128, 128, 8, 3),
     },
 }
 
@@ -216,7 +216,7 @@ def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torc
     return out
 
 
-def _in_words(tiles: Tiles, n: int) -> bool:
+def _in_words(tiles: GemmTiles, n: int) -> bool:
     """True if a group's scales and zeros are read in words of four bytes, because single bytes cannot be copied asynchronously.
 
     With fewer features than threads, reading words would make the weights pass through shared memory.
@@ -324,11 +324,11 @@ def _nibbles(q, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(ASM, "=r,=r,r", [q], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
 
 
-def _tiles(architecture: int, m: int) -> Tiles:
+def _tiles(architecture: int, m: int) -> GemmTiles:
     return tiles_of(TILES[architecture], m)
 
 
-def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
+def _splits(tiles: GemmTiles, m: int, n: int, groups: int) -> int:
     """The number of splits of k: a power of two that divides the groups."""
     return splits_of(m, tiles, n, groups, even=True)
 

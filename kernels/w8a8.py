@@ -32,7 +32,7 @@ ROWS_CASES = [(1, 1), (5, 64), (17, 100), (3, 1000), (0, 64)]  # shapes of quant
 MAX_K = 131_071  # 128 * 128 * k stays within int32
 
 
-class Tiles(NamedTuple):
+class W8A8Tiles(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
@@ -43,22 +43,22 @@ class Tiles(NamedTuple):
 # Architecture -> bucket of rows (gemm_tiles.py; None: more) -> tiles. Those of 80 fit the 99 KiB of shared memory of 86 and 89.
 TILES = {
     80: {
-        16: Tiles(16, 64, 128, 4, 4),
-        64: Tiles(64, 64, 128, 4, 4),
-        256: Tiles(64, 128, 128, 4, 3),
-        None: Tiles(128, 128, 128, 8, 3),
+        16: W8A8Tiles(16, 64, 128, 4, 4),
+        64: W8A8Tiles(64, 64, 128, 4, 4),
+        256: W8A8Tiles(64, 128, 128, 4, 3),
+        None: W8A8Tiles(128, 128, 128, 8, 3),
     },
     90: {
-        16: Tiles(16, 64, 256, 4, 4),
-        64: Tiles(64, 64, 128, 4, 5),
-        256: Tiles(64, 128, 128, 4, 4),
-        None: Tiles(128, 256, 128, 8, 3),
+        16: W8A8Tiles(16, 64, 256, 4, 4),
+        64: W8A8Tiles(64, 64, 128, 4, 5),
+        256: W8A8Tiles(64, 128, 128, 4, 4),
+        None: W8A8Tiles(128, 256, 128, 8, 3),
     },
     100: {
-        16: Tiles(16, 64, 256, 4, 4),
-        64: Tiles(64, 64, 128, 4, 5),
-        256: Tiles(64, 128, 128, 4, 4),
-        None: Tiles(128, 128, 128, 8, 3),
+        16: W8A8Tiles(16, 64, 256, 4, 4),
+        64: W8A8Tiles(64, 64, 128, 4, 5),
+        256: W8A8Tiles(64, 128, 128, 4, 4),
+        None: W8A8Tiles(128, 128, 128, 8, 3),
     },
 }
 
@@ -246,11 +246,11 @@ def _num_warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-def _tiles(architecture: int, m: int) -> Tiles:
+def _tiles(architecture: int, m: int) -> W8A8Tiles:
     return tiles_of(TILES[architecture], m)
 
 
-def _splits(tiles: Tiles, m: int, n: int, k: int) -> int:
+def _splits(tiles: W8A8Tiles, m: int, n: int, k: int) -> int:
     """The number of splits of k: a power of two."""
     return splits_of(m, tiles, n, k // tiles.block_k, even=False)
 

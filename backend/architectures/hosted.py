@@ -100,7 +100,7 @@ HOSTED: dict[str, str] = {  # architecture -> model_type
 }
 
 
-class Encoder(NamedTuple):
+class EncoderFamily(NamedTuple):
     """A family whose tokens attend to the whole text, before and behind them."""
 
     model_type: str
@@ -110,19 +110,19 @@ class Encoder(NamedTuple):
         return (pad_token_id or 0) + 1 if self.counts_from_padding else 0
 
 
-ENCODERS: dict[str, Encoder] = {
-    "AlbertModel": Encoder("albert"),
-    "BertModel": Encoder("bert"),
-    "CamembertModel": Encoder("camembert", True),
-    "DistilBertModel": Encoder("distilbert"),
-    "ElectraModel": Encoder("electra"),
-    "ErnieModel": Encoder("ernie"),
-    "EuroBertModel": Encoder("eurobert"),
-    "GteModel": Encoder("gte"),
-    "ModernBertModel": Encoder("modernbert"),
-    "NomicBertModel": Encoder("nomic_bert"),
-    "RobertaModel": Encoder("roberta", True),
-    "XLMRobertaModel": Encoder("xlm-roberta", True),
+ENCODERS: dict[str, EncoderFamily] = {
+    "AlbertModel": EncoderFamily("albert"),
+    "BertModel": EncoderFamily("bert"),
+    "CamembertModel": EncoderFamily("camembert", True),
+    "DistilBertModel": EncoderFamily("distilbert"),
+    "ElectraModel": EncoderFamily("electra"),
+    "ErnieModel": EncoderFamily("ernie"),
+    "EuroBertModel": EncoderFamily("eurobert"),
+    "GteModel": EncoderFamily("gte"),
+    "ModernBertModel": EncoderFamily("modernbert"),
+    "NomicBertModel": EncoderFamily("nomic_bert"),
+    "RobertaModel": EncoderFamily("roberta", True),
+    "XLMRobertaModel": EncoderFamily("xlm-roberta", True),
 }
 # The same with a head that fills in masked words, which embeddings do not need.
 ENCODERS |= {name.removesuffix("Model") + "ForMaskedLM": encoder for name, encoder in ENCODERS.items()}
@@ -192,7 +192,7 @@ def implementation_of(content: dict[str, Any], wanted: Implementation) -> Litera
     raise ConfigError(refusal(place if name else FILE, name, shown(name), known, "use a model of one of them"))
 
 
-class Sizes(NamedTuple):
+class HostedSizes(NamedTuple):
     """Sizes of a hosted model, which its KV cache follows from."""
 
     num_layers: int
@@ -201,7 +201,7 @@ class Sizes(NamedTuple):
     max_position: int
 
 
-def sizes_of(content: dict[str, Any]) -> Sizes:
+def sizes_of(content: dict[str, Any]) -> HostedSizes:
     """An estimate: what transformers fills in by default is not known here. Absent sizes are 1."""
     part = content.get("text_config")
     content = part if isinstance(part, dict) else content
@@ -225,4 +225,4 @@ def sizes_of(content: dict[str, Any]) -> Sizes:
     if isinstance(names, list) and names and (encoder := ENCODERS.get(str(names[0]))) is not None:
         padding = content.get("pad_token_id", 1)
         positions = max(1, positions - encoder.first_position(padding if isinstance(padding, int) else 1))
-    return Sizes(number("num_hidden_layers", "n_layer"), kv_heads, head_dim, positions)
+    return HostedSizes(number("num_hidden_layers", "n_layer"), kv_heads, head_dim, positions)

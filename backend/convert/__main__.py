@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.errors import ConfigError
-from backend.convert.run import Wanted, convert_checkpoint
+from backend.convert.run import ConvertSettings, convert_checkpoint
 from backend.models.loader import resolve_model_path
 from backend.quant.checkpoint import check_output
 
@@ -51,7 +51,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         check_output(output)
-        wanted = Wanted(to, dtype or None, max_positions or None, rope_factor or None)
+        wanted = ConvertSettings(to, dtype or None, max_positions or None, rope_factor or None)
         made = convert_checkpoint(resolve_model_path(model), output, wanted, progress)
     except ConfigError as error:
         Console(stderr=True).print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)

@@ -26,14 +26,14 @@ _SHARD = re.compile(r"pytorch_model-\d{5}-of-\d{5}\.bin")
 Progress = Callable[[Sequence[str]], Iterable[str]]
 
 
-class Wanted(NamedTuple):
+class ConvertSettings(NamedTuple):
     to: str = "huggingface"  # or "meta"
     dtype: str | None = None  # float32, bfloat16 or float16; None: as stored
     max_positions: int | None = None  # max_position_embeddings, which Meta's files do not say
     rope_factor: float | None = None  # factor of the scaled rope that came with Llama 3.1
 
 
-class Made(NamedTuple):
+class Converted(NamedTuple):
     num_tensors: int
     num_bytes: int
     remarks: list[str]  # sentences about what the files did not say
@@ -47,7 +47,7 @@ class Source(NamedTuple):
     remarks: list[str]
 
 
-def open_source(directory: Path, wanted: Wanted) -> Source:
+def open_source(directory: Path, wanted: ConvertSettings) -> Source:
     """Raises ConfigError."""
     if is_meta(directory):
         meta = MetaCheckpoint(directory)
@@ -71,7 +71,9 @@ def open_source(directory: Path, wanted: Wanted) -> Source:
     return Source(open_directory(directory).tensors, config, [])
 
 
-def convert_checkpoint(directory: Path, output: Path, wanted: Wanted, progress: Progress = lambda names: names) -> Made:
+def convert_checkpoint(
+    directory: Path, output: Path, wanted: ConvertSettings, progress: Progress = lambda names: names
+) -> Converted:
     """Write the folder `output`, which appears when it is whole. Raises ConfigError."""
     source = open_source(directory, wanted)
     with torch.inference_mode(), new_folder(output, directory) as folder:
@@ -82,10 +84,10 @@ def convert_checkpoint(directory: Path, output: Path, wanted: Wanted, progress: 
             if is_meta(directory):
                 source.remarks.extend(_write_tokenizer(directory, folder))
             open_directory(folder)  # raises for what `serve` would refuse
-    return Made(len(source.tensors), num_bytes, source.remarks)
+    return Converted(len(source.tensors), num_bytes, source.remarks)
 
 
-def _write(source: Source, folder: Path, wanted: Wanted, progress: Progress) -> int:
+def _write(source: Source, folder: Path, wanted: ConvertSettings, progress: Progress) -> int:
     writer, config = Writer(folder), dict(source.config)
     for name in progress(list(source.tensors)):
         writer.add({name: _as(source.tensors[name], wanted.dtype)})
@@ -96,7 +98,7 @@ def _write(source: Source, folder: Path, wanted: Wanted, progress: Progress) -> 
     return writer.num_bytes
 
 
-def _write_meta(source: Source, folder: Path, wanted: Wanted, progress: Progress) -> int:
+def _write_meta(source: Source, folder: Path, wanted: ConvertSettings, progress: Progress) -> int:
     """consolidated.00.pth and params.json, the form of one rank. All of it is in memory before it is written."""
     params = meta_params(source.config)
     tensors = {}
@@ -124,7 +126,7 @@ def _write_tokenizer(directory: Path, folder: Path) -> list[str]:
     return ["Meta's files hold no chat template: set model.chat_template where clients send messages"]
 
 
-def _remarks(meta: MetaCheckpoint, wanted: Wanted) -> list[str]:
+def _remarks(meta: MetaCheckpoint, wanted: ConvertSettings) -> list[str]:
     config, found = meta.config(wanted.max_positions, wanted.rope_factor), []
     if wanted.max_positions is None and not meta.params.max_seq_len:
         limit = config["max_position_embeddings"]

@@ -21,7 +21,7 @@ END_GRACE_S = 2.0
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1"}
 
 
-class Job:
+class LimitedJob:
     """Work for the process."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class LimitedProcess:
             running = self._started()
         running.ready.wait()
 
-    def run(self, job: Job, task: bytes, timeout_s: float | None = None) -> Outcome:
+    def run(self, job: LimitedJob, task: bytes, timeout_s: float | None = None) -> Outcome:
         """Run a job and wait for its outcome, which comes within milliseconds after `drop`. Raises OSError if no process can be
         started.
         """
@@ -108,8 +108,8 @@ class _Running:
         with theirs:
             self._process = _spawn(module, theirs, ours)
         self._connection = ours
-        self.ready = Job()
-        self._jobs: dict[int, Job] = {READY: self.ready}
+        self.ready = LimitedJob()
+        self._jobs: dict[int, LimitedJob] = {READY: self.ready}
         self._num_jobs = 0
         self._lock = threading.Lock()
         self.is_alive = True
@@ -117,7 +117,7 @@ class _Running:
         self._thread.start()
         self.send(setup)
 
-    def add(self, job: Job) -> int:
+    def add(self, job: LimitedJob) -> int:
         """Register a job and return its number."""
         with self._lock:
             self._num_jobs += 1

@@ -22,13 +22,13 @@ class Phase(enum.Enum):
     ANSWER = enum.auto()
 
 
-class Place(NamedTuple):
+class ReasoningPlace(NamedTuple):
     phase: Phase
     matched: int = 0  # tokens of the mark that the phase is about
     thought: int = 0  # tokens of the reasoning, those of end_ids as far as they are matched included
 
 
-_ANSWER = Place(Phase.ANSWER)
+_ANSWER = ReasoningPlace(Phase.ANSWER)
 
 
 class ThinkingCourse:
@@ -40,10 +40,10 @@ class ThinkingCourse:
         self._fallbacks = _fallbacks(thinking.end_ids)
 
     @property
-    def beginning(self) -> Place:
-        return Place(Phase.START) if self.thinking.start_ids else self._thinking(0, 0)
+    def beginning(self) -> ReasoningPlace:
+        return ReasoningPlace(Phase.START) if self.thinking.start_ids else self._thinking(0, 0)
 
-    def forced(self, place: Place) -> int | None:
+    def forced(self, place: ReasoningPlace) -> int | None:
         """The only token that may follow; None if there are others."""
         match place.phase:
             case Phase.START if self._must_start or (self._is_guided and place.matched):
@@ -54,7 +54,7 @@ class ThinkingCourse:
                 return self.thinking.follow_ids[place.matched]
         return None
 
-    def after(self, place: Place, token_id: int) -> Place | None:
+    def after(self, place: ReasoningPlace, token_id: int) -> ReasoningPlace | None:
         """The place behind a token; None if the token may not follow."""
         if (forced := self.forced(place)) is not None and token_id != forced:
             return None
@@ -72,7 +72,7 @@ class ThinkingCourse:
                 return _ANSWER if matched == len(self.thinking.follow_ids) else place._replace(matched=matched)
         return place
 
-    def _after_start(self, place: Place, token_id: int) -> Place:
+    def _after_start(self, place: ReasoningPlace, token_id: int) -> ReasoningPlace:
         start = self.thinking.start_ids
         if token_id != start[place.matched]:
             return _ANSWER
@@ -80,23 +80,23 @@ class ThinkingCourse:
             return place._replace(matched=place.matched + 1)
         return self._thinking(0, 0)
 
-    def _after_thought(self, place: Place, token_id: int) -> Place:
+    def _after_thought(self, place: ReasoningPlace, token_id: int) -> ReasoningPlace:
         end, matched = self.thinking.end_ids, place.matched
         while matched and end[matched] != token_id:
             matched = self._fallbacks[matched]
         matched += end[matched] == token_id
         return self._ended(False) if matched == len(end) else self._thinking(matched, place.thought + 1)
 
-    def _thinking(self, matched: int, thought: int) -> Place:
+    def _thinking(self, matched: int, thought: int) -> ReasoningPlace:
         """Within the reasoning. What may be the beginning of end_ids counts, so that the budget ends it in any case."""
         limit = self.thinking.max_tokens
         is_used_up = limit is not None and thought >= limit
-        return Place(Phase.CLOSE, matched) if is_used_up else Place(Phase.THINK, matched, thought)
+        return ReasoningPlace(Phase.CLOSE, matched) if is_used_up else ReasoningPlace(Phase.THINK, matched, thought)
 
-    def _ended(self, by_budget: bool) -> Place:
+    def _ended(self, by_budget: bool) -> ReasoningPlace:
         """Behind end_ids. What follows them by itself is left to the model where nothing depends on it."""
         has_follow = self.thinking.follow_ids and (self._is_guided or by_budget)
-        return Place(Phase.FOLLOW) if has_follow else _ANSWER
+        return ReasoningPlace(Phase.FOLLOW) if has_follow else _ANSWER
 
 
 def _fallbacks(end: Sequence[int]) -> list[int]:

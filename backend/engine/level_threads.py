@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from backend.core.kept_block import BlockStore, Found, Miss, RecordFormat
 from backend.core.sequence import Sequence
-from backend.kvcache.second_level import Offload, Stored
+from backend.kvcache.second_level import LevelBlock, Offload
 
 log = logging.getLogger("everbatch.engine")
 QUEUE_BYTES = 64 << 20  # blocks that have been copied and wait to be written
@@ -25,12 +25,12 @@ CLOSE_S = 0.5  # how long an end waits for what is still to be written
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class LevelLoad:
     """Blocks that are read for a sequence which waits for them."""
 
     seq: Sequence
     start: int  # number of the first block in the sequence
-    blocks: list[Stored]
+    blocks: list[LevelBlock]
     begun_ns: int
     data: list[bytes] = field(default_factory=list)  # the KV of the first blocks, as they arrive
     is_over: bool = False  # nothing more of it is wanted, or will come
@@ -41,8 +41,8 @@ class LevelReports(Protocol):
 
     def opened(self, found: list[Found]) -> None: ...
     def written(self, offload: Offload, is_whole: bool) -> None: ...
-    def arrived(self, load: Load, block: Stored, outcome: bytes | Miss) -> None: ...
-    def ended(self, load: Load) -> None: ...
+    def arrived(self, load: LevelLoad, block: LevelBlock, outcome: bytes | Miss) -> None: ...
+    def ended(self, load: LevelLoad) -> None: ...
 
 
 class LevelIo(Protocol):
@@ -58,14 +58,14 @@ class LevelIo(Protocol):
         """False if the queue is full."""
         ...
 
-    def read(self, load: Load) -> bool:
+    def read(self, load: LevelLoad) -> bool:
         """False if the queue is full. Otherwise `ended` will be reported."""
         ...
 
     def close(self) -> None: ...
 
 
-def read_one(store: BlockStore, form: RecordFormat, block: Stored) -> bytes | Miss:
+def read_one(store: BlockStore, form: RecordFormat, block: LevelBlock) -> bytes | Miss:
     """The KV of a block, after all checks."""
     try:
         return form.check(store.read(block.place), block.record)
@@ -90,7 +90,7 @@ class LevelThreads:
     def __init__(self, store: BlockStore, form: RecordFormat) -> None:
         self._store, self._form = store, form
         self._writes: queue.Queue[tuple[Offload, bytes] | None] = queue.Queue(max(2, QUEUE_BYTES // form.place_bytes))
-        self._reads: queue.Queue[Load | None] = queue.Queue(MAX_LOADS)
+        self._reads: queue.Queue[LevelLoad | None] = queue.Queue(MAX_LOADS)
         self._is_closed = False
 
     @property
@@ -109,7 +109,7 @@ class LevelThreads:
     def write(self, offload: Offload, data: bytes) -> bool:
         return _put(self._writes, (offload, data))
 
-    def read(self, load: Load) -> bool:
+    def read(self, load: LevelLoad) -> bool:
         return _put(self._reads, load)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class LevelThreads:
         for load in self._items(self._reads):
             self._read(load)
 
-    def _read(self, load: Load) -> None:
+    def _read(self, load: LevelLoad) -> None:
         for block in load.blocks:
             if load.is_over or self._is_closed:
                 break

@@ -23,9 +23,9 @@ from backend.core.sequence import Sequence
 from backend.core.step import SequenceId, WorkerGroup
 from backend.engine.callbacks import Callbacks
 from backend.engine.level_rates import LevelRates
-from backend.engine.level_threads import LevelIo, Load
+from backend.engine.level_threads import LevelIo, LevelLoad
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.second_level import Offload, SecondLevel, Stored
+from backend.kvcache.second_level import LevelBlock, Offload, SecondLevel
 
 STALL_S = 0.1  # a level from which nothing comes for so long is a miss
 BUSY_COPY_BYTES = 4 << 20  # copied between two steps
@@ -42,7 +42,7 @@ class _Copy:
 
 
 class LevelTraffic:
-    """Implements scheduler.loads.Loads."""
+    """Implements scheduler.admission.LevelLoads."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class LevelTraffic:
         self._workers, self._clock, self._onboards = workers, clock, onboards
         self.rates = LevelRates(form.block_size, form.block_bytes)
         self._copies: list[_Copy] = []
-        self._loading: dict[SequenceId, Load] = {}
+        self._loading: dict[SequenceId, LevelLoad] = {}
         self._asked: set[SequenceId] = set()  # waiting sequences that have had their load, or need none
-        self._being_read: set[Load] = set()
+        self._being_read: set[LevelLoad] = set()
         self._queued_bytes = 0  # that the loads of `_being_read` still bring
         self._progress_ns = 0  # when the reader has last reported something, or was given something to do
         self._is_stalled = self._is_closed = False
@@ -141,7 +141,7 @@ class LevelTraffic:
         now_ns = self._clock.monotonic_ns()
         count = self.rates.num_to_load(len(blocks), self._queued_bytes, self.queued_tokens(), now_ns)
         self._num_recomputed += len(blocks) - count
-        load = Load(seq, start, blocks[:count], now_ns)
+        load = LevelLoad(seq, start, blocks[:count], now_ns)
         if not count or not self._io.read(load):
             return False
         if not self._being_read:
@@ -175,7 +175,7 @@ class LevelTraffic:
         if not is_whole:
             self._count(Miss.FAILED)
 
-    def arrived(self, load: Load, block: Stored, outcome: bytes | Miss) -> None:
+    def arrived(self, load: LevelLoad, block: LevelBlock, outcome: bytes | Miss) -> None:
         self._note_progress()
         if isinstance(outcome, Miss):
             self._count(outcome)
@@ -183,7 +183,7 @@ class LevelTraffic:
         elif not load.is_over:
             load.data.append(outcome)
 
-    def ended(self, load: Load) -> None:
+    def ended(self, load: LevelLoad) -> None:
         self._note_progress()
         load.is_over = True
         self._being_read.remove(load)
@@ -195,7 +195,7 @@ class LevelTraffic:
     def _note_progress(self) -> None:
         self._progress_ns, self._is_stalled = self._clock.monotonic_ns(), False
 
-    def _gives_up(self, load: Load) -> bool:
+    def _gives_up(self, load: LevelLoad) -> bool:
         """End a load of which nothing comes any more, or that has taken longer than computing would have."""
         now_ns = self._clock.monotonic_ns()
         if now_ns - max(self._progress_ns, load.begun_ns) > STALL_S * 1e9:
@@ -209,7 +209,7 @@ class LevelTraffic:
         load.is_over = True
         return True
 
-    def _land(self, load: Load) -> None:
+    def _land(self, load: LevelLoad) -> None:
         """Write what has arrived to the pool."""
         del self._loading[load.seq.seq_id]
         first, block_ids = self._level.onboard(load.seq, load.start, len(load.data)) if load.data else (0, [])

@@ -29,7 +29,7 @@ log = logging.getLogger("everbatch.engine")
 
 
 @dataclass(slots=True, frozen=True)
-class Outcome:
+class NamingOutcome:
     """The result of loading an adapter."""
 
     request_id: RequestId
@@ -55,7 +55,7 @@ class AdapterNames:
         self.directories: Mapping[str, str] = dict(lora.directories)
         self._changed = False
         self._loading: set[RequestId] = set()
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[NamingOutcome] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -135,7 +135,7 @@ class AdapterNames:
                 f"{len(self.directories)} LoRA adapters have names, the limit is {MAX_NAMES}; unload one"
             )
 
-    def _add(self, outcome: Outcome) -> EverbatchError | None:
+    def _add(self, outcome: NamingOutcome) -> EverbatchError | None:
         try:
             self._check_free(outcome.name, outcome.directory)
         except EverbatchError as error:
@@ -159,5 +159,5 @@ class AdapterNames:
         except Exception as failure:  # whatever a file does: the client must be answered
             log.exception("LoRA adapter %s could not be loaded", shown(name))
             error = InvalidRequest(f"LoRA adapter {shown(name)} cannot be read ({type(failure).__name__})")
-        self._outcomes.put(Outcome(request_id, name, str(path), error))
+        self._outcomes.put(NamingOutcome(request_id, name, str(path), error))
         self._wake()

@@ -13,7 +13,7 @@ OnResponse = Callable[[Response], None]
 
 
 @dataclass(slots=True)
-class Output:
+class ReceivedOutput:
     """One sequence of a request."""
 
     token_ids: list[int] = field(
@@ -35,7 +35,7 @@ class Live:
     command: Command
     accepted_s: float
     num_held_bytes: int | None = 0  # None: it is not held, because too much is
-    outputs: dict[int, Output] = field(default_factory=dict)
+    outputs: dict[int, ReceivedOutput] = field(default_factory=dict)
     num_responses: int = 0  # that the client has had
     num_repeated: int = 0  # responses of beams that the present engine gives once more
     first_token_ns: int = 0
@@ -53,12 +53,12 @@ class Live:
         """Another process has had it begun already."""
         for index, each in enumerate(resume.delivered):
             tokens = list(each.token_ids)
-            self.outputs[index] = Output(tokens, len(tokens), each.cum_log_prob, each.has_ended, 0, len(tokens))
+            self.outputs[index] = ReceivedOutput(tokens, len(tokens), each.cum_log_prob, each.has_ended, 0, len(tokens))
         self.num_responses, self.first_token_ns = 1, resume.first_token_ns
 
     def note(self, result: Result, now_ns: int) -> None:
         """The client gets a result."""
-        output = self.outputs.setdefault(result.sequence_index, Output())
+        output = self.outputs.setdefault(result.sequence_index, ReceivedOutput())
         output.has_ended = output.has_ended or result.is_sequence_final
         self.num_responses += 1
         self.first_token_ns = self.first_token_ns or now_ns

@@ -9,7 +9,7 @@ from backend.api.response import FinishReason, Response, Result
 from backend.api.tensor import TensorData
 from backend.core.messages import NameAdapter, StopSession
 from backend.engine.resume import goes_on
-from backend.executor.live import Live, Output
+from backend.executor.live import Live, ReceivedOutput
 
 
 def without_repeats(live: Live, response: Response) -> Response | None:
@@ -23,7 +23,7 @@ def without_repeats(live: Live, response: Response) -> Response | None:
     if request.sampling_config.beam_width > 1:
         live.num_repeated -= 1
         return response if live.num_repeated < 0 or result.is_final else None
-    output = live.outputs.setdefault(result.sequence_index, Output())
+    output = live.outputs.setdefault(result.sequence_index, ReceivedOutput())
     if output.has_ended:
         return None
     if request.streaming:
@@ -36,7 +36,7 @@ def without_repeats(live: Live, response: Response) -> Response | None:
     return replace(response, result_or_none=replace(result, is_final=is_last))
 
 
-def _tail(result: Result, output: Output, shows_all: bool) -> Result | None:
+def _tail(result: Result, output: ReceivedOutput, shows_all: bool) -> Result | None:
     """A result of a stream that began anew, without the tokens and tensors that its client has had."""
     tokens = result.output_token_ids[0]
     num_new = len(tokens) - output.num_here if shows_all else len(tokens)

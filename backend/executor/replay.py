@@ -31,7 +31,7 @@ from backend.core.messages import (
     Submit,
 )
 from backend.engine.resume import goes_on
-from backend.executor.live import Live, OnResponse, Output
+from backend.executor.live import Live, OnResponse, ReceivedOutput
 from backend.executor.repeats import without_repeats
 
 COUNTER = (1 << CLIENT_SHIFT) - 1  # the part of a request id that stays the same with another engine
@@ -254,7 +254,7 @@ class Replay:
         delivered: list[Delivered] = []
         if goes_on(request) and live.num_responses:
             count = request.sampling_config.num_return_sequences or 1
-            outputs = [live.outputs.get(index, Output()) for index in range(count)]
+            outputs = [live.outputs.get(index, ReceivedOutput()) for index in range(count)]
             delivered = [Delivered(list(each.token_ids), each.cum_log_prob, each.has_ended) for each in outputs]
         arrival_ns = round(live.accepted_s * 1e9)
         return Resume(delivered, first.turn, trial, live.first_token_ns, arrival_ns, is_again=live.num_lives > 1)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from backend.api.guide import Guide
 from backend.core.limited_messages import Limits, Outcome
-from backend.core.limited_process import Job, LimitedProcess
+from backend.core.limited_process import LimitedJob, LimitedProcess
 from backend.guided.protocol import GuideBackend
 from backend.guided.vocabulary import TokenizerInfo, Vocabulary
 from backend.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ encode_guide = msgspec.msgpack.Encoder().encode
 decode_guide = msgspec.msgpack.Decoder(Guide).decode
 
 
-class Setup(Struct, frozen=True, forbid_unknown_fields=True):
+class CompileSetup(Struct, frozen=True, forbid_unknown_fields=True):
     """The first message to the process."""
 
     materials: Materials
@@ -68,7 +68,7 @@ class Jobs(Protocol):
         """Wait until the process has started, or has failed to."""
         ...
 
-    def run(self, job: Job, guide: Guide) -> Outcome:
+    def run(self, job: LimitedJob, guide: Guide) -> Outcome:
         """Run a job and wait for its outcome, which comes within milliseconds after `drop`. Raises OSError if no process can be
         started.
         """
@@ -82,7 +82,7 @@ class Jobs(Protocol):
 class CompileProcess:
     """Implements Jobs. The process starts with the first job, and again after its death."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: CompileSetup) -> None:
         self.process = LimitedProcess("backend.guided.compile_process", setup)
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class CompileProcess:
     def wait_until_ready(self) -> None:
         self.process.wait_until_ready()
 
-    def run(self, job: Job, guide: Guide) -> Outcome:
+    def run(self, job: LimitedJob, guide: Guide) -> Outcome:
         return self.process.run(job, encode_guide(guide))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from backend.api.guide import Guide, GuideType
 from backend.core.limited_messages import Begin, Ending, Limits, Outcome
 from backend.core.limited_server import Perform, serve_jobs
-from backend.guided.compile_jobs import Setup, decode_guide
+from backend.guided.compile_jobs import CompileSetup, decode_guide
 from backend.guided.protocol import GuideBackend, GuideError
 
 NICENESS = 5
@@ -60,7 +60,7 @@ def compile_guide(backend: GuideBackend, begin: Begin) -> Outcome:
 
 def set_up(body: bytes) -> tuple[Perform, Limits]:
     """Raises EverbatchError if the materials are not usable."""
-    setup = msgspec.msgpack.decode(body, type=Setup)
+    setup = msgspec.msgpack.decode(body, type=CompileSetup)
     backend = setup.materials.make()
     with contextlib.suppress(GuideError):
         backend.compile(Guide(GuideType.JSON))  # so that children need not initialise the library

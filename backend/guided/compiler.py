@@ -22,7 +22,7 @@ from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
 from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.request import RequestId
 from backend.core.limited_messages import Ending, Outcome
-from backend.core.limited_process import Job
+from backend.core.limited_process import LimitedJob
 from backend.core.round_robin import RoundRobin, Taken
 from backend.core.step import OnCompiled
 from backend.guided.compile_errors import error_of, failure, lateness, no_process
@@ -40,7 +40,7 @@ class _Entry:
     """One guide, compiled or not, with the requests that use it or wait for it."""
 
     guide: Guide
-    job: Job = field(default_factory=Job)
+    job: LimitedJob = field(default_factory=LimitedJob)
     is_begun: bool = False
     compiled: CompiledGuide | None = None
     num_bytes: int = 0  # memory that the compiled guide holds
@@ -254,7 +254,7 @@ class GuideCompiler:
             with self._lock:
                 if not entry.waiting or self._is_closed:
                     break
-                entry.job = Job()
+                entry.job = LimitedJob()
             outcome = self._jobs.run(entry.job, guide)
         return outcome
 

@@ -22,19 +22,19 @@ _TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\\.[0-9]+)?(?:[Zz]|
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
 
 
-class Part(NamedTuple):
+class SchemaPart(NamedTuple):
     place: str  # as in `properties.a.anyOf[0]`; '' is the whole schema
     schema: dict[str, Any]
 
 
-def parts(schema: Any, place: str = "") -> Iterator[Part]:
+def parts(schema: Any, place: str = "") -> Iterator[SchemaPart]:
     """A schema and the schemas in it, also in keywords that are not known, for a $ref may lead there."""
     if isinstance(schema, list):
         for i, each in enumerate(schema):
             yield from parts(each, f"{place}[{i}]")
     if not isinstance(schema, dict):
         return
-    yield Part(place, schema)
+    yield SchemaPart(place, schema)
     for key, value in schema.items():
         if key in _OF_NAMES and isinstance(value, dict):
             for name, each in value.items():

@@ -10,7 +10,7 @@ from backend.api.config.schema import GuidedConfig
 from backend.api.errors import ConfigError
 from backend.api.guide import NOT_SET_UP
 from backend.core.limited_messages import Limits
-from backend.guided.compile_jobs import CompileProcess, Materials, Setup
+from backend.guided.compile_jobs import CompileProcess, CompileSetup, Materials
 from backend.guided.compiler import GuideCompiler
 from backend.guided.vocabulary import TokenizerInfo
 
@@ -41,7 +41,7 @@ def make_guides(
     else:
         return None, f"{NOT_SET_UP}: the engine has no tokenizer; set guided.tokenizer_info, or leave the guide out"
     materials = Materials(name, vocab_size, eos_ids, source)
-    process = CompileProcess(Setup(materials, Limits(config.compile_cpu_s, config.compile_bytes)))
+    process = CompileProcess(CompileSetup(materials, Limits(config.compile_cpu_s, config.compile_bytes)))
     return GuideCompiler(config, materials.make, process), ""
 
 

@@ -52,7 +52,7 @@ class Structure(NamedTuple):
     end: str
 
 
-class Group(NamedTuple):
+class TagGroup(NamedTuple):
     begin: str
     separator: str
     end: str
@@ -62,7 +62,7 @@ class StructuralTag(NamedTuple):
     structures: list[Structure]
     triggers: list[str]  # none: the output is one of the structures
     at_most_one: bool = False
-    group: Group | None = None
+    group: TagGroup | None = None
 
     def of_trigger(self, trigger: str) -> list[int]:
         """The structures that may follow it, by their places."""
@@ -115,13 +115,13 @@ def _check_triggers(tag: StructuralTag) -> None:
             raise GuideError(f"the structure {structure.begin[:80]!r} begins with no trigger; add one")
 
 
-def _group(tree: Any) -> Group | None:
+def _group(tree: Any) -> TagGroup | None:
     if tree is None:
         return None
-    is_right = isinstance(tree, dict) and set(tree) <= set(Group._fields)
+    is_right = isinstance(tree, dict) and set(tree) <= set(TagGroup._fields)
     if not is_right or not all(isinstance(text, str) for text in tree.values()):
         raise GuideError("the group of the structural tag has begin, separator and end, which are texts")
-    return Group(*(tree.get(name, "") for name in Group._fields))
+    return TagGroup(*(tree.get(name, "") for name in TagGroup._fields))
 
 
 def _structure(tree: Any, place: str) -> Structure:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backend.api.guide import Thinking
-from backend.core.thinking import Phase, Place, ThinkingCourse
+from backend.core.thinking import Phase, ReasoningPlace, ThinkingCourse
 from backend.guided.protocol import Matcher, bits_of
 
 
@@ -16,10 +16,12 @@ class ThinkingMatcher:
         self._course = ThinkingCourse(thinking, is_guided=matcher is not None)
         self._matcher = matcher
         self._start_bits = bits_of(thinking.start_ids[:1])
-        self._places: list[Place] = [self._course.beginning]  # behind each token, as many as can be rolled back
+        self._places: list[ReasoningPlace] = [
+            self._course.beginning
+        ]  # behind each token, as many as can be rolled back
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> ReasoningPlace:
         return self._places[-1]
 
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
@@ -44,7 +46,7 @@ class ThinkingMatcher:
         self._places.append(place)
         return True
 
-    def _is_of_answer(self, after: Place) -> bool:
+    def _is_of_answer(self, after: ReasoningPlace) -> bool:
         """True if the token that leads there belongs to the answer."""
         return after.phase is Phase.ANSWER and self._place.phase in (Phase.START, Phase.ANSWER)
 

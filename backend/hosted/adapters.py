@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from backend.api.checkpoint.adapter_files import projection_of
 from backend.hosted.layers import EngineLinear
 from backend.layers.lora import AdaptedTokens
-from backend.models.lora import Place, Projections
+from backend.models.lora import ProjectionPlace, Projections
 
 
 class AdapterHost:
@@ -24,7 +24,7 @@ class AdapterHost:
 
     def __init__(self, model: nn.Module, architecture: str) -> None:
         self._architecture = architecture
-        self._places: dict[tuple[int, str], Place] = {}  # by a projection's layer and its name there
+        self._places: dict[tuple[int, str], ProjectionPlace] = {}  # by a projection's layer and its name there
         self._products: dict[tuple[int, str], EngineLinear] = {}  # by layer and the name of their first projection
         self.step: AdaptedTokens | None = None
         names: dict[int, tuple[int, str]] = {}  # a product's id -> its key in _products
@@ -34,12 +34,14 @@ class AdapterHost:
             product, first = module.product
             name = names.setdefault(id(product), found)
             self._products[name] = product
-            self._places[found] = Place(name[1], first, module.out_features, module.in_features)
+            self._places[found] = ProjectionPlace(name[1], first, module.out_features, module.in_features)
 
     @property
     def projections(self) -> Projections:
         """The projections that adapters may change; they are known when `learning` is over."""
-        layers: list[dict[str, Place]] = [{} for _ in range(1 + max((layer for layer, _ in self._places), default=-1))]
+        layers: list[dict[str, ProjectionPlace]] = [
+            {} for _ in range(1 + max((layer for layer, _ in self._places), default=-1))
+        ]
         for (layer, name), place in self._places.items():
             layers[layer][name] = place
         return Projections(self._architecture, layers)

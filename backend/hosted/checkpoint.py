@@ -48,7 +48,7 @@ _COUNTS = re.compile(r"(moe_)?(num|n)_(\w+_)?(layers?|experts?)")
 
 
 class HostedCheckpoint:
-    """Has the interface of backend.models.loader.Checkpoint. Nothing large is read before `build`."""
+    """Has the interface of backend.models.loader.CheckpointReader. Nothing large is read before `build`."""
 
     def __init__(self, content: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """`content`: of config.json. Raises ConfigError."""

@@ -39,7 +39,7 @@ class Offload(NamedTuple):
     stamp: int
 
 
-class Stored(NamedTuple):
+class LevelBlock(NamedTuple):
     """A block that the level has."""
 
     place: int
@@ -153,32 +153,32 @@ class SecondLevel:
 
     # ---- what can be found -------------------------------------------------------------------------------------------
 
-    def find(self, seq: Sequence, start: int) -> list[Stored]:
+    def find(self, seq: Sequence, start: int) -> list[LevelBlock]:
         """The blocks that hold the sequence's tokens from block `start` on, as far as a request may reuse them."""
         stop = seq.max_found_tokens // self._geometry.block_size
-        found: list[Stored] = []
+        found: list[LevelBlock] = []
         if start >= stop or not self._places:
             return found
         for record in islice(self._chain(seq, stop), start, None):
             place = self._places.get(record.key)
             if place is None:
                 break
-            found.append(Stored(place, record, record.key))
+            found.append(LevelBlock(place, record, record.key))
         return found
 
-    def begin_read(self, blocks: Iterable[Stored]) -> None:
+    def begin_read(self, blocks: Iterable[LevelBlock]) -> None:
         """Keep their places until `end_read`, and count them as used, the head last."""
         for each in reversed(list(blocks)):
             self._readers[each.place] += 1
             self._places.move_to_end(each.key)
 
-    def end_read(self, blocks: Iterable[Stored]) -> None:
+    def end_read(self, blocks: Iterable[LevelBlock]) -> None:
         for each in blocks:
             self._readers[each.place] -= 1
             if not self._readers[each.place]:
                 del self._readers[each.place]
 
-    def forget(self, block: Stored) -> None:
+    def forget(self, block: LevelBlock) -> None:
         """The block has been found to be no use."""
         if self._places.get(block.key) == block.place:
             del self._places[block.key]

@@ -1,7 +1,7 @@
 """Linear layers: y = x W^T + bias behind one interface, whatever form the weight is held in.
 
     DenseLinear       F.linear, for any device and dtype
-    PackedLinear      bfloat16 on a CPU; the weight is held in the order in which oneDNN's product reads it
+    OneDnnLinear      bfloat16 on a CPU; the weight is held in the order in which oneDNN's product reads it
     QuantizedLinear   int8 weight and scales; slow, and the reference of the quantised kernels
 
 A `MakeLinear` chooses among them and owns the weight it is given: a layer that packs it keeps the packed form only. Here 4-bit
@@ -78,7 +78,7 @@ def make_torch_linear(weight: Weight, bias: Tensor | None) -> Linear:
         return QuantizedLinear(weight, bias)
     assert not isinstance(weight, SuperBlocks), "LinearOptions.holds_super_blocks is for native kernels"
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and onednn_packs():
-        return PackedLinear(weight, bias)
+        return OneDnnLinear(weight, bias)
     return DenseLinear(weight, bias)
 
 
@@ -113,7 +113,7 @@ class DenseLinear:
         return F.linear(x, self._weight, self._bias)
 
 
-class PackedLinear:
+class OneDnnLinear:
     """bfloat16 on a CPU through torch's private oneDNN operators. Call it only where `onednn_packs()` is true."""
 
     takes_int8 = False
@@ -174,7 +174,7 @@ def onednn_packs() -> bool:
     x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 70), (40, 70), (40,)))
     expected = F.linear(x.float(), weight.float(), bias.float())
     try:
-        return torch.allclose(PackedLinear(weight, bias)(x).float(), expected, rtol=0.01, atol=0.01)
+        return torch.allclose(OneDnnLinear(weight, bias)(x).float(), expected, rtol=0.01, atol=0.01)
     except (
         AttributeError,
         RuntimeError,

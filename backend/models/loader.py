@@ -63,7 +63,7 @@ def resolve_model_path(path: str) -> Path:
     return _from_hub(path)
 
 
-class Checkpoint:
+class CheckpointReader:
     """A parsed config.json and the tensors that go with it. Nothing large is read before `build`."""
 
     is_encoder = False
@@ -125,23 +125,23 @@ class Checkpoint:
         return checked_length(max_seq_len, self.config)
 
 
-def open_directory(directory: Path) -> Checkpoint:
+def open_directory(directory: Path) -> CheckpointReader:
     """A checkpoint directory, or a GGUF file. Raises ConfigError."""
     if (file := gguf_file(directory)) is not None:
         header = read_header(file)
         config = gguf.read_config(header)
-        return Checkpoint(config, GgufTensors(header, config), [file])
+        return CheckpointReader(config, GgufTensors(header, config), [file])
     config, files = read_model_config(directory), weight_files(directory)
     tensors = _LazyTensors(files)
     bare = _BareTensors(tensors) if _BareTensors.fits(config, tensors) else tensors
-    return Checkpoint(config, bare, [directory / "config.json", *files])
+    return CheckpointReader(config, bare, [directory / "config.json", *files])
 
 
-def of_buffers(tensors: Mapping[str, Tensor], json_config: str) -> Checkpoint:
+def of_buffers(tensors: Mapping[str, Tensor], json_config: str) -> CheckpointReader:
     """Tensors in memory and the text of a config.json. Raises ConfigError."""
     config = parse_model_config(json_config)
     check_eos_ids(config.eos_ids, config, "config.json")
-    return Checkpoint(config, tensors)
+    return CheckpointReader(config, tensors)
 
 
 def dtype_named(name: str) -> torch.dtype:

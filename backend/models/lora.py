@@ -43,7 +43,7 @@ MAX_NAMES = 12  # projections that an error lists
 Layers = list[dict[str, list[Part]]]
 
 
-class Place(NamedTuple):
+class ProjectionPlace(NamedTuple):
     """Where a projection is in the model."""
 
     linear: str  # the linear layer; in a decoder of this engine one of kernels.common.adapter.LINEARS
@@ -51,7 +51,7 @@ class Place(NamedTuple):
     n: int
     k: int
 
-    def meets(self, other: Place) -> bool:
+    def meets(self, other: ProjectionPlace) -> bool:
         """True if they have columns of a linear layer in common."""
         return self.linear == other.linear and self.first < other.first + other.n and other.first < self.first + self.n
 
@@ -61,10 +61,10 @@ class Projections(NamedTuple):
 
     architecture: str
     layers: Sequence[
-        Mapping[str, Place]
+        Mapping[str, ProjectionPlace]
     ]  # one for each layer; projection_of (api/checkpoint/adapter_files.py) names its keys
 
-    def place(self, layer: int, name: str) -> Place:
+    def place(self, layer: int, name: str) -> ProjectionPlace:
         """Raises InvalidRequest, and Unsupported for a projection that the model does not have."""
         if layer >= len(self.layers):
             count = len(self.layers)
@@ -77,7 +77,7 @@ class Projections(NamedTuple):
             )
         return place
 
-    def smallest(self, layer: int) -> list[Place]:
+    def smallest(self, layer: int) -> list[ProjectionPlace]:
         """The projections of a layer, without those that hold smaller ones: all of them can be adapted together."""
         places = self.layers[layer].values()
         return [place for place in places if not any(place.meets(other) and other.n < place.n for other in places)]
@@ -88,7 +88,7 @@ def projections_of(config: ModelConfig) -> Projections:
     return Projections(config.architecture, [places(config)] * config.num_layers)
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
+def places(config: ModelConfig) -> dict[str, ProjectionPlace]:
     """By the names of projections, and `qkv` for the fused one; besides those of FUSED that the checkpoint holds as one tensor.
 
     An mlp without a gate has no gate_proj.
@@ -97,16 +97,16 @@ def places(config: ModelConfig) -> dict[str, Place]:
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     gate = inter if config.block.gated else 0
     found = {
-        "qkv": Place("qkv", 0, q + 2 * kv, hidden),
-        "qkv_proj": Place("qkv", 0, q + 2 * kv, hidden),
-        "q_proj": Place("qkv", 0, q, hidden),
-        "k_proj": Place("qkv", q, kv, hidden),
-        "v_proj": Place("qkv", q + kv, kv, hidden),
-        "o_proj": Place("out", 0, hidden, q),
-        "gate_up_proj": Place("gate_up", 0, gate + inter, hidden),
-        "gate_proj": Place("gate_up", 0, gate, hidden),
-        "up_proj": Place("gate_up", gate, inter, hidden),
-        "down_proj": Place("down", 0, hidden, inter),
+        "qkv": ProjectionPlace("qkv", 0, q + 2 * kv, hidden),
+        "qkv_proj": ProjectionPlace("qkv", 0, q + 2 * kv, hidden),
+        "q_proj": ProjectionPlace("qkv", 0, q, hidden),
+        "k_proj": ProjectionPlace("qkv", q, kv, hidden),
+        "v_proj": ProjectionPlace("qkv", q + kv, kv, hidden),
+        "o_proj": ProjectionPlace("out", 0, hidden, q),
+        "gate_up_proj": ProjectionPlace("gate_up", 0, gate + inter, hidden),
+        "gate_proj": ProjectionPlace("gate_up", 0, gate, hidden),
+        "up_proj": ProjectionPlace("gate_up", gate, inter, hidden),
+        "down_proj": ProjectionPlace("down", 0, hidden, inter),
     }
     held = {name.split(".")[-1] for name in (*config.names.layer.qkv, *config.names.layer.gate_up)}
     return {name: place for name, place in found.items() if place.n and (name in held or name not in FUSED)}

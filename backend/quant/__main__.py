@@ -18,7 +18,7 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.models.loader import DEFAULT_MODEL, open_directory, resolve_model_path
 from backend.quant.checkpoint import check_output
-from backend.quant.run import Made, Wanted, check_source, quantize_checkpoint
+from backend.quant.run import Quantised, QuantSettings, check_source, quantize_checkpoint
 from backend.quant.text import built_in_texts, read_text, rows_of
 
 NO_CALIBRATION = "none"
@@ -56,7 +56,7 @@ def progress(layers: Sequence[int]) -> Iterator[int]:
             yield index
 
 
-def show(made: Made, wanted: Wanted, output: Path) -> None:
+def show(made: Quantised, wanted: QuantSettings, output: Path) -> None:
     """Print the errors of each kind of layer, the sizes before and after, and how to serve the checkpoint."""
     if made.errors:
         table = Table(title="error of the outputs on the calibration text, mean over the layers")
@@ -86,7 +86,7 @@ def main(
     """`deploy/cli.py` names and explains the options; empty and 0 stand for those that were left out."""
     torch.set_grad_enabled(False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    wanted = Wanted(scheme, group or None, kv or None)
+    wanted = QuantSettings(scheme, group or None, kv or None)
     try:
         check_output(output)
         directory = resolve_model_path(model)

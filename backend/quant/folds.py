@@ -28,7 +28,7 @@ from backend.architectures.description import ModelConfig
 Layer = dict[str, Tensor]
 
 
-class Part(NamedTuple):
+class FoldPart(NamedTuple):
     """A projection's place in the checkpoint."""
 
     name: str  # name of the tensor within the layer, without `.weight`
@@ -41,7 +41,7 @@ def kinds(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return {"qkv": names.qkv, "out": (names.out,), "gate_up": names.gate_up, "down": (names.down,)}
 
 
-def parts(config: ModelConfig) -> dict[str, Part]:
+def parts(config: ModelConfig) -> dict[str, FoldPart]:
     """Where q, k, v, gate and up are stored: in a tensor of their own, or in one for all."""
     q, kv, inter = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     names, found = config.names.layer, {}
@@ -50,7 +50,7 @@ def parts(config: ModelConfig) -> dict[str, Part]:
         first = 0
         for index, (part, count) in enumerate(rows.items()):
             is_alone = len(stored) == len(rows)
-            found[part] = Part(stored[index if is_alone else 0], slice(0 if is_alone else first, first + count))
+            found[part] = FoldPart(stored[index if is_alone else 0], slice(0 if is_alone else first, first + count))
             first = 0 if is_alone else first + count
     return found
 
@@ -139,7 +139,7 @@ def _multiply_columns(layer: Layer, name: str, factor: Tensor) -> None:
     layer[name + ".weight"] = layer[name + ".weight"] * factor
 
 
-def _multiply_rows(layer: Layer, part: Part, factor: Tensor) -> None:
+def _multiply_rows(layer: Layer, part: FoldPart, factor: Tensor) -> None:
     weight = layer[part.name + ".weight"].clone()
     weight[part.rows] *= factor[:, None]
     layer[part.name + ".weight"] = weight

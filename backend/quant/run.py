@@ -20,13 +20,13 @@ from backend.quant.schemes import Scheme, make_scheme
 KV_BITS = {"int8": 8, "int4": 4}
 
 
-class Wanted(NamedTuple):
+class QuantSettings(NamedTuple):
     scheme: str
     group: int | None = None  # columns that share a scale (--group); None leaves the choice to the scheme
     kv: str | None = None  # the type of the KV cache, int8 or int4; None means the model's own
 
 
-class Made(NamedTuple):
+class Quantised(NamedTuple):
     errors: dict[str, Errors]  # kind of linear layer -> mean over the decoder layers; empty without calibration
     bytes_before: int
     bytes_after: int
@@ -37,10 +37,10 @@ class Made(NamedTuple):
 def quantize_checkpoint(
     directory: Path,
     output: Path,
-    wanted: Wanted,
+    wanted: QuantSettings,
     rows: Tensor | None,
     progress: Callable[[Sequence[int]], Iterable[int]] = lambda layers: layers,
-) -> Made:
+) -> Quantised:
     """Write the quantised checkpoint to the folder `output`. Raises ConfigError.
 
     rows [rows, length] is the calibration text in tokens; without it there is no calibration.
@@ -61,10 +61,10 @@ def quantize_checkpoint(
         writer.add(source.others())
         writer.finish(source.raw_config() | {"quantization_config": _section(scheme, wanted.kv)})
     is_smoothed = calibration is not None and scheme.has_int8_activations
-    return Made(_mean(errors), source.num_bytes(), writer.num_bytes, obstacles(config) if is_smoothed else [])
+    return Quantised(_mean(errors), source.num_bytes(), writer.num_bytes, obstacles(config) if is_smoothed else [])
 
 
-def check_source(directory: Path, wanted: Wanted) -> None:
+def check_source(directory: Path, wanted: QuantSettings) -> None:
     """Raise ConfigError if `quantize_checkpoint` would refuse this model."""
     source = FloatCheckpoint(directory)
     if source.config.names.layer.qkv_by_head:

@@ -40,8 +40,8 @@ from backend.core.messages import (
 )
 from backend.executor.executor import Executor
 from backend.executor.live import OnResponse
-from backend.replicas.live import Answer, Door, Live, Named, Naming, are_alike, has_stopped, may_move
-from backend.replicas.placement import Load, Placement
+from backend.replicas.live import Door, Named, Naming, ReplicaAnswer, RunningRequest, are_alike, has_stopped, may_move
+from backend.replicas.placement import Placement, ReplicaLoad
 from backend.replicas.totals import total_stats
 from backend.wire.engine_server import EngineServer
 
@@ -64,11 +64,11 @@ class Front:
         self._placement = placement
         self._open_door = open_door
         self._door: Door | None = None
-        self._inbox: queue.SimpleQueue[Command | ClientGone | Answer | Named | None] = queue.SimpleQueue()
-        self._live: dict[int, Live] = {}  # by serial number
+        self._inbox: queue.SimpleQueue[Command | ClientGone | ReplicaAnswer | Named | None] = queue.SimpleQueue()
+        self._live: dict[int, RunningRequest] = {}  # by serial number
         self._serials: dict[RequestId, int] = {}  # serial numbers of live requests, by the client's ids
         self._counter = itertools.count(1)
-        self._loads = [Load() for _ in replicas]
+        self._loads = [ReplicaLoad() for _ in replicas]
         self._greetings: list[Hello | None] = [None] * len(replicas)  # the Hello of each replica's present engine
         self._adapters: dict[str, str] = {}  # that clients have named
         self._answers: list[Response] = []  # to be delivered at the end of this turn
@@ -122,7 +122,7 @@ class Front:
             self._door.deliver(self._answers)
         self._answers = []
 
-    def _waiting(self) -> list[Command | ClientGone | Answer | Named]:
+    def _waiting(self) -> list[Command | ClientGone | ReplicaAnswer | Named]:
         """Everything in the inbox, after LOOK_S at most."""
         items = []
         with suppress(queue.Empty):
@@ -131,9 +131,9 @@ class Front:
                 items.append(self._inbox.get_nowait())
         return [item for item in items if item is not None]
 
-    def _apply(self, item: Command | ClientGone | Answer | Named) -> None:
+    def _apply(self, item: Command | ClientGone | ReplicaAnswer | Named) -> None:
         match item:
-            case Answer(serial, response):
+            case ReplicaAnswer(serial, response):
                 self._take_answer(serial, response)
             case Named():
                 self._take_named(item.naming, item.response)
@@ -167,12 +167,12 @@ class Front:
             return
         place = self._placement.place(request, ready, self._loads)
         movable = request if may_move(request) else None
-        live = Live(request_id, place.replica, place.num_new_tokens, request, lost_by, resume, movable)
+        live = RunningRequest(request_id, place.replica, place.num_new_tokens, request, lost_by, resume, movable)
         self._send(live, lambda replica, tell: replica.submit(request, tell, resume))
         if request.session is not None and request.session.end:
             self._placement.end(request.cache_salt, request.session.id)
 
-    def _send(self, live: Live, send: Callable[[Executor, OnResponse], RequestId]) -> None:
+    def _send(self, live: RunningRequest, send: Callable[[Executor, OnResponse], RequestId]) -> None:
         """Send a request to its replica with `send`; refuse it if that fails."""
         serial = next(self._counter)
         try:
@@ -196,7 +196,7 @@ class Front:
             if ready:
                 self._move(serial, live, live.movable, ready)
 
-    def _move(self, serial: int, live: Live, request: Request, ready: list[int]) -> None:
+    def _move(self, serial: int, live: RunningRequest, request: Request, ready: list[int]) -> None:
         place, lost = self._placement.place(request, ready, self._loads), self._replicas[live.replica]
         try:
             local_id = self._replicas[place.replica].take_over(lost, live.local_id, self._teller(serial))
@@ -212,7 +212,7 @@ class Front:
         live.local_id, live.replica, live.num_new_tokens = local_id, place.replica, place.num_new_tokens
 
     def _teller(self, serial: int) -> OnResponse:
-        return lambda response: self._inbox.put(Answer(serial, response))
+        return lambda response: self._inbox.put(ReplicaAnswer(serial, response))
 
     def _stop_session(self, command: StopSession) -> None:
         """The replica that holds the session answers; where none is known, any one says that there is no such session."""
@@ -221,7 +221,7 @@ class Front:
         if not ready or (at is not None and at not in ready):
             self._refuse(command.request_id, EngineUnavailable(NONE_READY))
             return
-        live = Live(command.request_id, ready[0] if at is None else at, 0)
+        live = RunningRequest(command.request_id, ready[0] if at is None else at, 0)
         session, end, namespace = command.session_id, command.end, command.namespace
         self._send(live, lambda replica, tell: replica.stop_session(session, end, tell, namespace))
         if command.end:

@@ -15,7 +15,7 @@ from backend.core.messages import NameAdapter, Resume
 from backend.executor.executor import Executor
 
 
-class Live(Struct):
+class RunningRequest(Struct):
     """A request that runs on a replica."""
 
     request_id: RequestId  # the client's
@@ -29,7 +29,7 @@ class Live(Struct):
     is_cancelled: bool = False
 
 
-class Answer(Struct):
+class ReplicaAnswer(Struct):
     """A replica's response, in the inbox."""
 
     serial: int

@@ -29,7 +29,7 @@ TOKENS_PER_STREAM = 32
 Key = tuple[str, SessionId]  # a client's namespace and its number of the session
 
 
-class Load(Struct):
+class ReplicaLoad(Struct):
     """The work that a replica has been given and not finished."""
 
     waiting_tokens: int = 0  # tokens to compute of prompts without a first token yet
@@ -40,7 +40,7 @@ class Load(Struct):
         return self.waiting_tokens + TOKENS_PER_STREAM * self.num_live
 
 
-class Place(Struct, frozen=True):
+class ReplicaPlace(Struct, frozen=True):
     replica: int
     num_new_tokens: int  # prompt tokens that are not known to be in the replica's KV cache
 
@@ -55,7 +55,7 @@ class Placement:
         )  # hash of a prompt's beginning -> bit i: replica i has seen it
         self._sessions: OrderedDict[Key, int] = OrderedDict()  # least recently used first
 
-    def place(self, request: Request, ready: Sequence[int], loads: Sequence[Load]) -> Place:
+    def place(self, request: Request, ready: Sequence[int], loads: Sequence[ReplicaLoad]) -> ReplicaPlace:
         """Choose one of the `ready` replicas, and remember the choice. `loads`: of all replicas, by their numbers.
 
         A turn of a session that no ready replica holds goes to another one, which refuses it unless it starts the session.
@@ -68,7 +68,7 @@ class Placement:
         if request.session is not None:
             chosen = self._of_session((request.cache_salt, request.session.id), chosen, ready)
         self._remember(pieces, chosen)
-        return Place(chosen, new[chosen])
+        return ReplicaPlace(chosen, new[chosen])
 
     def holder(self, namespace: str, session: SessionId) -> int | None:
         """The replica that holds a session; None if it is not known."""

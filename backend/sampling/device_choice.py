@@ -17,7 +17,7 @@ from torch import Tensor
 from backend.core.step import SampledToken, SlotId
 from backend.sampling.slots import SlotOptions, SlotParameters
 from backend.sampling.torch_choice import add_sparse
-from kernels.choose_tokens import Penalties, Rows, choose_tokens
+from kernels.choose_tokens import Penalties, SamplingRows, choose_tokens
 from kernels.common.transfer import Fetched, place
 from kernels.common.triton_runtime import runs_on
 from kernels.cpu.sampling import FloatColumn, IntColumn
@@ -145,10 +145,10 @@ class FetchedSamples:
         return samples
 
 
-def _rows(numbers: Tensor) -> Rows:
+def _rows(numbers: Tensor) -> SamplingRows:
     """The parameters of choose_tokens in a table [Number, rows] on the device."""
     values = numbers.view(torch.float64)
-    return Rows(
+    return SamplingRows(
         values[Number.TEMPERATURE].float(),
         numbers[Number.TOP_K],
         values[Number.TOP_P],
@@ -159,8 +159,8 @@ def _rows(numbers: Tensor) -> Rows:
 
 
 def _decayed(
-    rows: Rows, options: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
-) -> Rows:
+    rows: SamplingRows, options: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
+) -> SamplingRows:
     """The sampling parameters with top_p brought up to date where it decays. Nothing waits for the device."""
     changing = [i for i, row in enumerate(options) if row.decay is not None]
     if not changing:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backend.core.step import SampledToken, SlotId
 from backend.sampling.slots import SlotOptions, SlotParameters
-from kernels.cpu.sampling import LogProbs, NativeSampling
+from kernels.cpu.sampling import NativeLogProbs, NativeSampling
 
 
 class NativeChoice:
@@ -38,7 +38,7 @@ class NativeChoice:
         return result
 
 
-def _with_log_probs(token: SampledToken, options: SlotOptions, log_probs: LogProbs, i: int) -> SampledToken:
+def _with_log_probs(token: SampledToken, options: SlotOptions, log_probs: NativeLogProbs, i: int) -> SampledToken:
     k = options.top_log_probs
     value = float(log_probs.chosen[i]) if options.return_log_probs else None
     pairs = list(zip(log_probs.top_ids[i, :k].tolist(), log_probs.top[i, :k].tolist()))

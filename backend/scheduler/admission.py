@@ -55,7 +55,7 @@ def _note_return(seq: Sequence, num_lost: int, now_ns: int) -> None:
         seq.interruptions = (*earlier, Interruption(returned_ns=now_ns, num_lost_tokens=num_lost))
 
 
-class Loads(Protocol):
+class LevelLoads(Protocol):
     """KV that comes from the second level while its sequence waits, as the scheduler sees it."""
 
     # How many tokens are to be computed before those of a new admission; set by the scheduler.

@@ -24,7 +24,7 @@ from backend.core.step import SequenceId, StepInput
 from backend.kvcache.adapters import AdapterCache
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission, TableChange
-from backend.scheduler.admission import Loads, note_admission, note_pause
+from backend.scheduler.admission import LevelLoads, note_admission, note_pause
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,
@@ -54,7 +54,7 @@ class Scheduler:
         has_matrix_units: bool = False,
         adapters: AdapterCache | None = None,
         drafter: Drafter | None = None,
-        loads: Loads | None = None,
+        loads: LevelLoads | None = None,
     ) -> None:
         """`drafter`: None for workers that take no drafts. `loads`: None without a second level of KV."""
         self.config = config

@@ -18,7 +18,7 @@ from functools import partial
 from backend.api import EngineConfig, ErrorCode
 from backend.serving.delivery.cancellation import CancellationPoller, EngineRows
 from backend.serving.delivery.pump import ResponsePump
-from backend.serving.intake.intake import Intake
+from backend.serving.intake.intake import RequestIntake
 from backend.serving.lifecycle.absence import Absence
 from backend.serving.lifecycle.drain import SHUTTING_DOWN, Drain
 from backend.serving.lifecycle.health import StubHealth
@@ -48,7 +48,7 @@ class ModelServer:
         )
         self._drain = Drain(model.drain_grace_s)
         self._absence = Absence(model.away_file, config.limits.max_queue_size)
-        self._intake = Intake(model, executor, config, self._pump, self._absence, self._drain)
+        self._intake = RequestIntake(model, executor, config, self._pump, self._absence, self._drain)
         self._health = StubHealth(
             executor,
             self._drain,

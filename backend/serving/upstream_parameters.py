@@ -36,7 +36,7 @@ TRITONS_OWN = ("role", ENGINE, OWNS, LABEL, "EXECUTION_ENV_PATH", "FORCE_CPU_ONL
 QUEUE_SIZE = "dynamic_batching.default_queue_policy.max_queue_size"
 
 
-class Settings(NamedTuple):
+class UpstreamSettings(NamedTuple):
     """The configuration with the parameters of a model's config.pbtxt, and a sentence about each for the log."""
 
     config: EngineConfig
@@ -224,10 +224,10 @@ def set_parameters(model_config: Mapping[str, Any]) -> dict[str, str]:
     return {key: value.strip() for key, value in found.items() if value.strip() and not value.strip().startswith("${")}
 
 
-def apply_parameters(role: str, model_config: Mapping[str, Any], config: EngineConfig) -> Settings:
+def apply_parameters(role: str, model_config: Mapping[str, Any], config: EngineConfig) -> UpstreamSettings:
     """`config` with what the model's config.pbtxt sets. Raises ConfigError for what is refused, wrong or out of range."""
     if role not in PARAMETERS:
-        return Settings(config, [])
+        return UpstreamSettings(config, [])
     table = PARAMETERS[role]
     given = {key: text for key, text in set_parameters(model_config).items() if key not in TRITONS_OWN}
     checked = _checked(table, {key: text for key, text in given.items() if key in table})
@@ -237,7 +237,7 @@ def apply_parameters(role: str, model_config: Mapping[str, Any], config: EngineC
     if role == "tensorrt_llm" and (size := _max_queue_size(model_config)):
         checked.settings["limits.max_queue_size"] = Setting(QUEUE_SIZE, size)
     changed = _changed(config, checked.settings)
-    return Settings(changed.config, [*checked.remarks, *unknown, *changed.sentences])
+    return UpstreamSettings(changed.config, [*checked.remarks, *unknown, *changed.sentences])
 
 
 def _checked(table: ForeignTable, given: Mapping[str, str]) -> Checked:
@@ -248,7 +248,7 @@ def _checked(table: ForeignTable, given: Mapping[str, str]) -> Checked:
         raise ConfigError(f"{word}{error.message}") from None
 
 
-def _changed(config: EngineConfig, wanted: Mapping[str, Setting]) -> Settings:
+def _changed(config: EngineConfig, wanted: Mapping[str, Setting]) -> UpstreamSettings:
     """`config` with the settings whose keys still have their defaults, and a sentence about every setting."""
     default, tree, sentences = EngineConfig(), msgspec.to_builtins(config), []
     free = {target: setting for target, setting in wanted.items() if _at(config, target) == _at(default, target)}
@@ -266,7 +266,7 @@ def _changed(config: EngineConfig, wanted: Mapping[str, Setting]) -> Settings:
         named = [key for target, (key, _) in wanted.items() if target in str(error)]
         keys = ", ".join(named or [key for key, _ in wanted.values()])
         raise ConfigError(f"config.pbtxt ({keys}): {error}") from None
-    return Settings(changed, sentences)
+    return UpstreamSettings(changed, sentences)
 
 
 def _at(config: EngineConfig, target: str) -> Any:

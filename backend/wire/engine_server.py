@@ -55,7 +55,7 @@ UNREADABLE = (
 )
 
 
-class Connection:
+class ClientConnection:
     """One client. Its first message must be a Hello; afterwards any thread may send."""
 
     def __init__(
@@ -170,7 +170,7 @@ class EngineServer:
         """Listen at `address`; a text is the path of a socket. `present_iteration`, `is_alive`: see Heart. Raises OSError."""
         self._post = post
         self._hello = hello
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, ClientConnection] = {}
         self._next_index = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closed = False
@@ -268,7 +268,7 @@ class EngineServer:
                 sock.close()
                 return
             hello = self._hello(index)  # made under the lock, so that it misses no change that is broadcast
-            connection = self._connections[index] = Connection(index, sock, self._post, self._forget)
+            connection = self._connections[index] = ClientConnection(index, sock, self._post, self._forget)
             connection.send(hello)
         connection.start()
 

@@ -39,7 +39,7 @@ LINGER_MS = 500  # for what is on its way to subscribers at the end
 ANEW_PERIOD_S = 5.0  # how often at most subscribers can have all blocks told again
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     """The content of one message: the events of a step, or all that is cached."""
 
     seconds: float  # since 1970
@@ -82,7 +82,7 @@ class KvPublisher:
             self._replay.setsockopt(zmq.RCVHWM, 100)
             self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._bind()
-        self._queue: queue.Queue[Batch] = queue.Queue(config.max_queue_size)
+        self._queue: queue.Queue[EventBatch] = queue.Queue(config.max_queue_size)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tell_all = threading.Event()  # set: the next message lists all that is cached
         self._tell_all.set()
@@ -111,9 +111,9 @@ class KvPublisher:
         try:
             if self._tell_all.is_set():
                 self._tell_all.clear()
-                self._queue.put_nowait(Batch(time.time(), [], cached()))
+                self._queue.put_nowait(EventBatch(time.time(), [], cached()))
             else:
-                self._queue.put_nowait(Batch(time.time(), events))
+                self._queue.put_nowait(EventBatch(time.time(), events))
         except queue.Full:
             self._tell_all.set()
             self.num_dropped += 1

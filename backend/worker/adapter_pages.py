@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backend.models.lora import Layers, Place, Projections
+from backend.models.lora import Layers, ProjectionPlace, Projections
 from kernels.common.adapter import Part
 
 ALIGNMENT = 64  # bytes; where a tensor may begin in a page
-PartBytes = Callable[[Place, int], int]  # a projection and a rank -> what its A and B take in a page
+PartBytes = Callable[[ProjectionPlace, int], int]  # a projection and a rank -> what its A and B take in a page
 
 
-def part_bytes(place: Place, rank: int, itemsize: int) -> int:
+def part_bytes(place: ProjectionPlace, rank: int, itemsize: int) -> int:
     """A [rank, k] and B [n, rank], as they are."""
     return _aligned(rank * place.k * itemsize) + _aligned(rank * place.n * itemsize)
 

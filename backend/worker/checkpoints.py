@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from backend.hosted.checkpoint import HostedCheckpoint
 
 
-def open_checkpoint(path: Path, implementation: Implementation) -> loader.Checkpoint | HostedCheckpoint:
+def open_checkpoint(path: Path, implementation: Implementation) -> loader.CheckpointReader | HostedCheckpoint:
     """A checkpoint directory, or a GGUF file. Raises ConfigError."""
     content = None if gguf_file(path) else read_object(path, FILE)
     if content is None or implementation_of(content, implementation) == "native":
@@ -31,14 +31,14 @@ def open_checkpoint(path: Path, implementation: Implementation) -> loader.Checkp
     return HostedCheckpoint(content, loader.open_tensors(weight_files(path)))
 
 
-def read_eos_ids(path: Path, checkpoint: loader.Checkpoint | HostedCheckpoint) -> tuple[int, ...]:
+def read_eos_ids(path: Path, checkpoint: loader.CheckpointReader | HostedCheckpoint) -> tuple[int, ...]:
     """Token ids that end a text. Raises ConfigError."""
-    if isinstance(checkpoint, loader.Checkpoint):
+    if isinstance(checkpoint, loader.CheckpointReader):
         return loader.read_eos_ids(path)
     return loader.eos_ids_of(path, checkpoint.config)
 
 
-def content_of(checkpoint: loader.Checkpoint, section: ModelConfigSection) -> str:
+def content_of(checkpoint: loader.CheckpointReader, section: ModelConfigSection) -> str:
     """A hash of the weights and of what config.json says. Raises ConfigError."""
     try:
         weights = content_hash(checkpoint.files, WeightCache.of(section).directories)

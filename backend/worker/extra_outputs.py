@@ -82,7 +82,7 @@ class SlotWants(NamedTuple):
         return any(self.context_rows(row, asked) for asked in self.gather)
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A row of a step, or a piece of it."""
 
     number: int  # index of the row in the step
@@ -93,7 +93,7 @@ class Part(NamedTuple):
     def num_logits(self) -> int:
         return self.row.num_samples if self.want is None else self.want.num_logits(self.row)
 
-    def cut(self) -> list[Part]:
+    def cut(self) -> list[RowPart]:
         """All but the last token, in pieces, and then that token, which is what samples."""
         row, last = self.row, self.row.num_computed + self.row.num_tokens - 1
         pieces = [
@@ -103,7 +103,7 @@ class Part(NamedTuple):
         return [self._replace(row=piece) for piece in (*pieces, Row(row.slot, last, 1, row.samples))]
 
 
-def passes(parts: list[Part]) -> list[list[Part]]:
+def passes(parts: list[RowPart]) -> list[list[RowPart]]:
     """The parts of a step that run together, one pass after the other."""
     is_small = sum(part.num_logits - part.row.num_samples for part in parts) <= MAX_ROWS
     if is_small:
@@ -137,7 +137,7 @@ class ExtraOutputs:
         """The passes of a step with these rows; the last one has the rows that sample."""
         if not (rows and (self._slots or self._debug)):
             return [Pass(rows)]
-        parts = [Part(index, row, self._wants(row)) for index, row in enumerate(rows)]
+        parts = [RowPart(index, row, self._wants(row)) for index, row in enumerate(rows)]
         if not (self._debug or any(part.want for part in parts)):
             return [Pass(rows)]
         *before, last = passes(parts) if self._cuts_prompts else [parts]
@@ -198,7 +198,7 @@ class GatheringPass(Pass):
 
     is_plain = False
 
-    def __init__(self, parts: list[Part], processors: PostProcessors, debug: StepDebug | None = None) -> None:
+    def __init__(self, parts: list[RowPart], processors: PostProcessors, debug: StepDebug | None = None) -> None:
         """`debug`: the debug tensors to keep, given to the last pass of a step."""
         self._parts, self._processors, self._debug = parts, processors, debug
         self.rows = [part.row for part in parts]
@@ -264,7 +264,9 @@ class GatheringPass(Pass):
     def process(self, logits: Tensor, token_ids: Tensor, num_tokens: Sequence[int]) -> list[Failure]:
         if not self.processed:
             return []
-        calls: dict[tuple[int, int], list[tuple[Part, int]]] = {}  # the parts of each call, with their rows of logits
+        calls: dict[
+            tuple[int, int], list[tuple[RowPart, int]]
+        ] = {}  # the parts of each call, with their rows of logits
         end = 0
         for part in self._parts:
             end += part.row.num_samples

@@ -211,7 +211,7 @@ class InProcessWorkerGroup:
             self.guides.start()
         return refusal
 
-    def _open(self) -> tuple[loader.Checkpoint | HostedCheckpoint, tuple[int, ...]]:
+    def _open(self) -> tuple[loader.CheckpointReader | HostedCheckpoint, tuple[int, ...]]:
         """The checkpoint, and the ids that end a text."""
         if self._buffers is not None:
             of_buffers = loader.of_buffers(*self._buffers)

@@ -37,7 +37,7 @@ class HostedTier:
     def __init__(
         self,
         model: HostedModel,
-        attention: NativeLayers | PagedLayers | WholeTexts,
+        attention: NativeLayers | PoolLayers | WholeTexts,
         adapters: NativeAdapters | TorchAdapters,
     ) -> None:
         self.model, self._attention, self.adapters = model, attention, adapters
@@ -137,7 +137,7 @@ class NativeLayers:
         )
 
 
-class PagedLayers:
+class PoolLayers:
     """Attention by the kernels of the torch and Triton tiers."""
 
     name = "torch"

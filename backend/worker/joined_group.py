@@ -146,7 +146,7 @@ class JoinedWorkerGroup(RankedWorkerGroup):
 
     def _check_loaded(self, found: Sequence[Loaded]) -> None:
         self._found = found
-        assert isinstance(self._checkpoint, loader.Checkpoint)  # RankedWorkerGroup refuses others
+        assert isinstance(self._checkpoint, loader.CheckpointReader)  # RankedWorkerGroup refuses others
         own = content_of(self._checkpoint, self._section)
         for rank, loaded in enumerate(found, start=1):
             where = f"rank {rank} at {self._joined[rank - 1].host}"

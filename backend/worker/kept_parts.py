@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backend.layers.linear import Linear
 from backend.models.parts import Parts
-from backend.worker.weight_file import Content, Damaged
+from backend.worker.weight_file import Content, DamagedWeights
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.screen import Screen
 
@@ -52,7 +52,7 @@ class RecordedParts:
 
 
 class KeptParts:
-    """The parts of a model that is in the cache. Methods raise Damaged for one that is missing or of another shape."""
+    """The parts of a model that is in the cache. Methods raise DamagedWeights for one that is missing or of another shape."""
 
     def __init__(self, library: CDLL, content: Content) -> None:
         self._library, self._content = library, content
@@ -60,13 +60,13 @@ class KeptParts:
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._content.tensors.get(name)
         if tensor is None or tuple(tensor.shape) != shape:
-            raise Damaged(f"it has no tensor {name} of shape {list(shape)}")
+            raise DamagedWeights(f"it has no tensor {name} of shape {list(shape)}")
         return tensor
 
     def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool) -> Linear:
         linear = self._linear(_name_of(rows), sum(rows.values()), columns)
         if has_bias != bool(linear.struct.bias):
-            raise Damaged(f"its layer {_name_of(rows)} differs in having a bias")
+            raise DamagedWeights(f"its layer {_name_of(rows)} differs in having a bias")
         return linear
 
     def head(self, embedding: Tensor, rows: int) -> Linear:
@@ -83,16 +83,16 @@ class KeptParts:
         try:
             return Screen(self._library, lm_head, tuple(part for part in parts if part is not None))
         except ValueError as error:
-            raise Damaged(str(error)) from None
+            raise DamagedWeights(str(error)) from None
 
     def _linear(self, name: str, n: int, k: int) -> PackedLinear:
         numbers = self._content.numbers.get(name, [])
         if numbers[:2] != [n, k] or len(numbers) != 4:
-            raise Damaged(f"it has no layer {name} of {n} rows and {k} columns")
+            raise DamagedWeights(f"it has no layer {name} of {n} rows and {k} columns")
         try:
             return PackedLinear.of_parts(self._library, self._parts(name, _NUM_LINEAR_PARTS), n, k, *numbers[2:])
         except ValueError as error:
-            raise Damaged(f"{name}: {error}") from None
+            raise DamagedWeights(f"{name}: {error}") from None
 
     def _parts(self, name: str, count: int) -> tuple[Tensor | None, ...]:
         return tuple(self._content.tensors.get(f"{name} {index}") for index in range(count))

@@ -8,7 +8,7 @@ import torch
 
 from backend.api.config.schema import ModelConfigSection
 from backend.api.errors import ConfigError
-from backend.models.loader import Checkpoint
+from backend.models.loader import CheckpointReader
 from backend.worker.fingerprint import content_hash
 from backend.worker.loaded_model import LoadedModel
 from backend.worker.weight_cache import WeightCache
@@ -17,7 +17,7 @@ from kernels.cpu.isa import supported_isas
 
 def kv_fingerprint(checkpoint: object, loaded: LoadedModel, section: ModelConfigSection, block_size: int) -> str:
     """Empty for a model that transformers runs, which may keep more of a prompt than KV. Raises ConfigError."""
-    if not isinstance(checkpoint, Checkpoint):
+    if not isinstance(checkpoint, CheckpointReader):
         return ""
     block, library = loaded.kv_block(block_size), loaded.choice.library
     device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else "cpu"
@@ -29,7 +29,7 @@ def kv_fingerprint(checkpoint: object, loaded: LoadedModel, section: ModelConfig
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _content(checkpoint: Checkpoint, section: ModelConfigSection) -> str:
+def _content(checkpoint: CheckpointReader, section: ModelConfigSection) -> str:
     """A hash of the weights."""
     try:
         if checkpoint.files:

@@ -17,7 +17,7 @@ from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
-from backend.models.lora import Layers, Place, Projections, projections_of
+from backend.models.lora import Layers, ProjectionPlace, Projections, projections_of
 from backend.worker.adapter_pages import (
     AdapterPages,
     PagedLayers,
@@ -31,7 +31,7 @@ from backend.worker.adapters import make_stacks
 from backend.worker.kv_storage import KVStorage
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.packed_model import PackedModels
-from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
+from backend.worker.tier import KVBlock, Tier, TierChoice, choose_tier, kv_dtype, kv_layout
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier
 from kernels.common import two_levels
@@ -53,7 +53,7 @@ log = logging.getLogger("everbatch.worker")
 class LoadedModel:
     def __init__(
         self,
-        checkpoint: loader.Checkpoint | HostedCheckpoint,
+        checkpoint: loader.CheckpointReader | HostedCheckpoint,
         section: ModelConfigSection,
         kv_cache: KvCacheConfig,
         device: torch.device,
@@ -61,7 +61,7 @@ class LoadedModel:
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
     ) -> None:
         """Raises ConfigError when the checkpoint, or the tier that `section` names, cannot be used."""
-        self.is_hosted = not isinstance(checkpoint, loader.Checkpoint)
+        self.is_hosted = not isinstance(checkpoint, loader.CheckpointReader)
         checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
         self.config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
         self.whole = checkpoint.config  # where several ranks run the model, `config` becomes that of this one's part
@@ -70,13 +70,13 @@ class LoadedModel:
         self._kv_dtype = kv_dtype(kv_cache, self.config)
         self.choice = choose_tier(section, kv_cache, device, self.config, progress, self.is_hosted)
         self.dtype = self.choice.computes_in(dtype)
-        own = () if isinstance(checkpoint, loader.Checkpoint) else checkpoint.remarks
+        own = () if isinstance(checkpoint, loader.CheckpointReader) else checkpoint.remarks
         self.remarks = (*own, *_remarks(self.choice, kv_cache.block_size, dtype, device, self.config))
         linears = linear_options(self.choice, section.quantization, self.dtype)
         self._screen: Screen | None = None
         self.mapped_bytes = 0  # weights that are pages of a file, which other engines may share
         self.model: Decoder | HostedModel
-        if isinstance(checkpoint, loader.Checkpoint) and (library := self.choice.library) is not None:
+        if isinstance(checkpoint, loader.CheckpointReader) and (library := self.choice.library) is not None:
             packed = PackedModels(checkpoint, section, self.dtype, linears, library, progress).build()
             self.model, self._screen, self.mapped_bytes = packed
         else:
@@ -190,7 +190,7 @@ class LoadedModel:
             return projections_of(self.config)
         return self.model.adapters.projections
 
-    def _part_bytes(self, place: Place, rank: int) -> int:
+    def _part_bytes(self, place: ProjectionPlace, rank: int) -> int:
         itemsize = self.model.dtype.itemsize
         if self.tier_name == "native":
             return packed_bytes(place.first, place.n, place.k, rank, itemsize)
@@ -200,7 +200,7 @@ class LoadedModel:
         from backend.worker.hosted_tier import (
             HostedTier,
             NativeLayers,
-            PagedLayers,
+            PoolLayers,
             WholeTexts,
         )  # only where transformers is needed
 
@@ -210,7 +210,7 @@ class LoadedModel:
         if self.is_encoder:
             return HostedTier(model, WholeTexts(self.tier_name), adapters)
         if library is None:
-            return HostedTier(model, PagedLayers(model, self.layout(block_size)), adapters)
+            return HostedTier(model, PoolLayers(model, self.layout(block_size)), adapters)
         return HostedTier(model, NativeLayers(model, library, block_size, self._kv_bits), adapters)
 
     @property
@@ -239,7 +239,7 @@ class LoadedModel:
 
 
 def _remarks(
-    choice: Choice, block_size: int, dtype: torch.dtype, device: torch.device, config: ModelConfig
+    choice: TierChoice, block_size: int, dtype: torch.dtype, device: torch.device, config: ModelConfig
 ) -> tuple[str, ...]:
     """Sentences for the operator about how the model runs, where the configuration alone does not say it."""
     remarks = []
@@ -294,7 +294,7 @@ def load_draft_model(
     return LoadedModel(checkpoint, section, kv_cache, model.device)
 
 
-def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:
+def linear_options(choice: TierChoice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:
     """How the tier holds linear layers. `quantization`: model.quantization. Raises ConfigError for one that it has not."""
     isa = supported_isas()[0] if choice.library is None else choice.library.isa
     has_two_levels = isa in two_levels.FASTER_ON

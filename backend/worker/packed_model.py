@@ -14,13 +14,13 @@ from backend.api.config.schema import ModelConfigSection
 from backend.layers.linear import Linear
 from backend.models.decoder import Decoder, Follow
 from backend.models.linears import LinearOptions
-from backend.models.loader import Checkpoint
+from backend.models.loader import CheckpointReader
 from backend.models.parts import Parts
 from backend.worker.fingerprint import content_hash, state_of
 from backend.worker.kept_parts import KeptParts, RecordedParts
 from backend.worker.native_tier import make_screen
 from backend.worker.weight_cache import WeightCache, key_of
-from backend.worker.weight_file import Damaged
+from backend.worker.weight_file import DamagedWeights
 from kernels.cpu.build import NativeLibrary
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.screen import Screen
@@ -42,7 +42,7 @@ class PackedModels:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointReader,
         section: ModelConfigSection,
         dtype: torch.dtype,
         linears: LinearOptions,
@@ -87,7 +87,7 @@ class PackedModels:
         try:
             decoder = self._checkpoint.assemble(parts, self._section.max_seq_len, self._dtype, CPU)
             screen = None if decoder.lm_head is None else parts.screen(_packed(decoder.lm_head))
-        except Damaged as error:
+        except DamagedWeights as error:
             log.warning("the kept weights %s are not used, and are made anew: %s", key, error)
             return None
         gigabytes, seconds = content.num_bytes / 1e9, time.monotonic() - started

@@ -87,7 +87,7 @@ def serve(rank_0: socket.socket, links_of: Callable[[int, MakePool], Links] | No
     assert isinstance(load, Load), "the first message says what to load"
     rank = None
     try:
-        rank = Rank(load, lambda line: send(rank_0, Progress(line)))
+        rank = RankWorker(load, lambda line: send(rank_0, Progress(line)))
         send(rank_0, rank.loaded(load))
         while True:
             message, descriptors = receive(rank_0)
@@ -113,14 +113,14 @@ def serve(rank_0: socket.socket, links_of: Callable[[int, MakePool], Links] | No
             rank.close()
 
 
-class Rank:
+class RankWorker:
     """A rank's part of the model and its KV. It does what rank 0 tells it, and knows nothing of requests."""
 
     def __init__(self, load: Load, progress: Callable[[str], None]) -> None:
         """Raises ConfigError."""
         torch.set_num_threads(load.model.num_threads or 1)
         checkpoint = open_checkpoint(loader.resolve_model_path(load.model.path), load.model.implementation)
-        assert isinstance(checkpoint, loader.Checkpoint), "rank 0 refuses other models"
+        assert isinstance(checkpoint, loader.CheckpointReader), "rank 0 refuses other models"
         self._checkpoint, self.shard = checkpoint, load.shard
         checkpoint.cut(self.shard)
         self._whole = checkpoint.config

@@ -158,10 +158,10 @@ class RankedWorkerGroup(InProcessWorkerGroup):
             self._memory.disconnect()
         self._memory = None
 
-    def _open(self) -> tuple[loader.Checkpoint | HostedCheckpoint, tuple[int, ...]]:
+    def _open(self) -> tuple[loader.CheckpointReader | HostedCheckpoint, tuple[int, ...]]:
         """Open the checkpoint, and let the other ranks begin to load their parts."""
         checkpoint, eos_ids = super()._open()
-        if not isinstance(checkpoint, loader.Checkpoint):
+        if not isinstance(checkpoint, loader.CheckpointReader):
             raise ConfigError(
                 f"{self._asked}, and {checkpoint.config.architecture} is run by transformers, in one process only; use "
                 f"{self._one_rank}"

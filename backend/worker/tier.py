@@ -76,7 +76,7 @@ class Tier(Protocol):
         ...
 
 
-class Choice(NamedTuple):
+class TierChoice(NamedTuple):
     """The tier that a model gets."""
 
     name: str
@@ -99,7 +99,7 @@ def choose_tier(
     config: ModelConfig,
     progress: Callable[[str], None],
     is_hosted: bool = False,
-) -> Choice:
+) -> TierChoice:
     """Choose the tier and log the choice with its reason. is_hosted: transformers runs the model (backend/hosted), and the
     tier's linear layers and attention are in it.
 
@@ -125,13 +125,13 @@ def choose_tier(
                 raise ConfigError(str(error)) from None
     if reason is None:
         log.info("kernels: %s", f"triton, on {device}" if library is None else f"native, for {_variant(library)}")
-        return Choice(wanted, library)
+        return TierChoice(wanted, library)
     if section.kernels == wanted != "torch":
         raise ConfigError(f"model.kernels is {wanted}, which cannot be had: {reason}")
     log.info("kernels: torch, because %s", reason)
     if section.kernels != "torch":
         progress(f"loading the model, on torch operators because {reason}")
-    return Choice("torch", reason=reason)
+    return TierChoice("torch", reason=reason)
 
 
 def _variant(library: build.NativeLibrary) -> str:

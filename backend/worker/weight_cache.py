@@ -25,7 +25,7 @@ import torch
 
 from backend.api.config.schema import ModelConfigSection
 from backend.worker import weight_file
-from backend.worker.weight_file import Content, Damaged
+from backend.worker.weight_file import Content, DamagedWeights
 from kernels.cpu.build import cache_directories
 from kernels.cpu.trust import distrust_of_directory, make_private_directory, open_trusted
 
@@ -66,7 +66,7 @@ class WeightCache:
                     return content
             except FileNotFoundError:
                 continue
-            except (OSError, Damaged) as error:
+            except (OSError, DamagedWeights) as error:
                 log.warning("the kept weights %s are not used, and are made anew: %s", path, error)
         return None
 

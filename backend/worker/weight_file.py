@@ -35,7 +35,7 @@ _PREFIX_BYTES = 48  # MAGIC, the length and the hash of the header
 _DTYPES = {str(t): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)}
 
 
-class Damaged(Exception):
+class DamagedWeights(Exception):
     """The file is not what was written; the message says how it differs."""
 
 
@@ -82,10 +82,10 @@ def write(file: BinaryIO, key: str, content: Content) -> None:
 
 
 def read(file: BinaryIO, key: str) -> Content:
-    """Map what `write` has written; the file may be closed then. Raises Damaged and OSError."""
+    """Map what `write` has written; the file may be closed then. Raises DamagedWeights and OSError."""
     header, start = _read_header(file)
     if header.key != key:
-        raise Damaged("it was written for another model")
+        raise DamagedWeights("it was written for another model")
     num_bytes = os.fstat(file.fileno()).st_size
     for name, place in header.tensors.items():
         _check(name, place, num_bytes - start)
@@ -97,7 +97,7 @@ def read(file: BinaryIO, key: str) -> Content:
     views = [whole[place.offset : place.offset + place.num_bytes] for place in header.tensors.values()]
     for (name, place), sums in zip(header.tensors.items(), _sums(views), strict=True):
         if place.sums != sums:
-            raise Damaged(f"the checksum of {name} differs")
+            raise DamagedWeights(f"the checksum of {name} differs")
     tensors = {name: _tensor(view, place) for (name, place), view in zip(header.tensors.items(), views, strict=True)}
     return Content(tensors, header.numbers)
 
@@ -106,25 +106,27 @@ def _read_header(file: BinaryIO) -> tuple[_Header, int]:
     """The header, and where the tensors begin."""
     prefix = file.read(_PREFIX_BYTES)
     if len(prefix) < _PREFIX_BYTES or not prefix.startswith(MAGIC):
-        raise Damaged("it does not begin as a file of packed weights does")
+        raise DamagedWeights("it does not begin as a file of packed weights does")
     length = int.from_bytes(prefix[8:16], "little")
     if length > MAX_HEADER_BYTES:
-        raise Damaged(f"its header is said to have {length} bytes, more than {MAX_HEADER_BYTES}")
+        raise DamagedWeights(f"its header is said to have {length} bytes, more than {MAX_HEADER_BYTES}")
     header = file.read(length)
     if hashlib.sha256(header).digest() != prefix[16:]:
-        raise Damaged("the checksum of its header differs")
+        raise DamagedWeights("the checksum of its header differs")
     try:
         return msgspec.json.decode(header, type=_Header), _aligned(_PREFIX_BYTES + length)
     except (msgspec.DecodeError, RecursionError):
-        raise Damaged("its header cannot be read") from None
+        raise DamagedWeights("its header cannot be read") from None
 
 
 def _check(name: str, place: _Place, most: int) -> None:
-    """Raise Damaged where a tensor is not one that lies whole within `most` bytes."""
+    """Raise DamagedWeights where a tensor is not one that lies whole within `most` bytes."""
     if place.dtype not in _DTYPES or not place.shape or min(place.shape) < 1:
-        raise Damaged(f"{name} is {place.dtype} {place.shape}, which no packed weight is")
+        raise DamagedWeights(f"{name} is {place.dtype} {place.shape}, which no packed weight is")
     if place.offset < 0 or place.offset % ALIGNMENT or place.offset + place.num_bytes > most:
-        raise Damaged(f"it is cut short: {name} ends at {place.offset + place.num_bytes}, and {most} bytes are there")
+        raise DamagedWeights(
+            f"it is cut short: {name} ends at {place.offset + place.num_bytes}, and {most} bytes are there"
+        )
 
 
 def _sums(views: Iterable[memoryview]) -> list[list[int]]:

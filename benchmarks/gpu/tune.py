@@ -73,7 +73,7 @@ def _context_choices() -> Iterator[Choice]:
         (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2),
         (256, 64, 8, 3),
     ):  # fmt: skip
-        tiles = attention_tiles.Tiles(block_m, block_n, num_warps, num_stages)
+        tiles = attention_tiles.AttentionTiles(block_m, block_n, num_warps, num_stages)
         yield Choice(str(tuple(tiles)), ((attention_tiles.TILES, (ARCHITECTURE, False), tiles),))
 
 

@@ -43,7 +43,7 @@ from benchmarks.peers.plot import plot
 from benchmarks.peers.rows import Row, make_rows
 from benchmarks.peers.table import make_table, reasons
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 console = Console() if sys.stdout.isatty() else Console(width=120)
@@ -75,7 +75,7 @@ def main(
 ) -> None:
     """Measure this engine and its peers side by side; write a table, a plot and the figures."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # runners are ended with us
-    progress = Progress()
+    progress = SteppedProgress()
     try:
         prompts = tuple(whole_numbers(prompt, "--prompt"))
         concurrencies = tuple(sorted(set(whole_numbers(concurrency, "--concurrency"))))
@@ -98,7 +98,7 @@ def main(
         raise typer.Exit(1) from None
 
 
-def compare(work: Work, engines: list[EngineSpec], progress: Progress, add: bool = False) -> list[Row]:
+def compare(work: Work, engines: list[EngineSpec], progress: SteppedProgress, add: bool = False) -> list[Row]:
     """Measure one model and show and write what came out, with `add` together with earlier results. Returns the rows."""
     name = f"peers-{work.model.name}-{work.weights}{'-mixed' if len(work.prompts) > 1 else ''}{'-busy' if work.busy else ''}"
     before = collected.earlier(RESULTS / f"{name}.json", work) if add else []
@@ -145,7 +145,7 @@ def read_bandwidth(bandwidths: Sequence[float]) -> str:
     return f"{min(bandwidths) / 1e9:.1f} - {max(bandwidths) / 1e9:.1f} GB/s" if bandwidths else "no GB/s"
 
 
-def prepare(engine: EngineSpec, work: Work, progress: Progress) -> list[Contestant]:
+def prepare(engine: EngineSpec, work: Work, progress: SteppedProgress) -> list[Contestant]:
     """An engine in each of its settings, installed and with the model in its form; or one contestant that is skipped."""
     settings = engine.settings.get(work.weights)
     if not settings:

@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy import ROOT
 from deploy.packages import lines_or_ticks
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 
 class CommandFailed(Exception):
@@ -44,7 +44,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 def run(
     command: Sequence[str],
-    progress: Progress,
+    progress: SteppedProgress,
     title: str,
     describe: Callable[[str], str | None] = lambda line: None,
     environment: Mapping[str, str] | None = None,

@@ -20,13 +20,13 @@ from benchmarks.peers.llamacpp_source import SOURCES, unpack
 from deploy import ROOT
 from deploy.environment import runs
 from deploy.packages import describe, explain
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 BENCH = ROOT / ".run" / "bench"
 REQUIREMENTS = Path(__file__).parent / "requirements"
 
 
-def python_of(engine: EngineSpec, progress: Progress) -> Path:
+def python_of(engine: EngineSpec, progress: SteppedProgress) -> Path:
     """The interpreter that runs an engine's runner; its environment is made first if need be. Raises Skipped."""
     if not engine.requirements:
         return Path(sys.executable)
@@ -65,7 +65,7 @@ def _recipe(engine: EngineSpec) -> str:
     return digest.hexdigest()
 
 
-def _make(engine: EngineSpec, environment: Path, progress: Progress, log: Path) -> None:
+def _make(engine: EngineSpec, environment: Path, progress: SteppedProgress, log: Path) -> None:
     environment.parent.mkdir(parents=True, exist_ok=True)
     python = str(environment / "bin" / "python")
     if not runs(environment / "bin" / "python"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.peers import commands
 from benchmarks.peers.errors import Skipped
 from deploy.packages import describe
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 MMQ = Path("vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp")
 CALL = "    _tile_loadconfig(&tc);\n"
@@ -99,7 +99,7 @@ SOURCES = {
 }
 
 
-def unpack(pip: Sequence[str], source: Source, requirement: str, environment: Path, progress: Progress) -> Path:
+def unpack(pip: Sequence[str], source: Source, requirement: str, environment: Path, progress: SteppedProgress) -> Path:
     """Download, unpack and change the source; its directory, inside `environment`. Raises CommandFailed, Skipped."""
     place = environment / "source"
     shutil.rmtree(place, ignore_errors=True)

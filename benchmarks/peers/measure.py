@@ -20,7 +20,7 @@ from benchmarks.peers.plan import Action, Step
 from benchmarks.peers.protocol import Load, Measure
 from benchmarks.peers.roof import Meter
 from benchmarks.peers.runners import Runner
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 MEMORY_SHARE = 0.95  # engines may take this share of the available memory together
 WARM_UP_TOKENS = 8
@@ -123,7 +123,7 @@ def available_memory() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024
 
 
-def measure(work: Work, contestants: list[Contestant], progress: Progress) -> Outcome:
+def measure(work: Work, contestants: list[Contestant], progress: SteppedProgress) -> Outcome:
     """Measure everybody who has not been skipped. A contestant that fails is skipped from there on."""
     present = [contestant for contestant in contestants if not contestant.skipped]
     alternated = fit_together([contestant.engine for contestant in present], work, available_memory())
@@ -140,7 +140,7 @@ def measure(work: Work, contestants: list[Contestant], progress: Progress) -> Ou
 class _Session:
     """The runners of one plan; all but the one at work are paused."""
 
-    def __init__(self, work: Work, contestants: list[Contestant], progress: Progress, stack: ExitStack) -> None:
+    def __init__(self, work: Work, contestants: list[Contestant], progress: SteppedProgress, stack: ExitStack) -> None:
         self._work = work
         self._contestants = contestants
         self._progress = progress

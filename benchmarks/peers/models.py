@@ -19,7 +19,7 @@ from benchmarks.peers.environments import BENCH
 from benchmarks.peers.errors import Skipped
 from deploy import ROOT
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 SHAPES = ("S", "M", "M-long", "L")  # names of shapes in tools/make_random_model.py
 BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # bytes of one weight, without scales
@@ -104,7 +104,7 @@ def of_directory(directory: Path, name: str = "") -> Model:
     return Model(name or directory.resolve().name, directory.resolve(), config)
 
 
-def of_shape(shape: str, progress: Progress) -> Model:
+def of_shape(shape: str, progress: SteppedProgress) -> Model:
     """A model of random weights, made by seed if it is not there yet. Raises CommandFailed."""
     directory = BENCH / "models" / shape
     if not directory.exists():
@@ -116,7 +116,9 @@ def of_shape(shape: str, progress: Progress) -> Model:
     return of_directory(directory)
 
 
-def form_for(engine: EngineSpec, python: Path, model: Model, weights: str, setting: str, progress: Progress) -> Path:
+def form_for(
+    engine: EngineSpec, python: Path, model: Model, weights: str, setting: str, progress: SteppedProgress
+) -> Path:
     """The model in the form that the engine reads in a setting, made with the converter's environment. Raises Skipped."""
     if engine.name == "openvino":
         return _form(openvino_form(weights, setting), "openvino", python, model, progress)
@@ -125,7 +127,7 @@ def form_for(engine: EngineSpec, python: Path, model: Model, weights: str, setti
     return model.directory
 
 
-def gguf_with_vocabulary(python: Path, model: Model, progress: Progress) -> Path:
+def gguf_with_vocabulary(python: Path, model: Model, progress: SteppedProgress) -> Path:
     """The model in bfloat16 with its vocabulary, for llama.cpp's own server. `python` has gguf. Raises Skipped."""
     return _form("bf16-vocabulary", "gguf", python, model, progress)
 
@@ -135,7 +137,7 @@ def openvino_form(weights: str, setting: str) -> str:
     return f"{weights}-{setting.partition(':')[0]}" if ":" in setting else weights
 
 
-def _form(kind: str, family: str, python: Path, model: Model, progress: Progress) -> Path:
+def _form(kind: str, family: str, python: Path, model: Model, progress: SteppedProgress) -> Path:
     """`kind`: a key of OPENVINO_FORMS or a type of GGUF files. Raises Skipped."""
     form = BENCH / "forms" / f"{model.name}-{_key(model)}" / f"{family}-{kind}"
     if form.exists():

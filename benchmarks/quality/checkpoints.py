@@ -22,17 +22,17 @@ from torch import Tensor
 
 from backend.models.decoder import Decoder
 from backend.models.loader import DEFAULT_MODEL, load_directory
-from backend.quant.run import KV_BITS, Wanted, quantize_checkpoint
+from backend.quant.run import KV_BITS, QuantSettings, quantize_checkpoint
 from backend.quant.text import built_in_texts, rows_of
 from benchmarks.quality.perplexity import ROWS_AT_ONCE, Measured, compare, row_logits
 
 # name -> (what is made, the most that perplexity may rise)
-CHECKPOINTS: dict[str, tuple[Wanted, float | None]] = {
-    "W8A8, KV8": (Wanted("w8a8", kv="int8"), 0.01),
-    "W4A16 g128": (Wanted("w4a16", 128), 0.05),
-    "W4A8 g128": (Wanted("w4a8", 128), None),
-    "W4A8 g128, KV4": (Wanted("w4a8", 128, "int4"), 0.10),
-    "W4A8 rows, KV4": (Wanted("w4a8", -1, "int4"), None),
+CHECKPOINTS: dict[str, tuple[QuantSettings, float | None]] = {
+    "W8A8, KV8": (QuantSettings("w8a8", kv="int8"), 0.01),
+    "W4A16 g128": (QuantSettings("w4a16", 128), 0.05),
+    "W4A8 g128": (QuantSettings("w4a8", 128), None),
+    "W4A8 g128, KV4": (QuantSettings("w4a8", 128, "int4"), 0.10),
+    "W4A8 rows, KV4": (QuantSettings("w4a8", -1, "int4"), None),
 }
 
 

@@ -38,7 +38,7 @@ from benchmarks.peers.measure import available_memory
 from benchmarks.peers.models import Model
 from benchmarks.quality.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 from tools.make_random_model import make_random_model
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -76,7 +76,7 @@ class Texts:
             found.append(self._result("everbatch", name, "4.3 bits, output head int8", measured))
         return found
 
-    def peer(self, engine: EngineSpec, setting: str, progress: Progress) -> Result:
+    def peer(self, engine: EngineSpec, setting: str, progress: SteppedProgress) -> Result:
         """Raises Skipped."""
         python = environments.python_of(engine, progress)
         converter = environments.python_of(PEERS[engine.converter], progress) if engine.converter else python
@@ -124,7 +124,7 @@ def memory_needed(model: Model) -> int:
     return int(FLOAT_COPIES * 2 * model.resident_bytes("bf16"))
 
 
-def measure(texts: Texts, peers: Sequence[EngineSpec], progress: Progress) -> list[Result]:
+def measure(texts: Texts, peers: Sequence[EngineSpec], progress: SteppedProgress) -> list[Result]:
     """Ours and every peer in every setting; one that cannot be measured is told and left out."""
     progress.step(f"{texts.model.name}: everbatch")
     results = texts.ours()
@@ -162,7 +162,7 @@ def table_of(results: Sequence[Result], perplexity: float) -> Table:
 
 def run(tokens: int, shapes: str, peers: str) -> None:
     """Measure every engine; print a table and write the figures. `shapes` and `peers` are lists with commas."""
-    progress = Progress()
+    progress = SteppedProgress()
     engines = [PEERS[name] for name in peers.split(",") if name in PEERS and PEERS[name].settings.get("int4")]
     results, perplexity = [], 0.0
     try:

@@ -29,7 +29,7 @@ from benchmarks.served import checkpoint, drive_aiperf, drive_python, installing
 from benchmarks.served.measure import Drivers, Outcome, measure
 from benchmarks.served.options import DRIVERS, INSTALLED, PAIRS, PEERS, WIRES, Plan, Raw, checked
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 IDLE_LOAD = 0.5  # of the system, over the last minute
 console = Console() if sys.stdout.isatty() else Console(width=130)
@@ -81,7 +81,7 @@ def main(
         model, peers, wires, scale, users, pairs, seconds, requests, repeats, conversations, turns,
         first_token_limit_ms, inter_token_limit_ms, driver, second_level, from_caller(out),
     )  # fmt: skip
-    progress = Progress()
+    progress = SteppedProgress()
     try:
         if install:
             return installing.install(install, progress)
@@ -94,7 +94,7 @@ def main(
         raise typer.Exit(getattr(error, "exit_code", 1)) from None
 
 
-def run(plan: Plan, progress: Progress) -> None:
+def run(plan: Plan, progress: SteppedProgress) -> None:
     """Measure, and write what came out; after Ctrl-C what was measured until then."""
     for sentence in plan.left_out:
         progress.step(f"left out: {sentence}")
@@ -115,7 +115,7 @@ def run(plan: Plan, progress: Progress) -> None:
             show(plan, model, drivers, outcome)
 
 
-def drivers_of(plan: Plan, model: Model, progress: Progress) -> Drivers:
+def drivers_of(plan: Plan, model: Model, progress: SteppedProgress) -> Drivers:
     """AIPerf for OpenAI's wire where it is installed and wanted. Raises UserError where it is wanted and missing."""
     has_aiperf = drive_aiperf.is_installed()
     missing = "AIPerf is not installed; ./everbatch bench served --install aiperf"

@@ -11,7 +11,7 @@ from benchmarks.peers import commands, models
 from benchmarks.peers.environments import BENCH
 from deploy import ROOT
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 DEFAULT = ROOT / "models" / "default"
 
@@ -33,7 +33,7 @@ def directory_of(text: str) -> models.Model:
     return model
 
 
-def model_of(text: str, progress: Progress) -> models.Model:
+def model_of(text: str, progress: SteppedProgress) -> models.Model:
     """A shape's files are made once. Raises UserError, CommandFailed."""
     if text not in models.SHAPES:
         model = directory_of(text)

@@ -18,7 +18,7 @@ from benchmarks.served.servers import Start
 from deploy import __version__
 from deploy.errors import UserError
 from deploy.ports import check_port
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 MODEL_NAME = "bench"
 _VLLM_BLOCK = 128  # tokens of a KV block on CPUs
@@ -37,7 +37,7 @@ class Setup:
     users: int
     longest: int
     scratch: Path
-    progress: Progress
+    progress: SteppedProgress
     second_level: int = 0
     kv_directory: Path = Path()
 
@@ -171,7 +171,7 @@ def installed(name: str) -> Path:
     """The interpreter of a peer's environment. Raises Skipped where it is not installed."""
     if not environments.is_installed(PEERS[name]):
         raise Skipped(how_to_install(name))
-    return environments.python_of(PEERS[name], Progress())
+    return environments.python_of(PEERS[name], SteppedProgress())
 
 
 def how_to_install(name: str) -> str:

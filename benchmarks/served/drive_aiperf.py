@@ -21,7 +21,7 @@ from benchmarks.served.drive_python import REQUEST_S, completion
 from benchmarks.served.servers import Start
 from benchmarks.served.work import Ask, warm_asks
 from deploy import ROOT
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 ENVIRONMENT = BENCH / "env-aiperf"
 REQUIREMENTS = ROOT / "requirements" / "aiperf.txt"
@@ -41,7 +41,7 @@ def is_installed() -> bool:
     return _STAMP.is_file() and json.loads(_STAMP.read_text()) == {"pinned": pinned()}
 
 
-def install(progress: Progress) -> None:
+def install(progress: SteppedProgress) -> None:
     """Make the environment. Raises CommandFailed."""
     python = ENVIRONMENT / "bin" / "python"
     BENCH.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class AIPerf:
         return [str(ENVIRONMENT / "bin" / "aiperf"), "profile", *words, *switches, *quiet]
 
 
-class _Quiet(Progress):
+class _Quiet(SteppedProgress):
     """Ticks of a command without its title: one line a measurement is enough."""
 
     def __init__(self, tick: Callable[[], None]) -> None:

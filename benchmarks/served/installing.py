@@ -6,10 +6,10 @@ from benchmarks.peers import environments
 from benchmarks.peers.engines import PEERS
 from benchmarks.served import drive_aiperf, llamacpp
 from benchmarks.served.options import INSTALLED, listed, one_of
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 
-def install(names: str, progress: Progress) -> None:
+def install(names: str, progress: SteppedProgress) -> None:
     """Install each name. Raises UserError, CommandFailed, Skipped."""
     for name in [one_of("--install", name, INSTALLED) for name in listed(names)]:
         if is_installed(name):

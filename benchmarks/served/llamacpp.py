@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.peers import commands, models
 from benchmarks.peers.environments import BENCH, REQUIREMENTS
 from benchmarks.peers.llamacpp_source import SOURCES, unpack
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 HOME = BENCH / "llama-server"
 PROGRAM = HOME / "llama-server"
@@ -32,12 +32,12 @@ def program() -> Path | None:
     return PROGRAM if PROGRAM.is_file() and _PYTHON.exists() else None
 
 
-def form_of(model: models.Model, progress: Progress) -> Path:
+def form_of(model: models.Model, progress: SteppedProgress) -> Path:
     """The model as a GGUF file with its vocabulary, made once. Raises Skipped."""
     return models.gguf_with_vocabulary(_PYTHON, model, progress)
 
 
-def install(progress: Progress) -> None:
+def install(progress: SteppedProgress) -> None:
     """Fetch and compile. Raises CommandFailed, Skipped."""
     HOME.mkdir(parents=True, exist_ok=True)
     if not _PYTHON.exists():

@@ -26,7 +26,7 @@ from benchmarks.served.options import OURS, Plan
 from benchmarks.served.servers import Server, Start
 from benchmarks.served.wire import first_model
 from benchmarks.served.work import Ask, Cell, asks_of, kv_tokens_for, warm_asks
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 WARM_S = 300.0
 
@@ -88,7 +88,7 @@ class Drivers:
         return (self.openai, self.openai_name) if wire == "openai" else (drive_python.run, drive_python.NAME)
 
 
-def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progress: Progress) -> None:
+def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progress: SteppedProgress) -> None:
     """Fill the outcome; an interruption leaves what was measured until then. Raises Skipped when this server does not start."""
     for cells in (plan.single, plan.turns):
         if not cells:
@@ -174,7 +174,7 @@ def one(
     repeat: int,
     drivers: Drivers,
     outcome: Outcome,
-    progress: Progress,
+    progress: SteppedProgress,
 ) -> None:
     """Measure one lane in one cell once, after some short requests that do not count."""
     drive, name = drivers.of(lane.wire)

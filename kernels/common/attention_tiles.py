@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kernels.common.triton_runtime import next_power_of_two
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     block_m: int  # rows of queries: tokens * query heads of a kv head
     block_n: int  # keys
     num_warps: int
@@ -18,12 +18,12 @@ class Tiles(NamedTuple):
 # converts quantised keys for itself and would spill registers with 64 keys, and so would the mask of sink tokens; on sm_90 warps
 # share keys, and with 64 a score costs a fifth less than with 32.
 TILES = {
-    (80, False): Tiles(128, 64, 8, 3),
-    (80, True): Tiles(128, 32, 8, 3),
-    (90, False): Tiles(128, 128, 8, 2),
-    (90, True): Tiles(128, 64, 8, 3),
+    (80, False): AttentionTiles(128, 64, 8, 3),
+    (80, True): AttentionTiles(128, 32, 8, 3),
+    (90, False): AttentionTiles(128, 128, 8, 2),
+    (90, True): AttentionTiles(128, 64, 8, 3),
 }
-IN_FLOAT32 = Tiles(64, 32, 8, 2)  # tiles for float32 queries; registers do not spill for heads of up to 64
+IN_FLOAT32 = AttentionTiles(64, 32, 8, 2)  # tiles for float32 queries; registers do not spill for heads of up to 64
 ARCHITECTURES = (80, 90)
 MIN_ROWS = 32  # kernels are compiled for at least this many rows, so that small batches share one
 
@@ -37,7 +37,7 @@ def tiles_for(
     architecture: int,
     in_float32: bool = False,
     sink_tokens: int = 0,
-) -> Tiles:
+) -> AttentionTiles:
     """`sink_tokens` of a layer with a window."""
     tiles = IN_FLOAT32 if in_float32 else TILES[architecture, bits < 16 or sink_tokens > 0]
     if tokens * group <= 16 * rows:  # few queries a row; BLOCK_N must not change (context_attention.py says why)
@@ -48,7 +48,7 @@ def tiles_for(
 
 
 def constants_of(
-    tiles: Tiles,
+    tiles: AttentionTiles,
     head_dim: int,
     group: int,
     block_size: int,

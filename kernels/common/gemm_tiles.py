@@ -21,7 +21,7 @@ class GroupTiles(NamedTuple):
     num_stages: int
 
 
-class Tiles(Protocol):
+class GemmTiles(Protocol):
     """The sizes by which a product is cut into programs."""
 
     @property
@@ -36,7 +36,7 @@ def tiles_of(table: dict[int | None, T], m: int) -> T:
     return table[_bucket_of(m)]
 
 
-def splits_of(m: int, tiles: Tiles, n: int, steps: int, even: bool) -> int:
+def splits_of(m: int, tiles: GemmTiles, n: int, steps: int, even: bool) -> int:
     """The number of splits of k, a power of two, for m rows and n features; `steps` is the number of steps along k.
 
     It is the same for all m of a bucket, so that float sums of a row do not change with m. With `even`, all splits have the same

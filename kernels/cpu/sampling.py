@@ -68,7 +68,7 @@ class Mode(IntFlag):
 
 
 @dataclass(slots=True)
-class LogProbs:
+class NativeLogProbs:
     """Natural logarithms of softmax over the unchanged logits. Only the entries of rows that ask for them are filled in."""
 
     chosen: NDArray[np.float32]  # [count]
@@ -76,7 +76,7 @@ class LogProbs:
     top_ids: NDArray[np.int64]  # [count, width]
 
     @classmethod
-    def empty(cls, count: int, width: int) -> LogProbs:
+    def empty(cls, count: int, width: int) -> NativeLogProbs:
         shape = (count, width)
         return cls(
             np.empty(count, dtype=np.float32), np.empty(shape, dtype=np.float32), np.empty(shape, dtype=np.int64)
@@ -127,7 +127,7 @@ class NativeSampling:
         ints: Tensor,  # [num_slots, IntColumn] int64
         token_ids: Tensor,  # [num_slots, max_seq_len] int64
         top_width: int | None = None,  # most alternatives that a row asks for; None: no row asks for log-probabilities
-    ) -> tuple[NDArray[np.int64], LogProbs | None]:
+    ) -> tuple[NDArray[np.int64], NativeLogProbs | None]:
         """Choose a token for each sample, on up to torch.get_num_threads() threads, one row to a thread.
 
         Returns the tokens [count], and with `top_width` the log-probabilities. Raises ValueError for tensors of another kind, a
@@ -142,7 +142,7 @@ class NativeSampling:
         samples = np.ascontiguousarray(samples, dtype=np.int64)
         count = samples.shape[1]
         chosen = np.empty(count, dtype=np.int64)
-        log_probs = None if top_width is None else LogProbs.empty(count, top_width)
+        log_probs = None if top_width is None else NativeLogProbs.empty(count, top_width)
         first, row_bytes = samples.ctypes.data, count * samples.itemsize
         batch = _Samples(
             logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1],

@@ -15,7 +15,7 @@ from benchmarks.peers.engines import PEERS, chosen, ours
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.measure import Work
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 CONFIG = {
     "hidden_size": 64,
@@ -116,7 +116,7 @@ def test_llamacpp_and_ik_llamacpp_read_the_same_files_and_openvino_one_for_each_
     monkeypatch.setattr(models.commands, "run", pretend)
     model = models.of_directory(checkpoint)
     form = lambda engine, setting: models.form_for(
-        PEERS[engine], Path("env/bin/python"), model, "int4", setting, Progress()
+        PEERS[engine], Path("env/bin/python"), model, "int4", setting, SteppedProgress()
     )
     assert form("llamacpp", "q4_0") == form("ik_llamacpp", "q4_0") != form("llamacpp", "q4_k_m")
     assert form("openvino", "asym:bf16") == form("openvino", "asym:f32+dq32") != form("openvino", "sym:f32+dq32")
@@ -134,17 +134,17 @@ def test_a_form_that_cannot_be_made_skips_the_engine_with_the_last_words(
     monkeypatch.setattr(models.commands, "run", fail)
     with pytest.raises(Skipped, match="tiny cannot be converted to gguf, bf16: llama_model_quantize answered 1"):
         models.form_for(
-            PEERS["ik_llamacpp"], Path("python"), models.of_directory(checkpoint), "int4", "q4_0", Progress()
+            PEERS["ik_llamacpp"], Path("python"), models.of_directory(checkpoint), "int4", "q4_0", SteppedProgress()
         )
 
 
 def test_an_engine_without_the_weights_takes_part_as_skipped_with_its_reason(checkpoint: Path) -> None:
     work = Work(models.of_directory(checkpoint), "int8", (1,), prompts=(8,), new=8, repeats=1, threads=1)
-    (contestant,) = peers.prepare(PEERS["vllm"], work, Progress())
+    (contestant,) = peers.prepare(PEERS["vllm"], work, SteppedProgress())
     assert contestant.skipped == PEERS["vllm"].lacks != ""
 
 
 def test_our_engine_runs_in_this_environment_on_the_checkpoint_itself(checkpoint: Path) -> None:
     work = Work(models.of_directory(checkpoint), "int8", (1,), prompts=(8,), new=8, repeats=1, threads=1)
-    (contestant,) = peers.prepare(ours("w8a8"), work, Progress())
+    (contestant,) = peers.prepare(ours("w8a8"), work, SteppedProgress())
     assert (contestant.setting, contestant.form, contestant.skipped) == ("w8a8", checkpoint, "")

@@ -17,7 +17,7 @@ from benchmarks.peers.measure import Contestant, Outcome, Sample, Work
 from benchmarks.peers.models import Model
 from benchmarks.peers.quantize_gguf import shares
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 CONFIG = {
     "hidden_size": 64,
@@ -118,7 +118,7 @@ def test_what_an_interrupted_run_has_measured_is_kept_with_add_and_only_then(
     for add, kept in ((False, {8: [160.0]}), (True, {1: [40.0], 8: [160.0]})):
         file.write_text(json.dumps(before))
         with pytest.raises(KeyboardInterrupt):
-            peers.compare(WORK, [ours()], Progress(), add)
+            peers.compare(WORK, [ours()], SteppedProgress(), add)
         assert rates_of(collected.earlier(file, WORK)) == {("everbatch", "w4a8"): kept}
     assert [row["concurrency"] for row in json.loads(file.read_text())["rows"]] == [1, 8]
 

@@ -16,7 +16,7 @@ from benchmarks.peers.plan import Action
 from benchmarks.peers.protocol import Load, Measure, Stopwatch
 from benchmarks.peers.runners import Runner
 from deploy.processes import read_stat
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 LOAD = Load("model", "bf16", "", threads=1, max_concurrency=2, max_length=16, kv_bytes_per_token=64)
 MEASURE = Measure(lengths=[4, 6], new=3, seed=1, vocab_size=100)
@@ -119,7 +119,7 @@ def test_a_runner_that_dies_is_skipped_with_its_signal_and_last_words(runner: Ru
 def test_a_command_that_fails_says_so_with_its_last_line() -> None:
     script = "print('fetching'); print(); raise SystemExit('no such wheel')"
     with pytest.raises(commands.CommandFailed, match="no such wheel") as failure:
-        commands.run([sys.executable, "-c", script], Progress(), "a command")
+        commands.run([sys.executable, "-c", script], SteppedProgress(), "a command")
     assert failure.value.output == ["fetching", "no such wheel"]
 
 
@@ -127,7 +127,7 @@ def test_a_command_leaves_no_child_behind() -> None:
     sleeper = "[sys.executable, '-c', 'import signal; signal.pause()']"
     quiet = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
     script = f"import subprocess, sys; print(subprocess.Popen({sleeper}, {quiet}).pid)"
-    (pid,) = commands.run([sys.executable, "-c", script], Progress(), "a command")
+    (pid,) = commands.run([sys.executable, "-c", script], SteppedProgress(), "a command")
     wait_for_state(int(pid), "ZX")
 
 
@@ -152,7 +152,7 @@ def test_a_peer_that_cannot_be_installed_is_skipped_with_a_reason(
     (tmp_path / "env-vllm").write_text("a file where the environment should be")
     monkeypatch.setattr(environments, "BENCH", tmp_path)
     with pytest.raises(Skipped, match="it cannot be installed"):
-        environments.python_of(PEERS["vllm"], Progress())
+        environments.python_of(PEERS["vllm"], SteppedProgress())
 
 
 def test_the_line_for_amx_is_put_before_the_call_and_an_unknown_source_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from benchmarks.served.measure import Drivers, Lane, Outcome, one
 from benchmarks.served.servers import Server, Start
 from benchmarks.served.work import Cell
 from deploy.errors import UserError
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 from tests.benchmarks.fake_server import fake_server
 from tests.benchmarks.test_served_options import plan
 
@@ -141,7 +141,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command(
 ) -> None:
     monkeypatch.setattr(environments, "BENCH", tmp_path)
     monkeypatch.setattr(llamacpp, "PROGRAM", tmp_path / "none")
-    setup = Setup(checkpoint.directory_of(""), 1024, 1, 128, tmp_path, Progress())
+    setup = Setup(checkpoint.directory_of(""), 1024, 1, 128, tmp_path, SteppedProgress())
     with pytest.raises(Skipped, match=f"it is not installed; ./everbatch bench served --install {name}"):
         contestants.STARTS[name](setup)
     assert list(tmp_path.iterdir()) == []
@@ -176,7 +176,7 @@ def test_a_driver_that_fails_leaves_its_reason_in_the_row(tmp_path: Path) -> Non
     with fake_server() as fake:
         lane = Lane(Server(Start("fake", fake.url, "any"), tmp_path / "log"), "openai")
         drivers = Drivers(failing, "aiperf")
-        one(plan(tmp_path), checkpoint.directory_of(""), cell, lane, 0, drivers, outcome, Progress())
+        one(plan(tmp_path), checkpoint.directory_of(""), cell, lane, 0, drivers, outcome, SteppedProgress())
     (row,) = outcome.rows.values()
     assert (row.driver, row.repeats, row.failures) == ("aiperf", [], ["AIPerf failed: no tokenizer"])
 

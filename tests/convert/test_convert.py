@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from backend.api.errors import ConfigError
 from backend.convert.meta_tokenizer import SPECIAL, read_tokenizer
-from backend.convert.run import Wanted, convert_checkpoint
+from backend.convert.run import ConvertSettings, convert_checkpoint
 from backend.models.loader import DEFAULT_MODEL
 from deploy.errors import UserError
 from deploy.offline import ConvertOptions, convert_command
@@ -30,7 +30,7 @@ from tests.quant.models import logits_of, random_rows
 from tools.make_random_model import LLAMA3_ROPE, make_random_model
 
 ROOT = Path(__file__).parents[2]
-META = Wanted(to="meta")
+META = ConvertSettings(to="meta")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_there_and_back_the_tensors_are_the_same_bits_and_the_logits_equal(famil
     more = {"rope_parameters": scaled} if family == "llama3" else {}
     source = make_random_model(tmp_path / "hf", family, seed=3, **more)
     convert_checkpoint(source, tmp_path / "meta", META)
-    convert_checkpoint(tmp_path / "meta", tmp_path / "back", Wanted())
+    convert_checkpoint(tmp_path / "meta", tmp_path / "back", ConvertSettings())
     assert same(load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"))
     rows = random_rows()
     assert torch.equal(logits_of(source, rows), logits_of(tmp_path / "back", rows))
@@ -102,7 +102,7 @@ def metas_logits(directory: Path, ids: torch.Tensor) -> torch.Tensor:
 def test_the_logits_are_those_of_metas_model(hf: Path, shared_meta: Path, tmp_path: Path) -> None:
     row = random_rows(shape=(1, 40))
     expected = metas_logits(shared_meta, row[0])
-    convert_checkpoint(shared_meta, tmp_path / "out", Wanted())
+    convert_checkpoint(shared_meta, tmp_path / "out", ConvertSettings())
     torch.testing.assert_close(logits_of(tmp_path / "out", row)[0], expected, rtol=1e-4, atol=1e-4)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.inference_mode():
@@ -122,7 +122,7 @@ def test_the_parts_of_several_ranks_are_put_together(embedding: int, hf: Path, m
             padded = torch.cat([tensor, tensor[:1]]) if odd else tensor  # 131 rows cannot be halved
             parts[name] = tensor if tensor.dim() == 1 else padded.chunk(2, dim)[rank].clone()
         torch.save(parts, meta / f"consolidated.{rank:02d}.pth")
-    convert_checkpoint(meta, tmp_path / "out", Wanted(max_positions=77))
+    convert_checkpoint(meta, tmp_path / "out", ConvertSettings(max_positions=77))
     made, source = load_file(tmp_path / "out" / "model.safetensors"), load_file(hf / "model.safetensors")
     assert {name: tensor[:131] for name, tensor in made.items() if "layers" not in name}.keys() < source.keys()
     assert all(torch.equal(made[name], tensor) for name, tensor in source.items() if "layers" in name)
@@ -134,13 +134,13 @@ def test_what_params_do_not_say_is_remarked(meta: Path, tmp_path: Path) -> None:
     params = json.loads((meta / "params.json").read_text())
     del params["max_seq_len"]
     (meta / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True, "rope_theta": 500_000.0}))
-    remarks = convert_checkpoint(meta, tmp_path / "out", Wanted()).remarks
+    remarks = convert_checkpoint(meta, tmp_path / "out", ConvertSettings()).remarks
     assert [
         part in "".join(remarks) for part in ("131072 tokens are assumed", "8 is assumed", "no tokenizer.model")
     ] == [True] * 3
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rope_scaling"]["factor"] == 8 and config["max_position_embeddings"] == 131_072
-    convert_checkpoint(meta, tmp_path / "other", Wanted(rope_factor=32.0))
+    convert_checkpoint(meta, tmp_path / "other", ConvertSettings(rope_factor=32.0))
     assert json.loads((tmp_path / "other" / "config.json").read_text())["rope_scaling"]["factor"] == 32
 
 
@@ -154,13 +154,13 @@ def test_pickled_weights_of_hugging_face_become_safetensors(hf: Path, tmp_path: 
         torch.save({name: weights[name] for name in part}, source / file)
     index = {"weight_map": {name: files[n >= 5] for n, name in enumerate(names)}}
     (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    convert_checkpoint(source, tmp_path / "out", Wanted(dtype="bfloat16"))
+    convert_checkpoint(source, tmp_path / "out", ConvertSettings(dtype="bfloat16"))
     made = load_file(tmp_path / "out" / "model.safetensors")
     assert same(made, {name: tensor.bfloat16() for name, tensor in weights.items()})
     index["weight_map"][names[0]] = "../elsewhere.bin"
     (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="names other files than pytorch_model"):
-        convert_checkpoint(source, tmp_path / "bad", Wanted())
+        convert_checkpoint(source, tmp_path / "bad", ConvertSettings())
     assert not (tmp_path / "bad").exists()
 
 
@@ -282,7 +282,7 @@ HOSTILE: dict[str, Callable[[Path], str]] = {
 def test_a_hostile_file_ends_in_one_sentence_and_leaves_nothing(name: str, meta: Path, tmp_path: Path) -> None:
     text = HOSTILE[name](meta)
     with pytest.raises(ConfigError, match=text) as caught:
-        convert_checkpoint(meta, tmp_path / "out", Wanted())
+        convert_checkpoint(meta, tmp_path / "out", ConvertSettings())
     assert "\n" not in caught.value.message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["meta"] and not (meta / "ran").exists()
 

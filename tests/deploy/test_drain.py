@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy import drain
-from deploy.drain import Drain
+from deploy.drain import ServerStop
 from deploy.health import Report
 from deploy.processes import Process
 
@@ -72,7 +72,7 @@ class Stop:
         """Returns the seconds that it took."""
         script = Script(steps)
         began = time.monotonic()
-        Drain(
+        ServerStop(
             self.process,
             "no such run",
             8001,

@@ -16,7 +16,7 @@ from deploy import ROOT, environment, interpreter, packages
 from deploy.errors import SetupError
 from deploy.interpreter import Interpreter
 from deploy.packages import SERVING, TESTING
-from deploy.progress import Progress
+from deploy.progress import SteppedProgress
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def stamped(checkout: Path, kit: packages.Kit = SERVING) -> Path:
     return venv
 
 
-def quiet() -> Progress:
-    return Progress(io.StringIO())
+def quiet() -> SteppedProgress:
+    return SteppedProgress(io.StringIO())
 
 
 def test_a_stamped_environment_is_used_without_running_anything(
@@ -80,7 +80,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (venv / "bin" / "python").touch()
         (venv / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
 
-    def pip(venv: Path, arguments: list[str], progress: Progress, title: str, lock: int) -> None:
+    def pip(venv: Path, arguments: list[str], progress: SteppedProgress, title: str, lock: int) -> None:
         assert (venv / "incomplete").exists()
         notes.append(" ".join(["pip", *(Path(word).name for word in arguments if word != "-r")]))
 
@@ -114,7 +114,7 @@ def test_checkouts_that_share_an_environment_share_its_lock(
     lock = shared.parent / ".run" / "environment.lock"
     held: list[bool] = []
 
-    def make(root: Path, venv: Path, kit: packages.Kit, progress: Progress, descriptor: int) -> None:
+    def make(root: Path, venv: Path, kit: packages.Kit, progress: SteppedProgress, descriptor: int) -> None:
         with lock.open() as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -327,7 +327,7 @@ def test_lines_come_as_they_are_written_with_ticks_in_between() -> None:
 def test_an_interrupted_set_up_ends_pip(tmp_path: Path) -> None:
     """A pip that never ends and a person who presses Ctrl-C while it is busy."""
 
-    class Impatient(Progress):
+    class Impatient(SteppedProgress):
         def tick(self) -> None:
             if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
                 raise KeyboardInterrupt
@@ -343,7 +343,7 @@ def test_an_interrupted_set_up_ends_pip(tmp_path: Path) -> None:
 
 def test_progress_without_a_terminal_is_plain_lines() -> None:
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = SteppedProgress(stream)
     progress.step("one")
     for _ in range(100):
         progress.note("busy")

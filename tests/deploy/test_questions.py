@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from deploy.probe import ProbeFailed, generate_one_token
-from deploy.questions import FORMS, TOKENS, VLLM, Asked, shown_model, text_model
+from deploy.questions import FORMS, TOKENS, VLLM, AskedModel, shown_model, text_model
 from deploy.repository import Model, compose
 
 TENSORS = {  # what tells the protocols' models from each other, in the words of their configurations
@@ -34,19 +34,19 @@ def model(directory: Path, name: str, text: str | None = None) -> Model:
 
 @pytest.mark.parametrize("name, index", [(name, index) for index, name in enumerate(TENSORS) if name != "tokens"])
 def test_each_protocol_is_known_by_its_tensors(name: str, index: int, tmp_path: Path) -> None:
-    assert text_model([model(tmp_path, "tokens"), model(tmp_path, name)]) == Asked(name, FORMS[index])
+    assert text_model([model(tmp_path, "tokens"), model(tmp_path, name)]) == AskedModel(name, FORMS[index])
 
 
 def test_the_protocol_of_the_profile_is_preferred_to_the_own_wire(tmp_path: Path) -> None:
     models = [model(tmp_path, name) for name in ("everbatch", "vllm_model")]
-    assert text_model(models) == Asked("vllm_model", VLLM)
+    assert text_model(models) == AskedModel("vllm_model", VLLM)
     named = text_model(models, "everbatch")
     assert named is not None and named.name == "everbatch"
 
 
 def test_a_model_whose_backend_completes_it_is_known_by_the_backend(tmp_path: Path) -> None:
     asked = text_model([model(tmp_path, "any_name", 'backend: "vllm"\n')])
-    assert asked == Asked("any_name", VLLM)
+    assert asked == AskedModel("any_name", VLLM)
 
 
 def test_a_server_without_a_text_model_is_not_asked(tmp_path: Path) -> None:
@@ -86,6 +86,6 @@ def url() -> Iterator[str]:
 
 
 def test_the_first_token_is_looked_for_where_the_protocol_puts_it(url: str) -> None:
-    assert generate_one_token(url, Asked("everbatch", FORMS[-1]), 10) == "one token"
+    assert generate_one_token(url, AskedModel("everbatch", FORMS[-1]), 10) == "one token"
     with pytest.raises(ProbeFailed, match="model vllm_model answered 200"):
-        generate_one_token(url, Asked("vllm_model", VLLM), 10)
+        generate_one_token(url, AskedModel("vllm_model", VLLM), 10)

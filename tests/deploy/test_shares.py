@@ -13,15 +13,15 @@ from deploy import shares
 from deploy.errors import UserError
 from deploy.model_source import DEFAULT_MODEL
 from deploy.models_file import GIB, Entry
-from deploy.shares import Wanted, check_beside, divide, free_bytes, share_again
+from deploy.shares import WantedModel, check_beside, divide, free_bytes, share_again
 
 CHECKPOINT = examine(DEFAULT_MODEL, "native")
 MIB = 1 << 20
 
 
-def wanted(*overrides: str, **entry: object) -> Wanted:
+def wanted(*overrides: str, **entry: object) -> WantedModel:
     config = load_config(overrides=["model.device=cpu", *overrides])
-    return Wanted(msgspec.convert({"path": str(DEFAULT_MODEL), **entry}, Entry), config, CHECKPOINT)
+    return WantedModel(msgspec.convert({"path": str(DEFAULT_MODEL), **entry}, Entry), config, CHECKPOINT)
 
 
 def test_each_gets_what_it_is_told_and_its_pool_is_what_the_weights_leave() -> None:

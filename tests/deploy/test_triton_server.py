@@ -112,7 +112,7 @@ def test_no_temporary_socket_directory_is_left_even_without_a_janitor(
 def test_a_server_that_has_grown_too_large_has_failed(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.start()
     assert server.failure() is None
-    watch = memory.Watch(server.pid)
+    watch = memory.MemoryWatch(server.pid)
     watch._limit = memory.resident_bytes(server.pid) // 2
     monkeypatch.setattr(server, "_memory", watch)
     failure = server.failure()

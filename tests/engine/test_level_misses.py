@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from backend.core.kept_block import Found, RecordFormat
-from backend.kvcache.second_level import Stored
+from backend.kvcache.second_level import LevelBlock
 from tests.engine.driver import Driver, answer
 from tests.engine.test_second_level import LONG, OTHER, Level, ask, num_run, push_out, settle, stats
 from tests.kvcache.harness import make_sequence
@@ -18,7 +18,7 @@ def level(tmp_path: Path) -> Level:
     return Level(tmp_path)
 
 
-def stored(driver: Driver, prompt: list[int] = LONG) -> list[Stored]:
+def stored(driver: Driver, prompt: list[int] = LONG) -> list[LevelBlock]:
     """The blocks of the prompt that the level has."""
     return driver.core.kv.level.find(make_sequence(10**6, [*prompt, 0]), 0)
 
@@ -40,7 +40,7 @@ def records_of(level: Level) -> list[Found]:
     return [Found(place, record) for place, record in found if record is not None]
 
 
-def damage(level: Level, block: Stored) -> None:
+def damage(level: Level, block: LevelBlock) -> None:
     level.io.store.write(block.place, bytes(level.io.form.place_bytes))
 
 

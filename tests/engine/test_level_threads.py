@@ -13,8 +13,8 @@ import pytest
 
 from backend.core.kept_block import BlockRecord, HostBlocks, Miss, RecordFormat, digest_of
 from backend.engine import level_threads
-from backend.engine.level_threads import LevelThreads, Load
-from backend.kvcache.second_level import Offload, Stored
+from backend.engine.level_threads import LevelLoad, LevelThreads
+from backend.kvcache.second_level import LevelBlock, Offload
 from tests.engine.driver import Driver, answer
 from tests.engine.test_second_level import LONG, push_out, stats
 
@@ -34,10 +34,10 @@ class Reports:
     def written(self, offload: Offload, is_whole: bool) -> None:
         self.seen.append(("written", is_whole))
 
-    def arrived(self, load: Load, block: Stored, outcome: bytes | Miss) -> None:
+    def arrived(self, load: LevelLoad, block: LevelBlock, outcome: bytes | Miss) -> None:
         self.seen.append(("arrived", outcome))
 
-    def ended(self, load: Load) -> None:
+    def ended(self, load: LevelLoad) -> None:
         self.seen.append(("ended",))
 
     def wait_for(self, *news: Any) -> None:
@@ -87,8 +87,8 @@ def offload(place: int = 0) -> Offload:
     return Offload(0, place, RECORD, RECORD.key, 1)
 
 
-def load(num_blocks: int = 1) -> Load:
-    return Load(None, 0, [Stored(0, RECORD, RECORD.key)] * num_blocks, 0)
+def load(num_blocks: int = 1) -> LevelLoad:
+    return LevelLoad(None, 0, [LevelBlock(0, RECORD, RECORD.key)] * num_blocks, 0)
 
 
 def test_a_block_is_written_and_read(disk: Disk) -> None:

@@ -8,7 +8,7 @@ from backend.api import OutputConfig, Request, Response, Result
 from backend.api.response import TopLogProb
 from backend.api.tensor import TensorData
 from backend.core.messages import Submit
-from backend.executor.live import Live, Output
+from backend.executor.live import Live, ReceivedOutput
 from backend.executor.repeats import without_repeats
 
 NUM_HAD = 3
@@ -34,7 +34,7 @@ def result_of(*tokens: int) -> Response:
 
 def test_all_values_of_a_token_are_cut_with_it() -> None:
     live = Live(1, lambda response: None, Submit(1, Request([1], 9, streaming=True, output_config=OUTPUT)), 0.0)
-    live.outputs[0] = Output(num_tokens=NUM_HAD, num_before=NUM_HAD)
+    live.outputs[0] = ReceivedOutput(num_tokens=NUM_HAD, num_before=NUM_HAD)
     assert without_repeats(live, result_of(5, 6)) is None, "the client has had both"
     told = without_repeats(live, result_of(7, 8))
     assert told is not None and told.result.output_token_ids == [[8]]

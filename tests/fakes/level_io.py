@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from backend.core.kept_block import BlockStore, Miss, RecordFormat
-from backend.engine.level_threads import LevelReports, Load, read_one, write_one
+from backend.engine.level_threads import LevelLoad, LevelReports, read_one, write_one
 from backend.kvcache.second_level import Offload
 
 
@@ -16,7 +16,7 @@ class ManualIo:
     def __init__(self, store: BlockStore, form: RecordFormat, is_eager: bool = False, num_free: int = 100) -> None:
         self.store, self.form, self.is_eager = store, form, is_eager
         self.num_free = num_free
-        self.reads: deque[Load] = deque()
+        self.reads: deque[LevelLoad] = deque()
         self.writes: deque[tuple[Offload, bytes]] = deque()
         self.written: list[bytes] = []  # keys of all writes
         self._num_read = 0  # blocks of the first load that have been read
@@ -38,7 +38,7 @@ class ManualIo:
             self.write_next()
         return True
 
-    def read(self, load: Load) -> bool:
+    def read(self, load: LevelLoad) -> bool:
         self.reads.append(load)
         while self.is_eager and self.reads:
             self.read_next()
@@ -68,7 +68,7 @@ class ManualIo:
         if isinstance(outcome, Miss) or self._num_read == len(load.blocks):
             self._end(load)
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: LevelLoad) -> None:
         self.reads.popleft()
         self._num_read = 0
         self.post(lambda: self.reports.ended(load))

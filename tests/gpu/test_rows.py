@@ -102,12 +102,12 @@ def test_log_probs(case: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 def asked(
     rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 0.8
-) -> choose_tokens.Rows:
+) -> choose_tokens.SamplingRows:
     generator = torch.Generator().manual_seed(rows)
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=generator).to(DEVICE)
     doubles = [torch.full((rows,), value, dtype=torch.float64, device=DEVICE) for value in (top_p, min_p)]
     heat = torch.full((rows,), temperature, device=DEVICE)
-    return choose_tokens.Rows(heat, torch.full((rows,), top_k, device=DEVICE), *doubles, *seeds)
+    return choose_tokens.SamplingRows(heat, torch.full((rows,), top_k, device=DEVICE), *doubles, *seeds)
 
 
 @each("dtype", LOGITS)

@@ -9,7 +9,7 @@ import msgspec
 
 from backend.api.guide import Guide
 from backend.core.limited_messages import Begin, Ending, Outcome
-from backend.core.limited_process import Job
+from backend.core.limited_process import LimitedJob
 from backend.core.limited_server import outcome_of
 from backend.guided.compile_jobs import encode_guide
 from backend.guided.compile_process import compile_guide
@@ -64,7 +64,7 @@ class FakeJobs:
     def wait_until_ready(self) -> None:
         self.is_ready.wait(10)
 
-    def run(self, job: Job, guide: Guide) -> Outcome:
+    def run(self, job: LimitedJob, guide: Guide) -> Outcome:
         self.begun.append(guide.text)
         threading.Thread(target=self._compile, args=(job, guide), daemon=True).start()
         outcome = job.wait()
@@ -72,7 +72,7 @@ class FakeJobs:
             self.dropped.append(guide.text)
         return outcome
 
-    def _compile(self, job: Job, guide: Guide) -> None:
+    def _compile(self, job: LimitedJob, guide: Guide) -> None:
         self.gate.wait(10)
         ending = self.endings.pop(0) if self.endings else Ending.DONE
         outcome = (

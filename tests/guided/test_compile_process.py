@@ -19,9 +19,9 @@ from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId
 from backend.core import limited_process
 from backend.core.limited_messages import Ending, Limits
-from backend.core.limited_process import Job
+from backend.core.limited_process import LimitedJob
 from backend.executor.executor import Executor
-from backend.guided.compile_jobs import CompileProcess, Materials, Setup
+from backend.guided.compile_jobs import CompileProcess, CompileSetup, Materials
 from backend.guided.compiler import GuideCompiler
 from backend.guided.setup import make_guides
 from tests.descriptors import open_descriptors
@@ -35,37 +35,37 @@ SIMPLE = Guide(GuideType.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[CompileProcess]:
-    process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
+    process = CompileProcess(CompileSetup(MATERIALS, Limits(0.5, 64 * MIB)))
     yield process
     process.close()
 
 
 def test_what_comes_of_the_process_is_the_guide(process: CompileProcess) -> None:
-    outcome = process.run(Job(), SIMPLE)
+    outcome = process.run(LimitedJob(), SIMPLE)
     assert outcome.ending is Ending.DONE and 10 * KIB < outcome.num_bytes < 2 * MIB
     guide = backend().load(outcome.result)
     assert accepts(guide, '{"a": 5}') and not accepts(guide, '{"a": "5"}')
 
 
 def test_a_process_that_is_killed_loses_its_guides_and_another_one_takes_the_next(process: CompileProcess) -> None:
-    process.run(Job(), SIMPLE)
+    process.run(LimitedJob(), SIMPLE)
     assert process.process._running is not None
     first, outcomes = process.process._running, []
     slow = Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}')
-    thread = threading.Thread(target=lambda: outcomes.append(process.run(Job(), slow)))
+    thread = threading.Thread(target=lambda: outcomes.append(process.run(LimitedJob(), slow)))
     thread.start()
     wait_for(lambda: children_of(first._process.pid))
     first._process.kill()
     thread.join(20)
     assert [each.ending for each in outcomes] == [Ending.LOST]
-    assert process.run(Job(), SIMPLE).ending is Ending.DONE and process.process._running is not first
+    assert process.run(LimitedJob(), SIMPLE).ending is Ending.DONE and process.process._running is not first
     wait_for(lambda: not Path(f"/proc/{first._process.pid}").exists())
     assert first._connection.fileno() == -1 and not first._jobs
 
 
 def test_a_job_that_is_dropped_ends_its_child_though_it_might_go_on_for_minutes() -> None:
-    process, outcomes = CompileProcess(Setup(MATERIALS, Limits(600.0, 1 << 33))), []
-    job, slow = Job(), Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}')
+    process, outcomes = CompileProcess(CompileSetup(MATERIALS, Limits(600.0, 1 << 33))), []
+    job, slow = LimitedJob(), Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}')
     thread = threading.Thread(target=lambda: outcomes.append(process.run(job, slow)))
     thread.start()
     wait_for(lambda: process.process._running is not None and children_of(process.process._running._process.pid))
@@ -79,23 +79,23 @@ def test_a_job_that_is_dropped_ends_its_child_though_it_might_go_on_for_minutes(
 
 def test_a_process_that_is_closed_leaves_nothing() -> None:
     before, descriptors, threads = all_children(), open_descriptors(), set(threading.enumerate())
-    process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
+    process = CompileProcess(CompileSetup(MATERIALS, Limits(0.5, 64 * MIB)))
     process.start()
-    process.run(Job(), SIMPLE)
+    process.run(LimitedJob(), SIMPLE)
     assert len(all_children() - before) == 1
     process.close()
     assert not all_children() - before and not open_descriptors() - descriptors
     assert not set(threading.enumerate()) - threads
     with pytest.raises(OSError, match="no longer"):
-        process.run(Job(), SIMPLE)
+        process.run(LimitedJob(), SIMPLE)
 
 
 def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = open_descriptors()
     monkeypatch.setenv("EVERBATCH_PYTHON", "/nowhere/python")
-    process = CompileProcess(Setup(MATERIALS, Limits(0.5, 64 * MIB)))
+    process = CompileProcess(CompileSetup(MATERIALS, Limits(0.5, 64 * MIB)))
     with pytest.raises(OSError):
-        process.run(Job(), SIMPLE)
+        process.run(LimitedJob(), SIMPLE)
     assert not open_descriptors() - descriptors
     process.close()
 

@@ -16,7 +16,7 @@ from backend.api.errors import ConfigError, ErrorCode, EverbatchError, Overloade
 from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId
 from backend.core.limited_messages import Ending, Outcome
-from backend.core.limited_process import Job
+from backend.core.limited_process import LimitedJob
 from backend.guided.compiler import GuideCompiler
 from backend.guided.protocol import GuideBackend
 from tests.guided.fake_jobs import FakeJobs, Stub
@@ -143,7 +143,7 @@ def test_a_guide_that_was_lost_with_its_process_is_compiled_again() -> None:
 
 def test_without_a_process_clients_are_told_to_try_again() -> None:
     class NoJobs(FakeJobs):
-        def run(self, job: Job, guide: Guide) -> Outcome:
+        def run(self, job: LimitedJob, guide: Guide) -> Outcome:
             raise BlockingIOError("Resource temporarily unavailable")
 
     compiler, told = make(NoJobs())

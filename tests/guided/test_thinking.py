@@ -13,7 +13,7 @@ from backend.api import Request, SamplingConfig
 from backend.api.config.schema import SpeculationConfig
 from backend.api.guide import Guide, GuideType, Thinking
 from backend.api.response import FinishReason, Result
-from backend.core.thinking import Phase, Place, ReasoningCounter, ThinkingCourse
+from backend.core.thinking import Phase, ReasoningCounter, ReasoningPlace, ThinkingCourse
 from backend.executor import Executor
 from backend.guided.thinking import ThinkingMatcher
 from tests.executor.helpers import drain
@@ -25,9 +25,9 @@ OPENED = Thinking(END, max_tokens=9)
 EOS = 0
 
 
-def course_of(thinking: Thinking, ids: list[int], is_guided: bool = False) -> Place:
+def course_of(thinking: Thinking, ids: list[int], is_guided: bool = False) -> ReasoningPlace:
     course = ThinkingCourse(thinking, is_guided)
-    place: Place | None = course.beginning
+    place: ReasoningPlace | None = course.beginning
     for token_id in ids:
         assert place is not None
         place = course.after(place, token_id)
@@ -91,7 +91,9 @@ def test_without_its_beginning_there_is_no_reasoning() -> None:
     assert course_of(thinking, [7]).phase is Phase.ANSWER
     assert course_of(thinking, [START, 5]).phase is Phase.ANSWER
     guided = ThinkingCourse(thinking, is_guided=True)
-    assert guided.after(Place(Phase.START, 1), 5) is None, "a guided output that has begun the mark completes it"
+    assert guided.after(ReasoningPlace(Phase.START, 1), 5) is None, (
+        "a guided output that has begun the mark completes it"
+    )
     always = ThinkingCourse(Thinking(END, (START,), is_always=True), is_guided=True)
     assert always.forced(always.beginning) == START
     for ids, count in (([START, 4, 9, 9], 4), ([7, 8], 0), ([START, 5], 0)):

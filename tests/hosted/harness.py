@@ -10,7 +10,7 @@ import torch
 from backend.hosted.checkpoint import HostedCheckpoint
 from backend.layers.linear import make_torch_linear
 from backend.models.loader import open_tensors
-from backend.worker.hosted_tier import HostedTier, NativeLayers, PagedLayers
+from backend.worker.hosted_tier import HostedTier, NativeLayers, PoolLayers
 from backend.worker.native_tier import PackLinears
 from backend.worker.tier import kv_layout
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
@@ -33,7 +33,7 @@ def hosted_driver(
         model.adapters.enable()
     if library is None:
         layout = kv_layout(model.config, BLOCK_SIZE, model.dtype)
-        tier = HostedTier(model, PagedLayers(model, layout), TorchAdapters(CPU))
+        tier = HostedTier(model, PoolLayers(model, layout), TorchAdapters(CPU))
     else:
         tier = HostedTier(model, NativeLayers(model, library, BLOCK_SIZE, form.kv_bits), NativeAdapters(library))
     return drive(tier, model, library, BLOCK_SIZE, window=model.config.sliding_window, **options)

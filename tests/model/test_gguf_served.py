@@ -15,7 +15,7 @@ from backend.api import ConfigError, EngineConfig, OutputConfig, Request
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 from backend.models.loader import load_directory
-from backend.quant.run import Wanted, quantize_checkpoint
+from backend.quant.run import QuantSettings, quantize_checkpoint
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer
 from benchmarks.quality.perplexity import row_logits
@@ -110,8 +110,8 @@ def test_an_llm_reads_the_tokenizer_of_the_file_and_saves_it(model_dir: Path, fi
 def test_quantize_writes_a_checkpoint_with_the_tokenizer_of_the_file(
     model_dir: Path, file: Path, tmp_path: Path
 ) -> None:
-    quantize_checkpoint(file, tmp_path / "made", Wanted("w8a8"), None)
-    quantize_checkpoint(model_dir, tmp_path / "expected", Wanted("w8a8"), None)
+    quantize_checkpoint(file, tmp_path / "made", QuantSettings("w8a8"), None)
+    quantize_checkpoint(model_dir, tmp_path / "expected", QuantSettings("w8a8"), None)
     measured, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "expected"))
     assert measured.keys() == expected.keys()
     assert all(torch.equal(measured[name], expected[name]) for name in expected)
@@ -132,7 +132,7 @@ def test_quantize_writes_a_checkpoint_with_the_tokenizer_of_the_file(
 def test_a_quantised_file_is_not_quantised_again(model_dir: Path, tmp_path: Path) -> None:
     blocks = converted(model_dir, tmp_path / "model.gguf", "Q4_1")
     with pytest.raises(ConfigError, match="model.gguf is quantised already"):
-        quantize_checkpoint(blocks, tmp_path / "made", Wanted("w8a8"), None)
+        quantize_checkpoint(blocks, tmp_path / "made", QuantSettings("w8a8"), None)
 
 
 def test_the_rope_factors_of_a_file_are_those_of_the_scaling_they_were_made_of(file: Path, model_dir: Path) -> None:
@@ -168,7 +168,7 @@ def test_help_names_the_file() -> None:
 def test_the_settings_of_the_made_checkpoint_are_those_of_the_original(
     model_dir: Path, file: Path, tmp_path: Path
 ) -> None:
-    quantize_checkpoint(file, tmp_path / "made", Wanted("w8a8"), None)
+    quantize_checkpoint(file, tmp_path / "made", QuantSettings("w8a8"), None)
     made, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "made", model_dir))
     for key in ("architectures", "hidden_size", "head_dim", "vocab_size", "tie_word_embeddings", "dtype"):
         assert made[key] == original[key]

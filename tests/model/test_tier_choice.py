@@ -166,7 +166,7 @@ def test_quantised_kv_takes_its_share_of_float32_and_its_scales(
 
 def choose(
     checkpoint: Callable[[str], Path], device: str = "cpu", head_dim: int = 8, block_size: int = 32, **fields: object
-) -> tier.Choice:
+) -> tier.TierChoice:
     config = msgspec.structs.replace(read_model_config(checkpoint("llama2")), head_dim=head_dim)
     section = ModelConfigSection(device=device, **fields)
     kv_cache = KvCacheConfig(block_size=block_size)
@@ -183,7 +183,7 @@ def choose(
 def test_other_devices_and_huge_heads_are_the_torch_tier_s(
     checkpoint: Callable[[str], Path], lines: Callable[[], list[str]], options: dict[str, int | str], reason: str
 ) -> None:
-    assert choose(checkpoint, **options) == tier.Choice("torch", reason=reason)
+    assert choose(checkpoint, **options) == tier.TierChoice("torch", reason=reason)
     assert lines() == [f"kernels: torch, because {reason}"]
     with pytest.raises(ConfigError) as error:
         choose(checkpoint, kernels="native", **options)
@@ -218,4 +218,4 @@ def test_a_gpu_has_no_rounding_to_four_bits() -> None:
     with pytest.raises(
         ConfigError, match="w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that"
     ):
-        linear_options(tier.Choice("triton"), "w4a8", torch.bfloat16)
+        linear_options(tier.TierChoice("triton"), "w4a8", torch.bfloat16)

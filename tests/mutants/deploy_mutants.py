@@ -18,7 +18,7 @@ from deploy import (
     secret_flags,
     serve,
 )
-from deploy.drain import Drain
+from deploy.drain import ServerStop
 from deploy.gateway import ServerWithGateway
 from deploy.health import Report
 from deploy.monitor import Monitor
@@ -70,7 +70,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "stubs_refuse_before_the_server_takes_no_more": (
         change(
-            Drain,
+            ServerStop,
             "_ask",
             ("    self._server.send_signal(signal.SIGTERM)\n", ""),
             (
@@ -81,10 +81,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         DRAIN,
     ),
     "streams_have_as_long_as_an_unloading_server": (
-        change(Drain, "run", ("timeout_s + LAST_WORDS_S", "UNLOAD_S")),
+        change(ServerStop, "run", ("timeout_s + LAST_WORDS_S", "UNLOAD_S")),
         DRAIN,
     ),
-    "models_without_signs_do_not_count": (change(Drain, "_is_over", ("< self._num_models", "< 0")), DRAIN),
+    "models_without_signs_do_not_count": (change(ServerStop, "_is_over", ("< self._num_models", "< 0")), DRAIN),
     "a_failed_look_ends_the_watch": (
         change(Monitor, "_run", ("except Exception as error:", "except ZeroDivisionError as error:")),
         MONITOR,

@@ -14,7 +14,7 @@ from backend.executor.watch import Watch
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.wire.address import FileAddress
 from backend.wire.client import SocketTransport
-from backend.wire.engine_server import Connection
+from backend.wire.engine_server import ClientConnection
 from backend.wire.outgoing import Outgoing
 from tests.mutants.changes import Plant, change
 
@@ -32,7 +32,7 @@ WATCH = ["tests/executor/test_watch.py"]
 REVIEWED: dict[str, tuple[Plant, list[str]]] = {
     "client_gone_only_after_a_clean_end": (
         change(
-            Connection,
+            ClientConnection,
             "_read",
             ("            pass\n", "            pass\n        self._post(ClientGone(self.index))\n"),
             ("        self._on_closed(self.index)\n        self._post(ClientGone(self.index))\n", ""),
@@ -84,7 +84,7 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         OUTGOING,
     ),
     "commands_under_the_ids_of_others": (
-        change(Connection, "_accept", ("!= self.index", "== 0")),
+        change(ClientConnection, "_accept", ("!= self.index", "== 0")),
         SERVER,
     ),
     "any_user_may_connect": (

@@ -62,7 +62,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "gate_and_up_are_one_projection": (
         change_everywhere(
             lora.places,
-            ('"gate_up_proj": Place("gate_up", 0, gate + inter', '"gate_up_proj": Place("gate_up", 0, inter'),
+            (
+                '"gate_up_proj": ProjectionPlace("gate_up", 0, gate + inter',
+                '"gate_up_proj": ProjectionPlace("gate_up", 0, inter',
+            ),
         ),
         ["tests/families/test_adapters.py::test_a_family_s_adapter_does_what_peft_does[torch-phi-4-mini short]"],
     ),

@@ -37,7 +37,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [_SETTINGS + "[blocks of 16]"],
     ),
     "float16_is_rounded": (
-        change(tier.Choice, "computes_in", ("torch.float32 if", "torch.bfloat16 if")),
+        change(tier.TierChoice, "computes_in", ("torch.float32 if", "torch.bfloat16 if")),
         [_SETTINGS + "[float16]"],
     ),
     "only_the_first_rows_are_looked_at": (

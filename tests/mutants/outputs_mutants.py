@@ -10,7 +10,7 @@ from backend.models.decoder import Decoder
 from backend.sampling.slots import SlotParameters
 from backend.serving.wires import vectors
 from backend.worker import extra_outputs
-from backend.worker.extra_outputs import GatheringPass, Part, SlotWants
+from backend.worker.extra_outputs import GatheringPass, RowPart, SlotWants
 from backend.worker.post_processors import PostProcessors
 from kernels import sampling
 from tests.mutants.changes import change, change_everywhere
@@ -105,7 +105,9 @@ MUTANTS = {
         [PROMPT_LOG_PROBS + "test_a_long_prompt_runs_in_passes_of_few_rows_with_the_same_outcome"],
     ),
     "a_prompt_in_passes_loses_a_token": (
-        change(Part, "cut", ("range(row.num_computed, last, MAX_ROWS)", "range(row.num_computed + 1, last, MAX_ROWS)")),
+        change(
+            RowPart, "cut", ("range(row.num_computed, last, MAX_ROWS)", "range(row.num_computed + 1, last, MAX_ROWS)")
+        ),
         [PROMPT_LOG_PROBS + "test_a_long_prompt_runs_in_passes_of_few_rows_with_the_same_outcome"],
     ),
     "rows_come_twice": (

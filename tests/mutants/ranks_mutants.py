@@ -40,7 +40,7 @@ LAUNCHED = ["tests/ranks/test_launched.py"]
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "kv_is_swapped_out_once_its_block_is_used_anew": (
         change(
-            rank_process.Rank,
+            rank_process.RankWorker,
             "prepare",
             ("    self._storage.swap_out(told.swap_out)\n", ""),
             ("copy_blocks(told.copies)", "copy_blocks(told.copies); self._storage.swap_out(told.swap_out)"),
@@ -102,7 +102,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [SAME + "test_prompts_that_bring_embeddings_and_positions"],
     ),
     "all_ranks_tell_of_the_same_tokens": (
-        change(rank_process.Rank, "make_pool", ("vocabulary(self._whole, self.shard)[0]", "0")),
+        change(rank_process.RankWorker, "make_pool", ("vocabulary(self._whole, self.shard)[0]", "0")),
         [TOKENS + "[llama-2]"],
     ),
     "nobody_says_that_a_rank_has_ended": (
@@ -183,7 +183,9 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "hosted_models_are_let_in": (
         change(
-            ranked_group.RankedWorkerGroup, "_open", ("if not isinstance(checkpoint, loader.Checkpoint)", "if False")
+            ranked_group.RankedWorkerGroup,
+            "_open",
+            ("if not isinstance(checkpoint, loader.CheckpointReader)", "if False"),
         ),
         REFUSALS,
     ),

@@ -42,11 +42,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ENGINE,
     ),
     "a_budget_writes_the_end_mark_anew": (
-        change(ThinkingCourse, "_thinking", ("Place(Phase.CLOSE, matched)", "Place(Phase.CLOSE, 0)")),
+        change(ThinkingCourse, "_thinking", ("ReasoningPlace(Phase.CLOSE, matched)", "ReasoningPlace(Phase.CLOSE, 0)")),
         ENGINE,
     ),
     "nothing_follows_the_reasoning": (
-        change(ThinkingCourse, "_ended", ("Place(Phase.FOLLOW) if has_follow else _ANSWER", "_ANSWER")),
+        change(ThinkingCourse, "_ended", ("ReasoningPlace(Phase.FOLLOW) if has_follow else _ANSWER", "_ANSWER")),
         ENGINE,
     ),
     "a_guided_output_may_end_in_its_reasoning": (

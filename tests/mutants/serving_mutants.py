@@ -11,7 +11,7 @@ from backend.serving.assembly import ToolsLoader
 from backend.serving.delivery import cancellation, sequence_output
 from backend.serving.delivery.outputs import BeamsOutput, JointOutput
 from backend.serving.delivery.pump import ResponsePump
-from backend.serving.intake.intake import Intake
+from backend.serving.intake.intake import RequestIntake
 from backend.serving.intake.text_pool import TextPool
 from backend.serving.lifecycle import environment
 from backend.serving.lifecycle.environment import RunDirectory
@@ -43,7 +43,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/serving/test_text_requests.py"],
     ),
     "the_models_do_not_hear_of_adapters_names": (
-        change(Intake, "_context", ("self._executor.adapters", "config.lora.directories")),
+        change(RequestIntake, "_context", ("self._executor.adapters", "config.lora.directories")),
         ["tests/serving/test_adapter_commands.py"],
     ),
     "of_what_may_stand_there_nothing_is_told": (
@@ -63,7 +63,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [RACES + "test_whoever_queues_a_stream_holds_its_lock"],
     ),
     "sessions_of_other_namespaces_wait_in_the_same_line": (
-        change(Intake, "_text_job", ("(parameters.namespace, session_id)", '("", session_id)')),
+        change(RequestIntake, "_text_job", ("(parameters.namespace, session_id)", '("", session_id)')),
         [DETAILS + "test_the_same_session_number_of_another_namespace_waits_for_nobody"],
     ),
     "what_waited_too_long_stays_in_its_line": (

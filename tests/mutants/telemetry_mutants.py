@@ -14,7 +14,7 @@ from backend.engine.statistics import Statistics
 from backend.replicas import totals
 from backend.scheduler import admission
 from backend.serving.intake import requests
-from backend.serving.intake.intake import Intake
+from backend.serving.intake.intake import RequestIntake
 from backend.serving.observe import trace_context, vllm_page
 from backend.serving.observe.tracing import otlp, spans
 from backend.serving.observe.tracing.export import Exporter
@@ -80,7 +80,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         PAGE,
     ),
     "the_page_waits_for_room_in_the_engine": (
-        change(Intake, "_take", ("self._model.at_once(batch, self._executor)", "None")),
+        change(RequestIntake, "_take", ("self._model.at_once(batch, self._executor)", "None")),
         PAGE,
     ),
     "the_callers_flag_is_overlooked": (

@@ -15,16 +15,16 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.models.config import read_model_config
 from backend.quant import checkpoint
-from backend.quant.run import Wanted, quantize_checkpoint
+from backend.quant.run import QuantSettings, quantize_checkpoint
 from tests.quant.models import FAMILIES, WIDE, logits_of, random_rows, with_outliers
 from tools.make_random_model import make_random_model
 
 SCHEMES = {
-    "w8a8": Wanted("w8a8"),
-    "w4a16": Wanted("w4a16"),
-    "w4a16 g32": Wanted("w4a16", 32),
-    "w4a8": Wanted("w4a8"),
-    "w4a8 rows": Wanted("w4a8", -1),
+    "w8a8": QuantSettings("w8a8"),
+    "w4a16": QuantSettings("w4a16"),
+    "w4a16 g32": QuantSettings("w4a16", 32),
+    "w4a8": QuantSettings("w4a8"),
+    "w4a8 rows": QuantSettings("w4a8", -1),
 }
 
 
@@ -58,7 +58,7 @@ def test_what_stays_float_stays_as_it_is(tmp_path: Path) -> None:
     (floats / "tokenizer.json").write_text("{}")
     (floats / "chat_template.jinja").write_text("x")
     (floats / "model.bin").write_text("not for copying")
-    quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8", kv="int8"), None)
+    quantize_checkpoint(floats, tmp_path / "made", QuantSettings("w8a8", kv="int8"), None)
     before, after = (load_file(path / "model.safetensors") for path in (floats, tmp_path / "made"))
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(before[name], after[name])
@@ -78,7 +78,7 @@ def test_what_stays_float_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_smoothed_norms_keep_the_type_of_the_checkpoint(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE, dtype="bfloat16")
-    quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8"), random_rows())
+    quantize_checkpoint(floats, tmp_path / "made", QuantSettings("w8a8"), random_rows())
     before, after = (load_file(path / "model.safetensors") for path in (floats, tmp_path / "made"))
     norms = [name for name in before if name.endswith("layernorm.weight")]
     assert all(after[name].dtype == torch.bfloat16 for name in norms)
@@ -87,9 +87,9 @@ def test_smoothed_norms_keep_the_type_of_the_checkpoint(tmp_path: Path) -> None:
 
 def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     floats = make_random_model(tmp_path / "float", num_shards=3, **WIDE)
-    quantize_checkpoint(floats, tmp_path / "one", Wanted("w4a16"), random_rows())
+    quantize_checkpoint(floats, tmp_path / "one", QuantSettings("w4a16"), random_rows())
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 200_000)
-    made = quantize_checkpoint(floats, tmp_path / "many", Wanted("w4a16"), random_rows())
+    made = quantize_checkpoint(floats, tmp_path / "many", QuantSettings("w4a16"), random_rows())
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = {path.name for path in (tmp_path / "many").glob("*.safetensors")}
     assert files == set(index["weight_map"].values()) and len(files) > 1
@@ -99,7 +99,7 @@ def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest
 
 def test_the_sizes_told_are_those_of_the_files(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
-    made = quantize_checkpoint(floats, tmp_path / "made", Wanted("w4a8"), None)
+    made = quantize_checkpoint(floats, tmp_path / "made", QuantSettings("w4a8"), None)
     size = (tmp_path / "made" / "model.safetensors").stat().st_size
     assert made.bytes_before == (floats / "model.safetensors").stat().st_size
     assert size - 20_000 < made.bytes_after <= size  # without the header
@@ -108,9 +108,9 @@ def test_the_sizes_told_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_quantised_is_refused(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
-    quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8"), None)
+    quantize_checkpoint(floats, tmp_path / "made", QuantSettings("w8a8"), None)
     with pytest.raises(ConfigError, match="model made is quantised already"):
-        quantize_checkpoint(tmp_path / "made", tmp_path / "twice", Wanted("w4a16"), None)
+        quantize_checkpoint(tmp_path / "made", tmp_path / "twice", QuantSettings("w4a16"), None)
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty; give a new one"):
-        quantize_checkpoint(floats, tmp_path / "full", Wanted("w8a8"), None)
+        quantize_checkpoint(floats, tmp_path / "full", QuantSettings("w8a8"), None)
     with pytest.raises(ConfigError, match="is a file"):
-        quantize_checkpoint(floats, tmp_path / "full" / "mine", Wanted("w8a8"), None)
+        quantize_checkpoint(floats, tmp_path / "full" / "mine", QuantSettings("w8a8"), None)
     (tmp_path / "empty").mkdir()
-    quantize_checkpoint(floats, tmp_path / "empty", Wanted("w8a8"), None)
+    quantize_checkpoint(floats, tmp_path / "empty", QuantSettings("w8a8"), None)
     assert (tmp_path / "empty" / "model.safetensors").exists()
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 
@@ -135,14 +135,14 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(checkpoint, "save_file", fail)
     with pytest.raises(OSError):
-        quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8"), None)
+        quantize_checkpoint(floats, tmp_path / "made", QuantSettings("w8a8"), None)
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
     with pytest.raises(ConfigError, match="the tokenizer makes token 131, the model has 131"):
-        quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8"), torch.tensor([[0, 131]]))
+        quantize_checkpoint(floats, tmp_path / "made", QuantSettings("w8a8"), torch.tensor([[0, 131]]))
 
 
 def test_int4_keys_are_smoothed(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_int4_keys_are_smoothed(tmp_path: Path) -> None:
     floats = with_outliers(tmp_path / "float", "qwen3", **WIDE)
     made = {}
     for kv in (None, "int4"):
-        quantize_checkpoint(floats, tmp_path / str(kv), Wanted("w8a8", kv=kv), random_rows())
+        quantize_checkpoint(floats, tmp_path / str(kv), QuantSettings("w8a8", kv=kv), random_rows())
         made[kv] = load_file(tmp_path / str(kv) / "model.safetensors")
     changed = {name.split(".", 3)[3] for name in made[None] if not torch.equal(made[None][name], made["int4"][name])}
     assert changed == {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}

@@ -21,7 +21,7 @@ from backend.api.lora import LoraConfig
 from backend.core.step import WorkersLost
 from backend.executor.load import workers_of
 from backend.worker.native_tier import NativeCall, NativeTier
-from backend.worker.rank_process import Rank
+from backend.worker.rank_process import RankWorker
 from tests.families.tiny import VOCAB
 from tests.model.adapters import make_adapter
 from tests.native.harness import Format, prompt
@@ -130,13 +130,13 @@ def lost(config: EngineConfig, said: str) -> float:
 def test_a_rank_that_does_not_come_is_lost_when_its_time_is_over(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, way: dict[str, int]
 ) -> None:
-    on_time = Rank.run
+    on_time = RankWorker.run
 
-    def late(self: Rank, told: object) -> None:
+    def late(self: RankWorker, told: object) -> None:
         if self.shard.number != 1:
             on_time(self, told)
 
-    monkeypatch.setattr(Rank, "run", late)
+    monkeypatch.setattr(RankWorker, "run", late)
     config = joined(engine_config(checkpoint("llama"), **way), rank_timeout_s=1.0)
     assert 0.9 < lost(config, r"rank 1 \(at 127.0.0.1\) does not answer") < 30
 
@@ -145,15 +145,15 @@ def test_a_rank_that_does_not_come_is_lost_when_its_time_is_over(
 def test_a_rank_that_ends_within_a_step_ends_it_at_once(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, way: dict[str, int]
 ) -> None:
-    steps, on_time = [], Rank.run
+    steps, on_time = [], RankWorker.run
 
-    def fail(self: Rank, told: object) -> None:
+    def fail(self: RankWorker, told: object) -> None:
         steps.append(self.shard.number)
         if self.shard.number == 1 and len(steps) > 10:
             raise EOFError
         on_time(self, told)
 
-    monkeypatch.setattr(Rank, "run", fail)
+    monkeypatch.setattr(RankWorker, "run", fail)
     config = joined(engine_config(checkpoint("llama"), **way))
     assert config.workers.rank_timeout_s > 60
     assert lost(config, r"rank 1 \(at 127.0.0.1\) has ended its connection") < 30

@@ -22,7 +22,7 @@ from backend.wire.address import NetworkAddress
 from backend.worker import joined_group, joined_rank, joining, rank_process
 from backend.worker.joining import Joined, Joiner, accept_links
 from backend.worker.rank_messages import Join, Link, Refused, receive, send
-from backend.worker.rank_process import Rank
+from backend.worker.rank_process import RankWorker
 from tests.parity.scenario import RecordingEngine
 from tests.ranks.harness import engine_config, run
 from tests.ranks.joined import KEY, address_of, joined, ranks_of
@@ -106,8 +106,8 @@ def test_another_checkpoint_on_another_machine_is_refused(
 
 
 def test_other_kernels_are_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Rank.loaded
-    monkeypatch.setattr(Rank, "loaded", lambda self, load: replace(told(self, load), kernels="another"))
+    told = RankWorker.loaded
+    monkeypatch.setattr(RankWorker, "loaded", lambda self, load: replace(told(self, load), kernels="another"))
     config = joined(engine_config(checkpoint("llama"), 2))
     with ranks_of(config):
         refused(config, "rank 1 at 127.0.0.1 has the kernels another, .* set EVERBATCH_ISA")

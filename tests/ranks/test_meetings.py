@@ -17,7 +17,7 @@ from backend.executor.load import workers_of
 from backend.worker import ranked_group
 from backend.worker.leading import LeadingTier
 from backend.worker.native_tier import NativeCall, NativeRows, NativeTier
-from backend.worker.rank_process import Rank
+from backend.worker.rank_process import RankWorker
 from kernels.cpu.decoder import UnknownCell
 from tests.parity.scenario import RecordingEngine
 from tests.ranks.harness import PROMPTS, engine_config, run
@@ -33,14 +33,14 @@ def test_random_delays_of_a_thousand_steps_change_nothing(
     config = engine_config(checkpoint("llama", eos_token_id=None), 2)
     plain = run(config, num_tokens=340)
     assert [len(tokens) for tokens in plain.tokens] == [340] * 3
-    rng, on_time = random.Random(1), Rank.run
+    rng, on_time = random.Random(1), RankWorker.run
 
-    def late(self: Rank, told: object) -> None:
+    def late(self: RankWorker, told: object) -> None:
         if rng.random() < 0.1:
             time.sleep(rng.random() / 200)
         on_time(self, told)
 
-    monkeypatch.setattr(Rank, "run", late)
+    monkeypatch.setattr(RankWorker, "run", late)
     for _ in range(3):
         assert run(config, num_tokens=340).tokens == plain.tokens
 
@@ -67,7 +67,7 @@ def test_groups_of_one_process_run_in_turns(checkpoint: Checkpoint) -> None:
 def test_a_rank_that_does_not_come_is_lost_when_its_time_is_over(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Rank, "run", lambda self, told: None)
+    monkeypatch.setattr(RankWorker, "run", lambda self, told: None)
     config = replace(engine_config(checkpoint("llama"), 4), workers=WorkersConfig(4, rank_timeout_s=1.0))
     workers = workers_of(config)
     try:
@@ -97,10 +97,10 @@ def test_a_rank_that_has_ended_is_found_without_a_step(checkpoint: Checkpoint) -
 def test_a_rank_that_fails_within_a_step_ends_it_at_once(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Rank, told: object) -> None:
+    def fail(self: RankWorker, told: object) -> None:
         raise EOFError
 
-    monkeypatch.setattr(Rank, "run", fail)
+    monkeypatch.setattr(RankWorker, "run", fail)
     config = engine_config(checkpoint("llama"), 2)
     assert config.workers.rank_timeout_s > 60
     workers = workers_of(config)
@@ -173,10 +173,10 @@ def test_a_stage_that_does_not_come_is_named_by_the_one_that_waits(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has the last of three stages, rank 2 the first."""
-    in_time = Rank.run
+    in_time = RankWorker.run
     for late in (1, 2):
         monkeypatch.setattr(
-            Rank, "run", lambda self, told, late=late: None if self.shard.number == late else in_time(self, told)
+            RankWorker, "run", lambda self, told, late=late: None if self.shard.number == late else in_time(self, told)
         )
         config = engine_config(checkpoint("llama"), 1, **STAGES)
         workers = workers_of(replace(config, workers=replace(config.workers, rank_timeout_s=1.0)))
@@ -192,14 +192,14 @@ def test_a_stage_that_does_not_come_is_named_by_the_one_that_waits(
 def test_random_delays_of_stages_change_nothing(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(checkpoint("llama", eos_token_id=None), 1, **STAGES)
     plain = run(config, num_tokens=100)
-    rng, on_time = random.Random(1), Rank.run
+    rng, on_time = random.Random(1), RankWorker.run
 
-    def late(self: Rank, told: object) -> None:
+    def late(self: RankWorker, told: object) -> None:
         if rng.random() < 0.2:
             time.sleep(rng.random() / 200)
         on_time(self, told)
 
-    monkeypatch.setattr(Rank, "run", late)
+    monkeypatch.setattr(RankWorker, "run", late)
     assert run(config, num_tokens=100).tokens == plain.tokens
 
 

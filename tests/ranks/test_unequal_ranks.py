@@ -35,7 +35,7 @@ from backend.worker.rank_messages import (
     receive,
     send,
 )
-from backend.worker.rank_process import Rank
+from backend.worker.rank_process import RankWorker
 from backend.worker.ranked_group import RankedWorkerGroup
 
 LOAD_S, STEP_S = 30.0, 7.0
@@ -147,7 +147,7 @@ def storage_of(values: list[float]) -> KVStorage:
 
 
 def a_rank(storage: KVStorage) -> Callable[..., object]:
-    rank = object.__new__(Rank)
+    rank = object.__new__(RankWorker)
     rank._storage, rank._adapters = storage, {}
     return lambda **changes: rank.prepare(Prepare(**changes))
 

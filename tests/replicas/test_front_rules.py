@@ -12,7 +12,7 @@ from backend.api.request import RequestId, SessionConfig
 from backend.api.stats import IterationRequests, RequestStage, RequestStats
 from backend.core.messages import Cancel, ClientGone, NameAdapter, StopSession
 from backend.replicas.live import are_alike, has_stopped
-from backend.replicas.placement import Load
+from backend.replicas.placement import ReplicaLoad
 from tests.replicas.fakes import LOST, MODEL, Replica, Served
 
 
@@ -259,4 +259,4 @@ def test_the_door_closes_when_no_replica_is_connected_and_opens_with_the_next() 
 
 
 def test_a_load_counts_waiting_tokens_and_streams() -> None:
-    assert (Load(5, 0).tokens, Load(0, 2).tokens) == (5, 64)
+    assert (ReplicaLoad(5, 0).tokens, ReplicaLoad(0, 2).tokens) == (5, 64)

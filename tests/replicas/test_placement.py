@@ -7,7 +7,7 @@ import random
 import pytest
 
 from backend.api.request import Request, SessionConfig, SessionId
-from backend.replicas.placement import PIECE, TOKENS_PER_STREAM, Load, Placement
+from backend.replicas.placement import PIECE, TOKENS_PER_STREAM, Placement, ReplicaLoad
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -19,8 +19,8 @@ def turn(session: int, start: bool = False, end: bool = False, salt: str = "") -
     return Request([1, 2, 3], 4, session=SessionConfig(SessionId(session), start, end), cache_salt=salt)
 
 
-def loads(*tokens: int) -> list[Load]:
-    return [Load(waiting_tokens=each) for each in tokens]
+def loads(*tokens: int) -> list[ReplicaLoad]:
+    return [ReplicaLoad(waiting_tokens=each) for each in tokens]
 
 
 def test_equal_replicas_are_taken_by_their_numbers_and_by_their_load() -> None:
@@ -47,7 +47,7 @@ def test_a_replica_that_is_much_busier_loses_a_conversation() -> None:
 
 
 def test_requests_that_generate_count_as_well() -> None:
-    busy, free = Load(num_live=2), Load()
+    busy, free = ReplicaLoad(num_live=2), ReplicaLoad()
     assert busy.tokens == 2 * TOKENS_PER_STREAM
     assert Placement(2).place(Request(prompt(10), 4), [0, 1], [busy, free]).replica == 1
 

@@ -10,7 +10,7 @@ import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, Overloaded
 from backend.serving.intake import text_pool
-from backend.serving.intake.text_pool import Job, TextPool
+from backend.serving.intake.text_pool import TextJob, TextPool
 from backend.serving.intake.text_turns import LONG_BYTES, TextTurns
 from backend.text.chat import ChatTemplate
 
@@ -37,8 +37,8 @@ class Asked:
         if not held:
             self.may_end.set()
 
-    def job(self, *keys: str, **options: Any) -> Job:
-        return Job(self._read, self._hand_over, self._refuse, keys=frozenset(keys), **options)
+    def job(self, *keys: str, **options: Any) -> TextJob:
+        return TextJob(self._read, self._hand_over, self._refuse, keys=frozenset(keys), **options)
 
     def _read(self) -> str:
         self.begun.set()
@@ -95,7 +95,7 @@ def test_a_refusal_and_a_bug_of_reading_are_answered_and_the_thread_lives_on(
     outcomes = []
     for read in (refuse, lambda: 1 / 0):
         asked = Asked("x", [])
-        pool.submit(Job(read, asked._hand_over, asked._refuse))
+        pool.submit(TextJob(read, asked._hand_over, asked._refuse))
         wait(asked.over)
         outcomes.append(asked.refused)
     assert outcomes[0] == (ErrorCode.INVALID_ARGUMENT, "no")
@@ -131,7 +131,7 @@ def test_a_job_is_handed_over_before_the_next_of_its_session_is_read(make_pool: 
         assert may_go_on.wait(20)
         first._hand_over(result)
 
-    pool.submit(Job(first._read, hand_over, first._refuse, keys=frozenset("s")))
+    pool.submit(TextJob(first._read, hand_over, first._refuse, keys=frozenset("s")))
     pool.submit(second.job("s"))
     wait(handing_over)
     other = Asked("other", log)
@@ -259,7 +259,7 @@ def test_a_template_in_an_endless_loop_is_ended_and_its_place_given_to_a_new_thr
         begun.set()
         return template.render([{"role": "user", "content": "x"}])
 
-    pool.submit(Job(read, looping._hand_over, looping._refuse, keys=frozenset("s")))
+    pool.submit(TextJob(read, looping._hand_over, looping._refuse, keys=frozenset("s")))
     pool.submit(next_turn.job("s"))
     wait(begun)
     (thread,) = (reading.thread for reading in pool._reading.values())
@@ -338,7 +338,7 @@ def test_a_job_that_nobody_wants_any_more_is_not_read_and_holds_up_nobody(make_p
 
 def test_a_hand_over_that_fails_does_not_end_its_thread(make_pool: Callable[..., TextPool]) -> None:
     pool = make_pool(num_threads=1)
-    pool.submit(Job(lambda: 1, lambda result: result / 0, lambda code, message: None, keys=frozenset("s")))
+    pool.submit(TextJob(lambda: 1, lambda result: result / 0, lambda code, message: None, keys=frozenset("s")))
     after = Asked("after", [])
     pool.submit(after.job("s"))
     wait(after.over)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from backend.serving.intake.text_turns import LONG_BYTES, TextTurns, Turn
+from backend.serving.intake.text_turns import LONG_BYTES, TextTurn, TextTurns
 
 LONG = LONG_BYTES + 1
 
 
-def taken(turns: TextTurns[str]) -> list[Turn[str]]:
+def taken(turns: TextTurns[str]) -> list[TextTurn[str]]:
     """All that may be read at once."""
     return list(iter(turns.take, None))
 
 
-def names(turns: list[Turn[str]]) -> list[str]:
+def names(turns: list[TextTurn[str]]) -> list[str]:
     return [turn.key for turn in turns]
 
 

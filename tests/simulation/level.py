@@ -12,7 +12,7 @@ from backend.core.clock import ManualClock
 from backend.core.kept_block import BlockStore, HostBlocks, RecordFormat
 from backend.core.step import SequenceId
 from backend.engine.core import EngineCore
-from backend.engine.level_threads import Load
+from backend.engine.level_threads import LevelLoad
 from backend.engine.level_traffic import STALL_S
 from backend.kvcache.second_level import Offload
 from tests.fakes.level_io import ManualIo
@@ -55,7 +55,7 @@ class ChancyIo(ManualIo):
         self.seen["writes" if taken else "writes refused"] += 1
         return taken
 
-    def read(self, load: Load) -> bool:
+    def read(self, load: LevelLoad) -> bool:
         if self._rng.random() < 0.05:
             return False
         self.seen["loads"] += 1

@@ -10,7 +10,7 @@ from backend.layers import linear
 from backend.layers.linear import (
     DenseLinear,
     Linear,
-    PackedLinear,
+    OneDnnLinear,
     QuantizedLinear,
     QuantizedWeight,
     make_torch_linear,
@@ -103,13 +103,13 @@ def test_a_checkpoint_s_own_minus_128_is_taken_as_it_is() -> None:
 @needs_packing
 def test_bfloat16_on_a_cpu_is_packed_and_other_floats_are_not() -> None:
     kinds = {dtype: type(make_torch_linear(random_tensor(8, 8, dtype=dtype), None)) for dtype in TOLERANCE}
-    assert kinds == {torch.bfloat16: PackedLinear, torch.float32: DenseLinear, torch.float16: DenseLinear}
+    assert kinds == {torch.bfloat16: OneDnnLinear, torch.float32: DenseLinear, torch.float16: DenseLinear}
 
 
 @needs_packing
 def test_a_packed_layer_does_not_keep_the_weight_it_was_given() -> None:
     weight = random_tensor(256, 256, dtype=torch.bfloat16)
-    layer, x = PackedLinear(weight, None), random_tensor(3, 256, dtype=torch.bfloat16)
+    layer, x = OneDnnLinear(weight, None), random_tensor(3, 256, dtype=torch.bfloat16)
     before = layer(x)
     weight.zero_()
     assert torch.equal(layer(x), before)

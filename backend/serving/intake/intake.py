@@ -1,4 +1,4 @@
-"""Intake: the way of a Triton request into the engine. Three steps, in the order in which they run:
+"""RequestIntake: the way of a Triton request into the engine. Three steps, in the order in which they run:
 
     read      its id, parameters and arrays as checked Python values
     check     whether it can be served now; text then goes to the text pool, whose threads tokenise it
@@ -23,7 +23,7 @@ from backend.serving.intake.load import EngineLoad
 from backend.serving.intake.requests import Parameters, ServingContext, read_parameters, read_request_id
 from backend.serving.intake.submit import submit
 from backend.serving.intake.suspects import Suspects
-from backend.serving.intake.text_pool import Job, TextPool
+from backend.serving.intake.text_pool import TextJob, TextPool
 from backend.serving.lifecycle.absence import Absence
 from backend.serving.lifecycle.drain import SHUTTING_DOWN, Drain
 from backend.serving.observe.trace_context import begin_trace
@@ -49,7 +49,7 @@ class Incoming(NamedTuple):
     parameters: Parameters
 
 
-class Intake:
+class RequestIntake:
     def __init__(
         self,
         model: ServedModel,
@@ -143,7 +143,7 @@ class Intake:
             config, hello.model, self._model.decoupled, hello.max_kv_tokens, self._model.parameters, adapters
         )
 
-    def _text_job(self, incoming: Incoming, context: ServingContext) -> Job:
+    def _text_job(self, incoming: Incoming, context: ServingContext) -> TextJob:
         stream, batch, parameters = incoming
         batch.keep()
         ids = [batch.scalar("CORRID", row) for row in range(batch.num_rows)]
@@ -152,7 +152,7 @@ class Intake:
             with self._suspects.reading(batch.digest(parameters.namespace)):
                 return self._model.parse(batch, context, parameters)
 
-        return Job(
+        return TextJob(
             read,
             lambda works: self._guarded(stream, self._submit, works),
             lambda code, message: self._answers.fail(stream, code, message),

@@ -14,7 +14,7 @@ import msgspec
 from backend.api.errors import EverbatchError
 from backend.core.limited_messages import Begin, Ending, Limits, Outcome
 from backend.core.limited_server import Perform, serve_jobs
-from backend.serving.intake.rendering import Setup
+from backend.serving.intake.rendering import RenderSetup
 from backend.text.template import Render, Renderer
 
 CHATS_OF_CHILD = 1000
@@ -31,7 +31,7 @@ def render_chat(render: Render, begin: Begin) -> Outcome:
 
 
 def set_up(body: bytes) -> tuple[Perform, Limits]:
-    setup = msgspec.msgpack.decode(body, type=Setup)
+    setup = msgspec.msgpack.decode(body, type=RenderSetup)
     return partial(render_chat, Renderer(setup.templates)), setup.limits
 
 

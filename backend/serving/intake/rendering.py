@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from backend.api.errors import EngineUnavailable, EverbatchError, InvalidRequest
 from backend.core.limited_messages import Ending, Limits, Outcome
-from backend.core.limited_process import Job, LimitedProcess
+from backend.core.limited_process import LimitedJob, LimitedProcess
 from backend.text.template import Templates
 
 log = logging.getLogger("everbatch.serving")
@@ -25,7 +25,7 @@ MAX_STARTS = 2  # so often a process is started for one rendering
 REMEDY = "send other messages, or start the server with another --chat-template"
 
 
-class Setup(Struct, frozen=True, forbid_unknown_fields=True):
+class RenderSetup(Struct, frozen=True, forbid_unknown_fields=True):
     """The first message to the process."""
 
     templates: Templates
@@ -37,7 +37,7 @@ class RenderProcess:
 
     def __init__(self, templates: Templates, limits: Limits = LIMITS, patience_s: float = PATIENCE_S) -> None:
         self._limits, self._patience_s = limits, patience_s
-        self.process = LimitedProcess("backend.serving.intake.render_process", Setup(templates, limits))
+        self.process = LimitedProcess("backend.serving.intake.render_process", RenderSetup(templates, limits))
 
     def start(self) -> None:
         """Start the process in advance."""
@@ -63,7 +63,7 @@ class RenderProcess:
 
     def _outcome(self, task: bytes) -> Outcome:
         try:
-            return self.process.run(Job(), task, self._patience_s)
+            return self.process.run(LimitedJob(), task, self._patience_s)
         except OSError as error:
             log.error("no process to render chats can be started: %s", error)
             return Outcome(0, Ending.LOST)

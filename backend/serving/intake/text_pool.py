@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from backend.api import EngineUnavailable, ErrorCode, EverbatchError, Overloaded
-from backend.serving.intake.text_turns import TextTurns, Turn
+from backend.serving.intake.text_turns import TextTurn, TextTurns
 
 log = logging.getLogger("everbatch.serving")
 MAX_BYTES = 256 << 20  # the most bytes of inputs that may wait for a text thread, all requests together
@@ -38,7 +38,7 @@ class _TooLate(BaseException):
     """Raised in a thread whose job has been refused meanwhile. It is no Exception, so nothing below the pool catches it."""
 
 
-class Job:
+class TextJob:
     """One request whose text is to be read. A text thread calls its callbacks; `expire` may call `refuse` too."""
 
     def __init__(
@@ -90,7 +90,7 @@ class _Reading(NamedTuple):
     """The thread that reads a job, its turn, and the time at which it began."""
 
     thread: threading.Thread
-    turn: Turn[Job]
+    turn: TextTurn[TextJob]
     since: float
 
 
@@ -99,7 +99,7 @@ class TextPool:
         self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """A job may wait for `timeout_s` seconds in the queue, and its reading may take as long again."""
-        self._turns: TextTurns[Job] = TextTurns(num_threads)
+        self._turns: TextTurns[TextJob] = TextTurns(num_threads)
         self._num_threads = self._turns.num_threads
         self._timeout_s = timeout_s
         self._max_jobs = max_jobs
@@ -109,14 +109,16 @@ class TextPool:
         # True for each event after which a thread may have something to read, None for each thread that is to end.
         self._calls: queue.SimpleQueue[Literal[True] | None] = queue.SimpleQueue()
         # The lock guards the turns and all attributes below.
-        self._queued: dict[Job, float] = {}  # for each waiting job the time when it came; the oldest is first
+        self._queued: dict[TextJob, float] = {}  # for each waiting job the time when it came; the oldest is first
         self._num_bytes = 0  # the size of all waiting jobs together
-        self._lines: dict[Hashable, deque[Job]] = {}  # for each key its jobs in their order, also while they are read
-        self._reading: dict[Job, _Reading] = {}
+        self._lines: dict[
+            Hashable, deque[TextJob]
+        ] = {}  # for each key its jobs in their order, also while they are read
+        self._reading: dict[TextJob, _Reading] = {}
         self._given_up: list[threading.Thread] = []
         self._threads: list[threading.Thread] = []
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: TextJob) -> None:
         """Queue a job, and return at once. The first job starts the threads.
 
         Raises Overloaded when too many jobs or bytes wait, and EngineUnavailable when all threads are stuck.
@@ -197,7 +199,7 @@ class TextPool:
         except _TooLate:
             log.warning("a text thread that had been given up has ended")
 
-    def _begin(self) -> Job | None:
+    def _begin(self) -> TextJob | None:
         """Take the job that is to be read now out of the queue; None if there is none."""
         with self._lock:
             while (turn := self._turns.take()) is not None:
@@ -210,26 +212,26 @@ class TextPool:
                 self._leave_lines(job)
             return None
 
-    def _end(self, job: Job) -> bool:
+    def _end(self, job: TextJob) -> bool:
         """Record that the job has been read; return whether it still counts. From now on its thread is not given up."""
         with self._lock:
             return self._leave_thread(job) is not None
 
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
-    def _is_first(self, job: Job) -> bool:
+    def _is_first(self, job: TextJob) -> bool:
         return all(self._lines[key][0] is job for key in job.keys)
 
-    def _make_ready(self, job: Job) -> None:
+    def _make_ready(self, job: TextJob) -> None:
         self._turns.put(job, job.namespace, job.num_bytes)
         self._calls.put(True)
 
-    def _leave_queue(self, job: Job) -> None:
+    def _leave_queue(self, job: TextJob) -> None:
         del self._queued[job]
         self._num_bytes -= job.num_bytes
         self._turns.discard(job)
 
-    def _leave_thread(self, job: Job) -> _Reading | None:
+    def _leave_thread(self, job: TextJob) -> _Reading | None:
         """End the reading of a job, so that another has its turn. None if it has been ended before."""
         reading = self._reading.pop(job, None)
         if reading is not None:
@@ -237,7 +239,7 @@ class TextPool:
             self._calls.put(True)
         return reading
 
-    def _leave_lines(self, job: Job) -> None:
+    def _leave_lines(self, job: TextJob) -> None:
         """Take the job out of its lines, and make each job ready that has become the first in all of its own."""
         for key in job.keys:
             line = self._lines[key]
@@ -248,7 +250,7 @@ class TextPool:
             elif was_first and self._is_first(line[0]):
                 self._make_ready(line[0])
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: TextJob) -> None:
         """Give up the thread that reads a job, and raise an exception in it that ends it if it runs Python code.
 
         At the latest the exception comes when the thread returns from a library. It may be raised only here, with the lock

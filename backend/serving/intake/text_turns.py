@@ -18,7 +18,7 @@ LONG_BYTES = 32 << 10  # which a tokenizer reads within about 50 ms
 K = TypeVar("K", bound=Hashable)
 
 
-class Turn(NamedTuple, Generic[K]):
+class TextTurn(NamedTuple, Generic[K]):
     """A text whose reading has begun."""
 
     lane: _Lane[K]
@@ -48,14 +48,14 @@ class TextTurns(Generic[K]):
         for lane in (self._short, self._long):
             lane.waiting.discard(key)
 
-    def take(self) -> Turn[K] | None:
+    def take(self) -> TextTurn[K] | None:
         """The next text to read; call `done` when it has been read. None if none may be read now."""
         for lane in (self._short, self._long):
             if lane.num_free and (taken := lane.waiting.take()) is not None:
                 lane.num_free -= 1
-                return Turn(lane, *taken)
+                return TextTurn(lane, *taken)
         return None
 
-    def done(self, turn: Turn[K]) -> None:
+    def done(self, turn: TextTurn[K]) -> None:
         turn.lane.num_free += 1
         turn.lane.waiting.done(turn.namespace)

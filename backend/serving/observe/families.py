@@ -24,7 +24,7 @@ TIMESTAMP = "Timestamp"
 Read = Callable[[EngineStats], float]
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     """One metric family with its values."""
 
     name: str
@@ -49,7 +49,7 @@ def _finished_with(reason: str) -> Read:
 
 
 _TRT_LLM = (
-    Family(
+    MetricFamily(
         "nv_trt_llm_request_metrics",
         "TRT LLM request metrics",
         "GAUGE",
@@ -63,7 +63,7 @@ _TRT_LLM = (
         },
         ("Active Request Count", "Max Request Count", "Scheduled Requests", "Context Requests", "Waiting Requests"),
     ),
-    Family(
+    MetricFamily(
         "nv_trt_llm_runtime_memory_metrics",
         "TRT LLM runtime memory metrics",
         "GAUGE",
@@ -75,7 +75,7 @@ _TRT_LLM = (
         },
         ("Runtime CPU Memory Usage", "Runtime GPU Memory Usage", "Runtime Pinned Memory Usage"),
     ),
-    Family(
+    MetricFamily(
         "nv_trt_llm_kv_cache_block_metrics",
         "TRT LLM KV cache block metrics",
         "GAUGE",
@@ -98,7 +98,7 @@ _TRT_LLM = (
             "Fraction used KV cache blocks",
         ),
     ),
-    Family(
+    MetricFamily(
         "nv_trt_llm_general_metrics",
         "General TRT LLM metrics",
         "GAUGE",
@@ -106,7 +106,7 @@ _TRT_LLM = (
         {"timestamp": lambda s: s.latest.timestamp_ns // 1000, "iteration_counter": lambda s: s.latest.iter},
         (TIMESTAMP, "Iteration Counter"),
     ),
-    Family(
+    MetricFamily(
         "nv_trt_llm_disaggregated_serving_metrics",
         "TRT LLM disaggregated serving metrics",
         "COUNTER",
@@ -120,7 +120,7 @@ _TRT_LLM = (
 )
 
 _OURS = (
-    Family(
+    MetricFamily(
         "everbatch_kv_blocks",
         "KV cache blocks by state; free + cached + used = max",
         "GAUGE",
@@ -133,7 +133,7 @@ _OURS = (
             "allocated": lambda s: s.latest.kv_cache.allocated_num_blocks,
         },
     ),
-    Family(
+    MetricFamily(
         "everbatch_kv_blocks_total",
         "KV cache blocks handled since the engine started, by what happened to them: adopted = computed by the engine before "
         "this one and found by a request, dropped = left by it and of no use",
@@ -148,7 +148,7 @@ _OURS = (
             "dropped": lambda s: s.latest.kv_cache.dropped_blocks_total,
         },
     ),
-    Family(
+    MetricFamily(
         "everbatch_second_level_blocks",
         "KV blocks of the second level",
         "GAUGE",
@@ -158,7 +158,7 @@ _OURS = (
             "used": lambda s: s.latest.second_level.secondary_used_num_blocks,
         },
     ),
-    Family(
+    MetricFamily(
         "everbatch_second_level_blocks_total",
         "KV blocks by what the second level has done with them: onboarded = read back into the pool, offloaded = written, "
         "skipped = evicted before they could be written, recomputed = computed because that was expected to be quicker",
@@ -171,14 +171,14 @@ _OURS = (
             "recomputed": lambda s: s.latest.second_level.recomputed_blocks_total,
         },
     ),
-    Family(
+    MetricFamily(
         "everbatch_second_level_misses_total",
         "KV blocks of the second level that could not be used, by reason",
         "COUNTER",
         "reason",
         {reason: _missed_for(reason) for reason in MISSES},
     ),
-    Family(
+    MetricFamily(
         "everbatch_second_level_pace",
         "Latest pace of both ways to get KV back: bytes a second of loads, waits included, and prompt tokens a second of steps",
         "GAUGE",
@@ -188,7 +188,7 @@ _OURS = (
             "prefill_tokens": lambda s: s.latest.second_level.prefill_tokens_per_s,
         },
     ),
-    Family(
+    MetricFamily(
         "everbatch_tokens_total",
         "Tokens since the engine started: prompt = sent by clients, context = run through the context phase, cached = "
         "not run because their KV was found, recomputed = run again because their KV had been evicted, generated, "
@@ -204,14 +204,14 @@ _OURS = (
             "discarded": lambda s: s.counters.discarded_tokens_total,
         },
     ),
-    Family(
+    MetricFamily(
         "everbatch_evictions_total",
         "Sequences and prompts whose KV had been evicted when they returned, and that were recomputed",
         "COUNTER",
         "",
         {"": lambda s: s.counters.sequences_evicted_total},
     ),
-    Family(
+    MetricFamily(
         "everbatch_requests",
         "Requests by state",
         "GAUGE",
@@ -223,35 +223,35 @@ _OURS = (
             "paused": lambda s: s.latest.num_paused_requests,
         },
     ),
-    Family(
+    MetricFamily(
         "everbatch_requests_accepted_total",
         "Requests that the engine has accepted: those that ended, and those in flight (everbatch_requests, state active)",
         "COUNTER",
         "",
         {"": lambda s: s.counters.requests_accepted_total},
     ),
-    Family(
+    MetricFamily(
         FINISHED,
         "Requests that ended, by reason",
         "COUNTER",
         "reason",
         {reason.lower(): _finished_with(reason) for reason in FINISH_REASONS} | {ENGINE_DIED: lambda s: 0},
     ),
-    Family(
+    MetricFamily(
         "everbatch_requests_rejected_total",
         "Requests that were refused",
         "COUNTER",
         "",
         {"": lambda s: s.counters.requests_rejected_total},
     ),
-    Family(
+    MetricFamily(
         "everbatch_pauses_total",
         "Sequences taken off the batch",
         "COUNTER",
         "",
         {"": lambda s: s.counters.pauses_total},
     ),
-    Family(
+    MetricFamily(
         "everbatch_draft_tokens_total",
         "Guesses at tokens that steps have verified",
         "COUNTER",
@@ -261,11 +261,11 @@ _OURS = (
             "rejected": lambda s: s.counters.draft_tokens_total - s.counters.accepted_draft_tokens_total,
         },
     ),
-    Family("everbatch_steps_total", "Engine steps", "COUNTER", "", {"": lambda s: s.counters.steps_total}),
-    Family("everbatch_sessions", "Sessions known", "GAUGE", "", {"": lambda s: s.latest.num_sessions}),
+    MetricFamily("everbatch_steps_total", "Engine steps", "COUNTER", "", {"": lambda s: s.counters.steps_total}),
+    MetricFamily("everbatch_sessions", "Sessions known", "GAUGE", "", {"": lambda s: s.latest.num_sessions}),
 )
 
-_INFLIGHT = Family(
+_INFLIGHT = MetricFamily(
     "nv_trt_llm_inflight_batcher_metrics",
     "TRT LLM inflight_batcher-specific metrics",
     "GAUGE",
@@ -279,7 +279,7 @@ _INFLIGHT = Family(
     ("Total Context Tokens", "Generation Requests", "MicroBatch ID", "Paused Requests"),
 )
 
-_STATIC = Family(
+_STATIC = MetricFamily(
     "nv_trt_llm_v1_metrics",
     "TRT LLM v1-specific metrics",
     "GAUGE",
@@ -293,11 +293,11 @@ _STATIC = Family(
 )
 
 
-def _trt_llm(is_static: bool) -> tuple[Family, ...]:
+def _trt_llm(is_static: bool) -> tuple[MetricFamily, ...]:
     return (*_TRT_LLM, _STATIC if is_static else _INFLIGHT)
 
 
-def engine_families(is_static: bool) -> tuple[Family, ...]:
+def engine_families(is_static: bool) -> tuple[MetricFamily, ...]:
     """All families of an engine; those of its batches differ where they are static."""
     return _trt_llm(is_static) + _OURS
 

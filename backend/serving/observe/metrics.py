@@ -12,7 +12,7 @@ from typing import NamedTuple
 from backend.api import EngineStats
 from backend.api.stats import PauseCounts
 from backend.serving.observe.ended import EndedRow
-from backend.serving.observe.families import ENGINE_DIED, FINISHED, Family, engine_families
+from backend.serving.observe.families import ENGINE_DIED, FINISHED, MetricFamily, engine_families
 from backend.serving.protocols import FamilyHandle, MetricHandle
 
 TOKEN_BUCKETS = [10.0, 50.0, 100.0, 500.0, 1000.0]
@@ -35,7 +35,7 @@ FAILED = ("error", "refused")  # the reasons of rows that answered with an error
 NewFamily = Callable[[str, str, str], FamilyHandle]  # (name, description, kind) registers a family with Triton
 
 
-class Histogram(NamedTuple):
+class RowHistogram(NamedTuple):
     """A family of which each ended row that did not fail adds to."""
 
     name: str
@@ -47,45 +47,45 @@ class Histogram(NamedTuple):
 
 
 HISTOGRAMS = (
-    Histogram(
+    RowHistogram(
         "nv_llm_input_token_len",
         "TRT LLM response metrics",
         TOKEN_BUCKETS,
         lambda row: row.num_prompt_tokens,
         label=("response_metric_type", "total_input_tokens"),
     ),
-    Histogram(
+    RowHistogram(
         "nv_llm_output_token_len",
         "TRT LLM response metrics",
         TOKEN_BUCKETS,
         lambda row: row.num_output_tokens,
         label=("response_metric_type", "total_output_tokens"),
     ),
-    Histogram(
+    RowHistogram(
         "everbatch_time_to_first_token_seconds",
         "From the arrival of a request at its model to its first token",
         FIRST_TOKEN_BUCKETS,
         lambda row: row.first_token_s,
     ),
-    Histogram(
+    RowHistogram(
         "everbatch_inter_token_latency_seconds",
         "The mean time between two tokens of a request",
         INTER_TOKEN_BUCKETS,
         lambda row: row.inter_token_s,
     ),
-    Histogram(
+    RowHistogram(
         "everbatch_request_seconds",
         "From the arrival of a request at its model to its end",
         REQUEST_BUCKETS,
         lambda row: row.total_s,
     ),
-    Histogram(
+    RowHistogram(
         "everbatch_prepare_seconds",
         "Waiting for a guide to be compiled or an adapter to be read",
         FIRST_TOKEN_BUCKETS,
         lambda row: row.prepare_s,
     ),
-    Histogram(
+    RowHistogram(
         "everbatch_queue_seconds",
         "Waiting in the engine for the first admission to the batch, once it was prepared",
         FIRST_TOKEN_BUCKETS,
@@ -94,48 +94,48 @@ HISTOGRAMS = (
 )
 
 
-def vllm_histograms(max_seq_len: int) -> tuple[Histogram, ...]:
+def vllm_histograms(max_seq_len: int) -> tuple[RowHistogram, ...]:
     """vLLM's families, for a model whose sequences have at most `max_seq_len` tokens."""
     lengths = up_to(max_seq_len)
     return (
-        Histogram(
+        RowHistogram(
             "vllm:time_to_first_token_seconds",
             "Histogram of time to first token in seconds.",
             FIRST_TOKEN_BUCKETS,
             lambda row: row.first_token_s,
         ),
-        Histogram(  # its count is that of the tokens behind the first ones
+        RowHistogram(  # its count is that of the tokens behind the first ones
             "vllm:time_per_output_token_seconds",
             "Histogram of time per output token in seconds.",
             PER_TOKEN_BUCKETS,
             lambda row: row.inter_token_s,
             times=lambda row: max(0, row.num_output_tokens - row.num_sequences),
         ),
-        Histogram(
+        RowHistogram(
             "vllm:e2e_request_latency_seconds",
             "Histogram of end to end request latency in seconds.",
             TOTAL_BUCKETS,
             lambda row: row.total_s,
         ),
-        Histogram(
+        RowHistogram(
             "vllm:request_prompt_tokens",
             "Number of prefill tokens processed.",
             lengths,
             lambda row: row.num_prompt_tokens,
         ),
-        Histogram(
+        RowHistogram(
             "vllm:request_generation_tokens",
             "Number of generation tokens processed.",
             lengths,
             lambda row: row.num_output_tokens,
         ),
-        Histogram(
+        RowHistogram(
             "vllm:request_params_n", "Histogram of the n request parameter.", N_BUCKETS, lambda row: row.num_sequences
         ),
     )
 
 
-class Totals(NamedTuple):
+class TokenTotals(NamedTuple):
     """Two counters of the tokens of all rows, those that failed too."""
 
     prompt: MetricHandle
@@ -176,7 +176,7 @@ class MetricsPublisher:
         meaning = "Tokens of ended requests as clients know them: prompt = sent by them, output = sent to them"
         tokens = self._register("everbatch_client_tokens_total", meaning, "COUNTER")
         self._totals = [
-            Totals(*(tokens.Metric(labels={**labels, "kind": kind}) for kind in ("prompt", "output"))),
+            TokenTotals(*(tokens.Metric(labels={**labels, "kind": kind}) for kind in ("prompt", "output"))),
         ]
         self._has_vllm = False
         self._pauses = PauseCounts()
@@ -192,7 +192,7 @@ class MetricsPublisher:
         self._has_vllm = True
         self._histograms += [(histogram, self._histogram(histogram)) for histogram in vllm_histograms(max_seq_len)]
         self._totals.append(
-            Totals(
+            TokenTotals(
                 *(
                     self._register(
                         f"vllm:{kind}_tokens_total", f"Number of {word} tokens processed.", "COUNTER"
@@ -285,7 +285,7 @@ class MetricsPublisher:
         if num_lost:
             self._metrics[FINISHED, ENGINE_DIED].increment(float(num_lost))
 
-    def _send(self, family: Family, label: str, value: float) -> None:
+    def _send(self, family: MetricFamily, label: str, value: float) -> None:
         key = (family.name, label)
         before = self._sent.get(key)
         if value == before:
@@ -296,7 +296,7 @@ class MetricsPublisher:
             self._metrics[key].increment(value - (before or 0.0))
         self._sent[key] = value
 
-    def _histogram(self, histogram: Histogram) -> MetricHandle:
+    def _histogram(self, histogram: RowHistogram) -> MetricHandle:
         extra = dict([histogram.label] if histogram.label else [])
         family = self._register(histogram.name, histogram.description, "HISTOGRAM")
         return family.Metric(labels={**self._labels, **extra}, buckets=histogram.buckets)

@@ -54,7 +54,7 @@ FINISHED = {  # vLLM's reason -> those of this engine
 }
 
 
-class Family(NamedTuple):
+class PageFamily(NamedTuple):
     """`name` without the prefix `vllm:`; each sample has the labels that tell it from the others."""
 
     name: str
@@ -77,7 +77,7 @@ def vllm_page(stats: EngineStats, config: EngineConfig, max_seq_len: int, model_
     return "\n".join(lines) + "\n"
 
 
-def _families(stats: EngineStats, config: EngineConfig) -> Iterator[Family]:
+def _families(stats: EngineStats, config: EngineConfig) -> Iterator[PageFamily]:
     yield from _gauges(stats, config)
     yield from _counters(stats.counters)
     kv, cache = stats.latest.kv_cache, config.kv_cache
@@ -91,17 +91,17 @@ def _families(stats: EngineStats, config: EngineConfig) -> Iterator[Family]:
         "sliding_window": str(cache.max_attention_window),
         "swap_space_bytes": str(cache.swap_bytes),
     }
-    yield Family("cache_config_info", "gauge", "Information of the LLMEngine CacheConfig", [(about, 1)])
+    yield PageFamily("cache_config_info", "gauge", "Information of the LLMEngine CacheConfig", [(about, 1)])
     if config.lora.enabled:
         names = {
             "max_lora": str(config.scheduler.max_batch_size),  # each sequence of a batch may have another one
             "running_lora_adapters": ",".join(sorted(stats.running_adapters)),
             "waiting_lora_adapters": ",".join(sorted(stats.waiting_adapters)),
         }
-        yield Family("lora_requests_info", "gauge", "Running stats on lora requests.", [(names, time.time())])
+        yield PageFamily("lora_requests_info", "gauge", "Running stats on lora requests.", [(names, time.time())])
 
 
-def _gauges(stats: EngineStats, config: EngineConfig) -> Iterator[Family]:
+def _gauges(stats: EngineStats, config: EngineConfig) -> Iterator[PageFamily]:
     latest = stats.latest
     swapped = latest.num_paused_requests if config.scheduler.preemption == "swap" else 0
     capacity = latest.num_queued_requests + latest.num_paused_requests - swapped
@@ -109,7 +109,7 @@ def _gauges(stats: EngineStats, config: EngineConfig) -> Iterator[Family]:
     usage = latest.kv_cache.used_num_blocks / max(1, latest.kv_cache.max_num_blocks)
     yield _gauge("num_requests_running", "Number of requests in model execution batches.", latest.num_running_sequences)
     yield _gauge("num_requests_waiting", "Number of requests waiting to be processed.", capacity + deferred)
-    yield Family(
+    yield PageFamily(
         "num_requests_waiting_by_reason",
         "gauge",
         "Waiting requests: for room in the batch (capacity), or for their guide or adapter (deferred).",
@@ -120,7 +120,7 @@ def _gauges(stats: EngineStats, config: EngineConfig) -> Iterator[Family]:
     yield _gauge("gpu_cache_usage_perc", "Earlier name of vllm:kv_cache_usage_perc.", usage)
 
 
-def _counters(counters: EngineCounters) -> Iterator[Family]:
+def _counters(counters: EngineCounters) -> Iterator[PageFamily]:
     prompt, cached = counters.answered_prompt_tokens_total, counters.answered_cached_tokens_total
     queries, hits = counters.queried_tokens_total, counters.cached_tokens_total
     finished = counters.requests_finished_total
@@ -136,15 +136,15 @@ def _counters(counters: EngineCounters) -> Iterator[Family]:
         ("spec_decode_num_draft_tokens_total", "Number of draft tokens.", counters.draft_tokens_total),
         ("spec_decode_num_accepted_tokens_total", "Accepted draft tokens.", counters.accepted_draft_tokens_total),
     ):
-        yield Family(name, "counter", meaning, [({}, value)])
+        yield PageFamily(name, "counter", meaning, [({}, value)])
     reasons: list[Sample] = [
         ({"finished_reason": told}, sum(finished.get(reason, 0) for reason in ours)) for told, ours in FINISHED.items()
     ]
-    yield Family("request_success_total", "counter", "Count of successfully processed requests.", reasons)
+    yield PageFamily("request_success_total", "counter", "Count of successfully processed requests.", reasons)
 
 
-def _gauge(name: str, meaning: str, value: float) -> Family:
-    return Family(name, "gauge", meaning, [({}, value)])
+def _gauge(name: str, meaning: str, value: float) -> PageFamily:
+    return PageFamily(name, "gauge", meaning, [({}, value)])
 
 
 def _head(name: str, kind: str, meaning: str) -> list[str]:

@@ -22,14 +22,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 class Logits(NamedTuple):
     logits: Tensor
-    rows: choose_tokens.Rows
+    rows: choose_tokens.SamplingRows
 
 
 def _make(random: Random, count: int, vocab: int, dtype: torch.dtype, greedy: bool) -> Logits:
     def full(value: float, kind: torch.dtype) -> Tensor:
         return torch.full((count,), value, dtype=kind, device=random.device)
 
-    rows = choose_tokens.Rows(
+    rows = choose_tokens.SamplingRows(
         temperature=full(0 if greedy else TEMPERATURE, torch.float32),
         top_k=full(0 if greedy else min(TOP_K, vocab), torch.int64),
         top_p=full(1 if greedy else TOP_P, torch.float64),

@@ -18,13 +18,13 @@ FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (40, 0.8
 
 def asked(
     rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 0.8, seed: int = 0
-) -> kernel.Rows:
+) -> kernel.SamplingRows:
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(seed))
     doubles = [torch.full((rows,), value, dtype=torch.float64) for value in (top_p, min_p)]
-    return kernel.Rows(torch.full((rows,), temperature), torch.full((rows,), top_k), *doubles, *seeds)
+    return kernel.SamplingRows(torch.full((rows,), temperature), torch.full((rows,), top_k), *doubles, *seeds)
 
 
-def mixed(rows: int, seed: int = 0) -> kernel.Rows:
+def mixed(rows: int, seed: int = 0) -> kernel.SamplingRows:
     """Every row with parameters of its own: greedy ones, without filters, with some."""
     made = asked(rows, seed=seed)
     for row in range(rows):

@@ -128,14 +128,14 @@ def test_an_entry_that_is_removed_stays_mapped_by_those_who_use_it(model: Path, 
 def test_files_that_change_while_they_are_packed_are_not_kept(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = loader.Checkpoint.build
+    real = loader.CheckpointReader.build
 
-    def build(self: loader.Checkpoint, *arguments: Any) -> Any:
+    def build(self: loader.CheckpointReader, *arguments: Any) -> Any:
         made = real(self, *arguments)
         os.utime(model / "model.safetensors")
         return made
 
-    monkeypatch.setattr(loader.Checkpoint, "build", build)
+    monkeypatch.setattr(loader.CheckpointReader, "build", build)
     assert load(model, cache).mapped_bytes == 0 and not list(cache.glob("*.weights"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from backend.api.response import Response
 from backend.serving.delivery.cancellation import CancellationPoller
 from backend.serving.delivery.pump import ResponsePump
-from backend.serving.intake.intake import Intake
+from backend.serving.intake.intake import RequestIntake
 from backend.serving.intake.load import EngineLoad
 from backend.serving.intake.text_pool import TextPool
 from backend.serving.stream import Failure, OutputRow, Stream
@@ -181,13 +181,13 @@ def a_counter_is_changed_without_its_lock(set_attribute: SetAttribute) -> None:
 
 
 def what_was_cancelled_while_it_was_handed_over_goes_on(set_attribute: SetAttribute) -> None:
-    def submit(self: Intake, stream: Stream, works: Any) -> None:
+    def submit(self: RequestIntake, stream: Stream, works: Any) -> None:
         rows = [OutputRow.of(work) for work in works]
         if self._answers.begin(stream, rows):
             for work, row in zip(works, rows):
                 self._submit_row(stream, row, work)
 
-    set_attribute(Intake, "_submit", submit)
+    set_attribute(RequestIntake, "_submit", submit)
 
 
 def a_stop_ends_the_request_of_another_client(set_attribute: SetAttribute) -> None:

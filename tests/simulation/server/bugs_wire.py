@@ -10,7 +10,7 @@ from backend.core.messages import CLIENT_SHIFT, ClientGone
 from backend.engine.loop import EngineLoop
 from backend.wire import client, engine_server, framing, outgoing
 from backend.wire.client import SocketTransport
-from backend.wire.engine_server import Connection, EngineServer
+from backend.wire.engine_server import ClientConnection, EngineServer
 from backend.wire.heartbeat import HeartbeatSender
 from backend.wire.outgoing import Outgoing
 
@@ -105,7 +105,7 @@ def a_connection_that_has_ended_stays_registered(set_attribute: SetAttribute) ->
 
 
 def a_new_connection_is_not_read(set_attribute: SetAttribute) -> None:
-    set_attribute(Connection, "start", lambda self: self._outgoing.start())
+    set_attribute(ClientConnection, "start", lambda self: self._outgoing.start())
 
 
 def requests_of_a_client_that_is_gone_go_on(set_attribute: SetAttribute) -> None:

@@ -35,7 +35,7 @@ LAST_WORDS_S = 2.0
 Traced = tuple[TraceContext, EndedRow]
 
 
-class Totals(NamedTuple):
+class SpanTotals(NamedTuple):
     """Spans by what became of them, and requests whose spans were never made."""
 
     sent: int = 0
@@ -70,8 +70,8 @@ class Exporter:
         self._thread.start()
 
     @property
-    def totals(self) -> Totals:
-        return Totals(self._num_sent, self._num_rejected, self._num_dropped)
+    def totals(self) -> SpanTotals:
+        return SpanTotals(self._num_sent, self._num_rejected, self._num_dropped)
 
     def add(self, row: EndedRow) -> None:
         """Take a request that has ended; it is measured, and its spans are sent if it is traced."""

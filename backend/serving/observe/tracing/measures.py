@@ -19,7 +19,7 @@ BOUNDS = {
 }
 
 
-class Key(NamedTuple):
+class MeasureKey(NamedTuple):
     name: str
     error_type: str  # empty: it did not fail
 
@@ -41,19 +41,19 @@ class Measures:
     """The histograms since the model was loaded. One thread uses it."""
 
     def __init__(self) -> None:
-        self.points: dict[Key, Points] = {}
+        self.points: dict[MeasureKey, Points] = {}
 
     def add(self, row: EndedRow) -> None:
         failed = row.reason in FAILED
-        self._add(Key("gen_ai.server.request.duration", (row.code or row.reason) if failed else ""), row.total_s)
+        self._add(MeasureKey("gen_ai.server.request.duration", (row.code or row.reason) if failed else ""), row.total_s)
         if failed:
             return
         if row.first_token_s is not None:
-            self._add(Key("gen_ai.server.time_to_first_token", ""), row.first_token_s)
+            self._add(MeasureKey("gen_ai.server.time_to_first_token", ""), row.first_token_s)
         if row.inter_token_s is not None:
-            self._add(Key("gen_ai.server.time_per_output_token", ""), row.inter_token_s)
+            self._add(MeasureKey("gen_ai.server.time_per_output_token", ""), row.inter_token_s)
 
-    def _add(self, key: Key, value: float) -> None:
+    def _add(self, key: MeasureKey, value: float) -> None:
         if key not in self.points:
             self.points[key] = Points(BOUNDS[key.name])
         self.points[key].add(value)

@@ -16,7 +16,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from backend.serving.observe.ended import EndedRow
 from backend.serving.observe.trace_context import TraceContext
-from backend.serving.observe.tracing.measures import Key, Points
+from backend.serving.observe.tracing.measures import MeasureKey, Points
 from backend.serving.observe.tracing.spans import Span, Value, spans_of
 
 SCOPE = InstrumentationScope(name="everbatch")
@@ -40,7 +40,7 @@ def num_rejected(answer: bytes) -> int:
         return 0
 
 
-def metrics(points: Mapping[Key, Points], resource: Resource, model: str, start_ns: int, now_ns: int) -> bytes:
+def metrics(points: Mapping[MeasureKey, Points], resource: Resource, model: str, start_ns: int, now_ns: int) -> bytes:
     """The body of an export of histograms that add up from `start_ns` to `now_ns`, nanoseconds since 1970."""
     by_name: dict[str, list[metrics_pb2.HistogramDataPoint]] = {}
     for (name, error_type), each in points.items():
