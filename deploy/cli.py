@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -182,6 +183,15 @@ def fail(error: UserError | ServerFailed) -> typer.Exit:
     return typer.Exit(error.exit_code)
 
 
+def exit_with(command: Callable[[], int]) -> NoReturn:
+    """Run a command, and end with its exit status, or with its error on standard error."""
+    try:
+        status = command()
+    except UserError as error:
+        raise fail(error) from None
+    raise typer.Exit(status)
+
+
 @app.command("test", context_settings=PASS_ON)
 def test_command(
     context: typer.Context,
@@ -241,11 +251,7 @@ def rank_command(
     """Run a part of a model whose rank 0 is on another machine (serve --set workers.join_address=HOST:PORT)."""
     from deploy.rank import RankOptions, run_rank
 
-    try:
-        status = run_rank(RankOptions(join, timeout, once))
-    except UserError as error:
-        raise fail(error) from None
-    raise typer.Exit(status)
+    exit_with(lambda: run_rank(RankOptions(join, timeout, once)))
 
 
 @app.command("quantize")
@@ -268,11 +274,7 @@ def quantize_command(
     """Quantise a checkpoint, and write a new one that `serve` reads."""
     from deploy.offline import QuantizeOptions, quantize
 
-    try:
-        status = quantize(QuantizeOptions(model, scheme, output, kv, calibration, group))
-    except UserError as error:
-        raise fail(error) from None
-    raise typer.Exit(status)
+    exit_with(lambda: quantize(QuantizeOptions(model, scheme, output, kv, calibration, group)))
 
 
 @app.command("convert")
@@ -291,11 +293,7 @@ def convert_command(
     """Convert a checkpoint to safetensors with Hugging Face's names, or to Meta's files."""
     from deploy.offline import ConvertOptions, convert
 
-    try:
-        status = convert(ConvertOptions(model, output, to, dtype, max_positions, rope_factor))
-    except UserError as error:
-        raise fail(error) from None
-    raise typer.Exit(status)
+    exit_with(lambda: convert(ConvertOptions(model, output, to, dtype, max_positions, rope_factor)))
 
 
 @app.command("bench", context_settings=PASS_ON, add_help_option=False)

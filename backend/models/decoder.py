@@ -12,22 +12,44 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from backend.architectures.description import WHOLE, ModelConfig, Shard
+from backend.architectures.description import WHOLE, Block, ModelConfig, Shard
 from backend.architectures.shards import of_rank, stacked_rows, vocabulary
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.lora import Adapt, AdaptedTokens
-from backend.layers.mlp import MlpWeights, mlp
 from backend.layers.norm import NormWeights, add, add_norm, norm
 from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.convert import QkvByHead
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.parts import CheckpointParts, Parts
 from backend.models.tensors import TensorSource
+from kernels.activation import activate, activate_int8
 from kernels.common.kv_format import KVPool
 from kernels.embedding import embedding
 from kernels.int8_rows import Int8Rows
 from kernels.paged_attention import Plan
+
+
+@dataclass(slots=True)
+class MlpWeights:
+    gate_up: Linear  # [2 * intermediate, hidden], rows in the order gate, up; without a gate up alone, [intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
+
+
+def mlp(
+    x: Tensor | Int8Rows, weights: MlpWeights, block: Block, may_quantize: bool = True, adapt: Adapt | None = None
+) -> Tensor:
+    """x [num_tokens, hidden] -> [num_tokens, hidden]. adapt: adds LoRA adapters' parts; then nothing may be quantised ahead."""
+    gate_up, kind = weights.gate_up(x), (block.activation, block.gated)
+    if adapt is None:
+        quantizes = may_quantize and weights.down.takes_int8
+        return weights.down(activate_int8(gate_up, *kind) if quantizes else activate(gate_up, *kind))
+    assert isinstance(x, Tensor)  # with adapters no activations are quantised ahead
+    adapt(gate_up, x, "gate_up")
+    activated = activate(gate_up, *kind)
+    y = weights.down(activated)
+    adapt(y, activated, "down")
+    return y
 
 
 @dataclass(slots=True)

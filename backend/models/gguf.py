@@ -129,7 +129,7 @@ class GgufTensors(Mapping[str, Tensor]):
         """
         if options.quantization != "none":
             return msgspec.structs.replace(config, quantization=None), GgufTensors(self.header, config)
-        layers = _layers_to_hold(self.header, config, device, options.holds_super_blocks)
+        layers = _layers_to_hold(self.header, device, options.holds_super_blocks)
         return msgspec.structs.replace(config, quantization=layers), GgufTensors(self.header, config, layers, dtype)
 
     def _read(self, place: TensorPlace, name: str, as_blocks: bool) -> Tensor:
@@ -164,9 +164,7 @@ class GgufTensors(Mapping[str, Tensor]):
         return content
 
 
-def _layers_to_hold(
-    header: GgufHeader, config: ModelConfig, device: torch.device, holds_super_blocks: bool
-) -> GgufLayers:
+def _layers_to_hold(header: GgufHeader, device: torch.device, holds_super_blocks: bool) -> GgufLayers:
     """The layers of gguf_held.py, by the names of a Hugging Face checkpoint."""
     forms = held_forms(header, device.type == "cuda", holds_super_blocks)
     named = {name: _hf_name(name).removesuffix(".weight") for name in forms.kinds}

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.models.loader import DEFAULT_MODEL, open_directory, resolve_model_path
 from backend.quant.checkpoint import check_output
+from backend.quant.command import console, errors_end_the_command, progress, show_how_to_serve, show_remarks
 from backend.quant.run import Quantised, QuantSettings, check_source, quantize_checkpoint
 from backend.quant.text import built_in_texts, read_text, rows_of
 
 NO_CALIBRATION = "none"
 KIND_NAMES = {"qkv": "q, k, v", "out": "o", "gate_up": "gate, up", "down": "down"}
-console = Console()
 
 
 def calibration_rows(directory: Path, calibration: str) -> Tensor | None:
@@ -42,20 +38,6 @@ def calibration_rows(directory: Path, calibration: str) -> Tensor | None:
     return rows_of(texts, directory, open_directory(directory).config.max_position)
 
 
-def progress(layers: Sequence[int]) -> Iterator[int]:
-    """Yield each layer and print its number: on a terminal in one line that is rewritten, elsewhere in a new line."""
-    total = len(layers)
-    if not console.is_terminal:
-        for index in layers:
-            console.print(f"layer {index + 1} of {total}", highlight=False)
-            yield index
-        return
-    with console.status("") as status:
-        for index in layers:
-            status.update(f"layer {index + 1} of {total}")
-            yield index
-
-
 def show(made: Quantised, wanted: QuantSettings, output: Path) -> None:
     """Print the errors of each kind of layer, the sizes before and after, and how to serve the checkpoint."""
     if made.errors:
@@ -66,13 +48,12 @@ def show(made: Quantised, wanted: QuantSettings, output: Path) -> None:
         for kind, errors in made.errors.items():
             table.add_row(KIND_NAMES[kind], *(f"{100 * error:.2f} %" for error in errors))
         console.print(table)
-    for remark in made.remarks:
-        console.print(remark, highlight=False, soft_wrap=True, markup=False)
+    show_remarks(made.remarks)
     before, after = made.bytes_before / 1e6, made.bytes_after / 1e6
     kv = f", KV cache in {wanted.kv}" if wanted.kv else ""
     line = f"{wanted.scheme}{kv}: {before:.1f} MB before, {after:.1f} MB after ({before / after:.2f} times smaller)"
     console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"serve it with: ./everbatch serve --model {output}", highlight=False, soft_wrap=True, markup=False)
+    show_how_to_serve(output)
 
 
 def main(
@@ -85,30 +66,15 @@ def main(
 ) -> None:
     """`deploy/cli.py` names and explains the options; empty and 0 stand for those that were left out."""
     torch.set_grad_enabled(False)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     wanted = QuantSettings(scheme, group or None, kv or None)
-    try:
+    with errors_end_the_command(output):
         check_output(output)
         directory = resolve_model_path(model)
         check_source(directory, wanted)
         rows = calibration_rows(directory, calibration)
         if rows is not None:
             console.print(f"calibration: {rows.numel()} tokens in {len(rows)} rows", highlight=False)
-        made = quantize_checkpoint(directory, output, wanted, rows, progress)
-    except ConfigError as error:
-        Console(stderr=True).print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("everbatch: stopped; nothing was written", highlight=False)
-        sys.exit(130)
-    except OSError as error:
-        Console(stderr=True).print(
-            f"[red]everbatch: {escape(str(output))} cannot be written ({escape(error.strerror or str(error))}); "
-            f"free space, or name another folder[/red]",
-            highlight=False,
-            soft_wrap=True,
-        )
-        sys.exit(1)
+        made = quantize_checkpoint(directory, output, wanted, rows, partial(progress, part="layer"))
     show(made, wanted, output)
 
 

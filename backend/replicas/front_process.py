@@ -28,7 +28,7 @@ def serve_replicas(config: EngineConfig, socket_path: str, kept: KeptFiles) -> N
     tell({"phase": f"starting {number} replica{'s' if number > 1 else ''}"})
     replicas = _started(config, socket_path)
     try:
-        front = Front(replicas, Placement(number), listen(socket_path), config.triton.stats_period_ms / 1000)
+        front = Front(replicas, Placement(), listen(socket_path), config.triton.stats_period_ms / 1000)
         signal.signal(signal.SIGTERM, lambda *_: front.stop())
         for remark in dict.fromkeys(each for one in replicas if one.hello for each in one.hello.model.remarks):
             tell({"remark": remark})

@@ -46,8 +46,7 @@ class ReplicaPlace(Struct, frozen=True):
 
 
 class Placement:
-    def __init__(self, num_replicas: int, max_pieces: int = MAX_PIECES, max_sessions: int = MAX_SESSIONS) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self, max_pieces: int = MAX_PIECES, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_pieces = max_pieces
         self._max_sessions = max_sessions
         self._seen: OrderedDict[int, int] = (

@@ -53,7 +53,6 @@ class PoolFile:
             os.ftruncate(self._descriptor, 0)
             os.ftruncate(self._descriptor, self._size(num_blocks))
             os.pwrite(self._descriptor, self._header(num_blocks), 0)
-        self._num_blocks = num_blocks
         mapping = mmap.mmap(self._descriptor, self._size(num_blocks))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without large pages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.layers import attention, mlp, norm, rotary
+from backend.layers import attention, norm, rotary
 from backend.models import decoder
 from backend.models.decoder import Decoder
 from backend.quant import folds, smoothing
@@ -52,7 +52,7 @@ MUTANTS = {
         ),
         FORMULAS,
     ),
-    "every_mlp_has_a_gate_of_silu": (change_everywhere(mlp.mlp, ("block.activation", "'silu'")), FORMULAS),
+    "every_mlp_has_a_gate_of_silu": (change_everywhere(decoder.mlp, ("block.activation", "'silu'")), FORMULAS),
     "neighbours_turn_with_the_wrong_sign": (
         change(rope, "rope_factors", ("torch.stack((-sin, sin)", "torch.stack((sin, -sin)")),
         FORMULAS,

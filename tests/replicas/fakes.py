@@ -106,7 +106,7 @@ class Door:
 class Served:
     def __init__(self, *replicas: Replica) -> None:
         self.replicas, self.door, self._number = replicas, Door(), 0
-        self.front = Front(replicas, Placement(len(replicas)), lambda front: self.door)  # type: ignore[arg-type]
+        self.front = Front(replicas, Placement(), lambda front: self.door)  # type: ignore[arg-type]
         self.turn()
 
     def turn(self) -> None:

@@ -24,21 +24,21 @@ def loads(*tokens: int) -> list[ReplicaLoad]:
 
 
 def test_equal_replicas_are_taken_by_their_numbers_and_by_their_load() -> None:
-    placement = Placement(3)
+    placement = Placement()
     assert placement.place(Request(prompt(10), 4), [0, 1, 2], loads(0, 0, 0)).replica == 0
     assert placement.place(Request(prompt(10), 4), [0, 1, 2], loads(9, 0, 1)).replica == 1
     assert placement.place(Request(prompt(10), 4), [2], loads(0, 0, 99)).replica == 2
 
 
 def test_a_longer_turn_of_a_conversation_goes_where_its_beginning_is() -> None:
-    placement, text = Placement(2), prompt(10 * PIECE)
+    placement, text = Placement(), prompt(10 * PIECE)
     assert placement.place(Request(text[: 6 * PIECE], 4), [0, 1], loads(1, 0)).replica == 1
     place = placement.place(Request(text, 4), [0, 1], loads(0, 0))
     assert (place.replica, place.num_new_tokens) == (1, 4 * PIECE)
 
 
 def test_a_replica_that_is_much_busier_loses_a_conversation() -> None:
-    placement, text = Placement(2), prompt(6 * PIECE)
+    placement, text = Placement(), prompt(6 * PIECE)
     placement.place(Request(text, 4), [0, 1], loads(1, 0))
     num_known = 6 * PIECE - 1  # at least one token of a prompt is computed
     assert placement.place(Request(text, 4), [0, 1], loads(0, num_known - 1)).replica == 1
@@ -49,24 +49,24 @@ def test_a_replica_that_is_much_busier_loses_a_conversation() -> None:
 def test_requests_that_generate_count_as_well() -> None:
     busy, free = ReplicaLoad(num_live=2), ReplicaLoad()
     assert busy.tokens == 2 * TOKENS_PER_STREAM
-    assert Placement(2).place(Request(prompt(10), 4), [0, 1], [busy, free]).replica == 1
+    assert Placement().place(Request(prompt(10), 4), [0, 1], [busy, free]).replica == 1
 
 
 @pytest.mark.parametrize("other", [{"cache_salt": "b"}, {"extra_inputs": {"image": b"x"}}])
 def test_what_shares_no_kv_is_not_taken_for_the_same_beginning(other: dict[str, object]) -> None:
-    placement, text = Placement(2), prompt(4 * PIECE)
+    placement, text = Placement(), prompt(4 * PIECE)
     placement.place(Request(text, 4), [0, 1], loads(1, 0))
     assert placement.place(Request(text, 4, **other), [0, 1], loads(0, 0)).replica == 0  # type: ignore[arg-type]
 
 
 def test_a_difference_in_the_first_token_makes_another_prompt() -> None:
-    placement, text = Placement(2), prompt(4 * PIECE)
+    placement, text = Placement(), prompt(4 * PIECE)
     placement.place(Request(text, 4), [0, 1], loads(1, 0))
     assert placement.place(Request([text[0] + 1, *text[1:]], 4), [0, 1], loads(0, 0)).num_new_tokens == 4 * PIECE
 
 
 def test_turns_of_a_session_stay_whatever_the_load_is() -> None:
-    placement = Placement(2)
+    placement = Placement()
     assert placement.place(turn(7, start=True), [0, 1], loads(1, 0)).replica == 1
     assert placement.place(turn(7), [0, 1], loads(0, 10**6)).replica == 1
     assert placement.place(turn(7, salt="another client"), [0, 1], loads(0, 10**6)).replica == 0
@@ -76,14 +76,14 @@ def test_turns_of_a_session_stay_whatever_the_load_is() -> None:
 
 
 def test_a_session_moves_when_its_replica_is_gone() -> None:
-    placement = Placement(2)
+    placement = Placement()
     placement.place(turn(7, start=True), [0, 1], loads(1, 0))
     assert placement.place(turn(7, start=True), [0], loads(0, 0)).replica == 0
     assert placement.holder("", SessionId(7)) == 0
 
 
 def test_the_cache_of_a_replica_that_starts_again_is_forgotten_and_its_sessions_are_not() -> None:
-    placement, text = Placement(2), prompt(4 * PIECE)
+    placement, text = Placement(), prompt(4 * PIECE)
     placement.place(Request(text, 4), [0, 1], loads(1, 0))
     placement.place(turn(7, start=True), [0, 1], loads(1, 0))
     placement.forget(1)
@@ -92,7 +92,7 @@ def test_the_cache_of_a_replica_that_starts_again_is_forgotten_and_its_sessions_
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
-    placement = Placement(2, max_pieces=8, max_sessions=2)
+    placement = Placement(max_pieces=8, max_sessions=2)
     kept = prompt(4 * PIECE, seed=1)
     placement.place(Request(kept, 4), [1], loads(0, 0))
     for seed in range(2, 12):
@@ -104,7 +104,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
 
 
 def test_what_the_other_replicas_know_stays_when_one_starts_again() -> None:
-    placement, texts = Placement(3), [prompt(4 * PIECE, seed) for seed in range(3)]
+    placement, texts = Placement(), [prompt(4 * PIECE, seed) for seed in range(3)]
     for replica, text in enumerate(texts):
         placement.place(Request(text, 4), [replica], loads(0, 0, 0))
     placement.forget(1)
