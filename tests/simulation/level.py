@@ -117,7 +117,7 @@ class LevelWatch:
         self._io: ChancyIo | None = None
         self.was_held: set[SequenceId] = set()  # sequences that have waited for the level: others may overtake them
         self.seen: Counter[str] = Counter()
-        self._loads: dict[SequenceId, Load] = {}  # of sequences that have not run since
+        self._loads: dict[SequenceId, LevelLoad] = {}  # of sequences that have not run since
         self._num_signs, self._sign_ns = 0, 0  # of the reader, and when the latest one was seen
         self._num_lost_epochs = 0
 

@@ -35,7 +35,7 @@ class RequestLog:
         self._write(json.dumps(self._head() | fields) + "\n" if self._as_json else _as_text(fields))
 
     def _head(self) -> dict[str, Value]:
-        """The fields that every JSON line of a server has (backend/api/processes/log_lines.py)."""
+        """The fields that every JSON line of a server has (backend/api/processes/setup.py)."""
         return {"level": "INFO", "process": self._model, "logger": "everbatch.requests", "message": "request ended"}
 
 
