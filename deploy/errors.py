@@ -30,7 +30,7 @@ class StartCancelled(Exception):
 
 
 @dataclass(frozen=True)
-class ServerFailure:
+class EndReason:
     """Why a server that was ready has to end. `final`: it is not worth starting again from here."""
 
     text: str

@@ -24,7 +24,7 @@ from msgspec import json as msgspec_json
 
 from backend.api.processes.back_off import BackOff
 from deploy import ROOT, __version__, log_files, probe
-from deploy.errors import ServerFailed, ServerFailure, StartCancelled, UserError
+from deploy.errors import EndReason, ServerFailed, StartCancelled, UserError
 from deploy.ports import check_port, reachable, url_host
 from deploy.processes import RUN_ID_VARIABLE, describe_end
 from deploy.triton_server import TritonServer
@@ -185,7 +185,7 @@ class ServerWithGateway:
                 raise ServerFailed(f"the OpenAI endpoint did not answer within {START_S:.0f} s; {self._where()}")
             time.sleep(_POLL_S)  # The endpoint does not announce that its port is open, so it is polled.
 
-    def failure(self) -> ServerFailure | None:
+    def failure(self) -> EndReason | None:
         """Why the server must be ended; None = all is well. Looks after the endpoint besides."""
         failure = self.server.failure()
         if failure is None:

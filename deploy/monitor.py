@@ -16,7 +16,7 @@ from pathlib import Path
 from backend.api.processes.liveness import TICK_S
 from deploy import health, log_files, probe
 from deploy.engine_events import EngineEvents
-from deploy.errors import ServerFailure
+from deploy.errors import EndReason
 from deploy.processes import Process
 from deploy.readiness import EXPLANATION, Readiness
 from deploy.signs import Signs
@@ -64,21 +64,21 @@ class Monitor:
         self._end.set()
         self._thread.join()
 
-    def failure(self) -> ServerFailure | None:
+    def failure(self) -> EndReason | None:
         """Why the server must end now, if it must. Any thread; does not block."""
         if not self._thread.is_alive() and not self._end.is_set():
-            return ServerFailure("the launcher's own thread that watches the server has ended")
+            return EndReason("the launcher's own thread that watches the server has ended")
         verdict, silent_s = self._verdict, time.monotonic() - self._answered_at
         if verdict.given_up is not None:
-            return ServerFailure(
+            return EndReason(
                 f"the engine of model {verdict.given_up} ended too often and was given up; the log is {self._log_path}",
                 final=True,
             )
         allowed = f"allowed are {self._watchdog_s:g} s (triton.watchdog_timeout_s)"
         if silent_s > self._watchdog_s:  # told before a silent stub, which may wait for this server
-            return ServerFailure(f"tritonserver has not answered for {silent_s:.1f} s, {allowed}")
+            return EndReason(f"tritonserver has not answered for {silent_s:.1f} s, {allowed}")
         if verdict.silent is not None and verdict.silent.silent_s > self._watchdog_s:
-            return ServerFailure(f"{verdict.unready}, {allowed}")
+            return EndReason(f"{verdict.unready}, {allowed}")
         return None
 
     def _run(self) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Protocol, Self
 
 from backend.api.processes.back_off import BackOff
-from deploy.errors import ServerFailed, ServerFailure, StartCancelled
+from deploy.errors import EndReason, ServerFailed, StartCancelled
 
 MAX_FAILURES = 5  # in a row, without being ready in between
 MAX_FIRST_STARTS = 3
@@ -38,7 +38,7 @@ class SupervisedServer(Protocol):
     def stop(self, *, cancelled: Callable[[], bool]) -> None: ...
     def abandon(self) -> None: ...
     def kill(self) -> None: ...
-    def failure(self) -> ServerFailure | None: ...
+    def failure(self) -> EndReason | None: ...
 
 
 class Reporter(Protocol):
@@ -97,7 +97,7 @@ class _Supervision:
         self.failures = 0  # in a row, without being ready in between
         self.back_off = BackOff(None)
 
-    def live(self) -> ServerFailure | None:
+    def live(self) -> EndReason | None:
         """One life of the server: start it, and wait until a signal (None) or a failure. Raises StartCancelled, and
         ServerFailed if the first start does not succeed.
         """
@@ -106,11 +106,11 @@ class _Supervision:
         except OSError as error:  # No room on the disk, too many processes, and the like.
             if not self.was_ready:
                 raise ServerFailed(f"the server cannot be started: {error}") from None
-            return ServerFailure(f"the server cannot be started: {error}")
+            return EndReason(f"the server cannot be started: {error}")
         except ServerFailed as error:
             if not self.was_ready and not (error.by_chance and self.starts < MAX_FIRST_STARTS):
                 raise
-            return ServerFailure(str(error))
+            return EndReason(str(error))
         while not self.signals.stop_asked():
             if failure := self.server.failure():
                 return failure
@@ -131,7 +131,7 @@ class _Supervision:
         self.ready_at, self.failures = time.monotonic(), 0
         self.reporter.ready()
 
-    def go_on_after(self, failure: ServerFailure) -> bool:
+    def go_on_after(self, failure: EndReason) -> bool:
         """Report the failure and wait; returns whether to start again."""
         if failure.final:
             self.reporter.problem(f"{failure.text}; stopping the server")

@@ -29,7 +29,7 @@ from backend.api.config.schema import EngineConfig
 from backend.api.processes.liveness import cpu_demand
 from deploy import ROOT, foreign, health, invocation, launch, log_files, memory, probe, rundir, running, server_log
 from deploy.drain import SERVER_MARGIN_S, ServerStop
-from deploy.errors import ServerFailed, ServerFailure, StartCancelled
+from deploy.errors import EndReason, ServerFailed, StartCancelled
 from deploy.monitor import Monitor
 from deploy.ports import Ports, reachable, url_host
 from deploy.processes import (
@@ -269,18 +269,16 @@ class TritonServer:
         """Process ids of the stubs that live now."""
         return [process.pid for process in stubs_of(self.pid)] if self.running() else []
 
-    def failure(self) -> ServerFailure | None:
+    def failure(self) -> EndReason | None:
         """Why a server that was ready must be ended now; None = all is well, or wait_ready() has not returned yet."""
         if not self.running():
-            return ServerFailure(
-                f"tritonserver {describe_end(self.exit_status or 0)}; {log_files.where(self.log_path)}"
-            )
+            return EndReason(f"tritonserver {describe_end(self.exit_status or 0)}; {log_files.where(self.log_path)}")
         if dead := self.dead_stubs():
             model = f" of model {self._signs.model_of(dead[0].pid)}" if self._signs else ""
-            return ServerFailure(f"stub process {dead[0].pid}{model} died; {log_files.where(self.log_path)}")
+            return EndReason(f"stub process {dead[0].pid}{model} died; {log_files.where(self.log_path)}")
         if self._monitor is not None and (found := self._monitor.failure()):
             return found
-        return ServerFailure(too_large) if self._memory and (too_large := self._memory.too_large()) else None
+        return EndReason(too_large) if self._memory and (too_large := self._memory.too_large()) else None
 
     def dead_stubs(self) -> list[Process]:
         """Stubs that ought to live, and have died."""

@@ -39,7 +39,7 @@ from kernels.common.scoring import LOG2_E, capped
 from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 
 
-class ContextCase(NamedTuple):
+class Case(NamedTuple):
     rows: list[tuple[int, int]]  # (queries, keys)
     kv_heads: int = 2
     group: int = 2
@@ -54,30 +54,28 @@ class ContextCase(NamedTuple):
 
 
 CASES = [
-    ContextCase([(1, 1)], kv_heads=1, group=1),
-    ContextCase([(9, 9)], sinks=True),
-    ContextCase([(1, 5), (1, 64), (1, 129)], group=3),
-    ContextCase([(20, 33), (1, 16), (0, 0), (70, 260), (1, 17)], group=4, head_dim=32, block_size=128),
-    ContextCase([(5, 15), (1, 31), (40, 300)], kv_heads=1, group=7, head_dim=40, block_size=48),
-    ContextCase([(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True),
-    ContextCase([(1, 10), (6, 19), (11, 11)], window=1),
-    ContextCase([(40, 290)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140),
-    ContextCase(
-        [(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True, sink_tokens=4
-    ),
-    ContextCase([(1, 10), (6, 19), (11, 11)], window=1, sink_tokens=1),
-    ContextCase([(40, 290), (1, 200)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140, sink_tokens=70),
-    ContextCase([(3, 200), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=16, window=20, sink_tokens=17),
-    ContextCase([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sink_tokens=1000),
-    ContextCase([(3, 9), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=64),
-    ContextCase([(3, 9), (1, 140), (20, 80)], bits=4, head_dim=40, block_size=64),
-    ContextCase([(33, 150)], kv_heads=1, group=4, bits=8, head_dim=64, window=30, sinks=True),
-    ContextCase([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sinks=True),
-    ContextCase([(9, 9), (1, 100)], softcap=0.7),
-    ContextCase([(30, 250), (1, 200)], kv_heads=1, group=4, window=50, sinks=True, softcap=1.5),
-    ContextCase([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, softcap=0.7),
+    Case([(1, 1)], kv_heads=1, group=1),
+    Case([(9, 9)], sinks=True),
+    Case([(1, 5), (1, 64), (1, 129)], group=3),
+    Case([(20, 33), (1, 16), (0, 0), (70, 260), (1, 17)], group=4, head_dim=32, block_size=128),
+    Case([(5, 15), (1, 31), (40, 300)], kv_heads=1, group=7, head_dim=40, block_size=48),
+    Case([(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True),
+    Case([(1, 10), (6, 19), (11, 11)], window=1),
+    Case([(40, 290)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140),
+    Case([(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True, sink_tokens=4),
+    Case([(1, 10), (6, 19), (11, 11)], window=1, sink_tokens=1),
+    Case([(40, 290), (1, 200)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140, sink_tokens=70),
+    Case([(3, 200), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=16, window=20, sink_tokens=17),
+    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sink_tokens=1000),
+    Case([(3, 9), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=64),
+    Case([(3, 9), (1, 140), (20, 80)], bits=4, head_dim=40, block_size=64),
+    Case([(33, 150)], kv_heads=1, group=4, bits=8, head_dim=64, window=30, sinks=True),
+    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sinks=True),
+    Case([(9, 9), (1, 100)], softcap=0.7),
+    Case([(30, 250), (1, 200)], kv_heads=1, group=4, window=50, sinks=True, softcap=1.5),
+    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, softcap=0.7),
     *(
-        ContextCase([(5, 5), (1, 13), (3, 70), (1, 2)], bits=bits, dtype=dtype)
+        Case([(5, 5), (1, 13), (3, 70), (1, 2)], bits=bits, dtype=dtype)
         for bits in (16, 8, 4)
         for dtype in (torch.bfloat16, torch.float16)
     ),

@@ -108,7 +108,7 @@ class DevicePlan(NamedTuple):
 Plan = AttentionPlan | DevicePlan
 
 
-class Case(NamedTuple):
+class PagedCase(NamedTuple):
     rows: list[tuple[int, int]]  # (queries, keys)
     kv_heads: int = 2
     group: int = 2
@@ -120,26 +120,26 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case([(1, 1)], kv_heads=1, group=1, head_dim=8),
-    Case([(9, 9)]),
-    Case([(1, 5), (1, 4), (1, 17)], group=3),
-    Case([(1, 3), (4, 4), (3, 9), (1, 40)], block_size=2, head_dim=8),
-    Case([(20, 33), (1, 16), (1, 17), (16, 16)], kv_heads=4, group=1, head_dim=32, block_size=16),
-    Case([(5, 15), (1, 31)], kv_heads=1, group=7, head_dim=40, block_size=1),
-    Case([(7, 13), (1, 3), (17, 17)], kv_heads=3, group=3, head_dim=20, block_size=8),
-    Case([(1, 20), (1, 3), (5, 21), (9, 9)], kv_heads=1, group=7, head_dim=24, window=6),
-    Case([(1, 8), (1, 9), (1, 64), (8, 40)], group=1, block_size=8, window=8),
-    Case([(1, 32), (1, 30)], window=12),
-    Case([(1, 10), (6, 19), (11, 11)], window=1),
-    Case([(300, 600), (1, 514), (270, 270)], block_size=32),
-    Case([(300, 600), (1, 514), (270, 270)], block_size=32, window=100),
-    Case([(1, 20), (1, 3), (5, 21), (9, 9)], kv_heads=1, group=7, head_dim=24, window=6, sink_tokens=3),
-    Case([(1, 30), (1, 9), (1, 7), (8, 40), (2, 70)], group=1, block_size=8, window=8, sink_tokens=8),
-    Case([(1, 40), (13, 13), (4, 40)], window=1, sink_tokens=1),
-    Case([(300, 600), (1, 514), (270, 270)], block_size=32, window=100, sink_tokens=37),
-    Case([(5, 12), (1, 11), (1, 6)], window=3, sink_tokens=1000),
-    Case([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.bfloat16),
-    Case([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.float16),
+    PagedCase([(1, 1)], kv_heads=1, group=1, head_dim=8),
+    PagedCase([(9, 9)]),
+    PagedCase([(1, 5), (1, 4), (1, 17)], group=3),
+    PagedCase([(1, 3), (4, 4), (3, 9), (1, 40)], block_size=2, head_dim=8),
+    PagedCase([(20, 33), (1, 16), (1, 17), (16, 16)], kv_heads=4, group=1, head_dim=32, block_size=16),
+    PagedCase([(5, 15), (1, 31)], kv_heads=1, group=7, head_dim=40, block_size=1),
+    PagedCase([(7, 13), (1, 3), (17, 17)], kv_heads=3, group=3, head_dim=20, block_size=8),
+    PagedCase([(1, 20), (1, 3), (5, 21), (9, 9)], kv_heads=1, group=7, head_dim=24, window=6),
+    PagedCase([(1, 8), (1, 9), (1, 64), (8, 40)], group=1, block_size=8, window=8),
+    PagedCase([(1, 32), (1, 30)], window=12),
+    PagedCase([(1, 10), (6, 19), (11, 11)], window=1),
+    PagedCase([(300, 600), (1, 514), (270, 270)], block_size=32),
+    PagedCase([(300, 600), (1, 514), (270, 270)], block_size=32, window=100),
+    PagedCase([(1, 20), (1, 3), (5, 21), (9, 9)], kv_heads=1, group=7, head_dim=24, window=6, sink_tokens=3),
+    PagedCase([(1, 30), (1, 9), (1, 7), (8, 40), (2, 70)], group=1, block_size=8, window=8, sink_tokens=8),
+    PagedCase([(1, 40), (13, 13), (4, 40)], window=1, sink_tokens=1),
+    PagedCase([(300, 600), (1, 514), (270, 270)], block_size=32, window=100, sink_tokens=37),
+    PagedCase([(5, 12), (1, 11), (1, 6)], window=3, sink_tokens=1000),
+    PagedCase([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.bfloat16),
+    PagedCase([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.float16),
 ]
 
 

@@ -89,7 +89,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(environment, "check_disk", lambda place, kit: None)
     monkeypatch.setattr(environment, "missing_pins", lambda root, venv, files: [])
     monkeypatch.setattr(environment, "find_interpreter", lambda root, progress: Interpreter("/p", "3.11", True, True))
-    monkeypatch.setattr(environment, "Progress", quiet)
+    monkeypatch.setattr(environment, "SteppedProgress", quiet)
     return notes
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploy.errors import ServerFailed, ServerFailure
+from deploy.errors import EndReason, ServerFailed
 from deploy.supervisor import StopSignals, supervise
 
 
@@ -17,9 +17,9 @@ class ScriptedServer:
     """Each life follows one step of the script: up, stub dies, does not start, dies by chance, given up."""
 
     FAILURES = {
-        "stub dies": ServerFailure("stub process 77 died"),
-        "server dies": ServerFailure("tritonserver ended with status -11"),
-        "given up": ServerFailure("the engine of model tensorrt_llm was given up", final=True),
+        "stub dies": EndReason("stub process 77 died"),
+        "server dies": EndReason("tritonserver ended with status -11"),
+        "given up": EndReason("the engine of model tensorrt_llm was given up", final=True),
     }
 
     def __init__(self, script: list[str], at_end: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class ScriptedServer:
         if self.step == "dies by chance":
             raise ServerFailed("it died", by_chance=True)
 
-    def failure(self) -> ServerFailure | None:
+    def failure(self) -> EndReason | None:
         if self.step == "up":
             self.at_end()
         return self.FAILURES.get(self.step)

@@ -96,6 +96,7 @@ INTERNAL = {
     "Cancelled": "a request that its client has ended",
     "ClientError": "the base of the client's errors",
     "Damaged": "becomes a warning that quotes it",
+    "DamagedWeights": "becomes a warning that quotes it",
     "DeadlineExceeded": "its text is made with the client's other messages, which have rows",
     "EngineFault": "becomes `the engine failed on request ...`",
     "EverbatchError": "the base of the project's errors",

@@ -41,7 +41,7 @@ def test_decode_attention(
 
 @each("dtype", HALVES)
 @each("case", CONTEXT_CASES)
-def test_context_attention(case: context_attention.ContextCase, dtype: torch.dtype) -> None:
+def test_context_attention(case: context_attention.Case, dtype: torch.dtype) -> None:
     queries, lengths = zip(*case.rows)
     starts = [0]
     for count in queries:

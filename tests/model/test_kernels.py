@@ -68,7 +68,7 @@ def test_silu_mul_gates_the_second_half_by_the_first(shape: tuple[int, ...], dty
 class Scene:
     """A pool with the KV of one batch at random places; everything that must not be read is NaN."""
 
-    def __init__(self, case: paged_attention.Case) -> None:
+    def __init__(self, case: paged_attention.PagedCase) -> None:
         self.case = case
         lengths = [length for _, length in case.rows]
         sizes = [-(-length // case.block_size) for length in lengths]
@@ -126,7 +126,7 @@ class Scene:
 
 @pytest.mark.feature("004-19", "004-20", "001-29", "001-30")
 @pytest.mark.parametrize("case", paged_attention.CASES, ids=str)
-def test_paged_attention_follows_its_formula_and_reads_nothing_else(case: paged_attention.Case) -> None:
+def test_paged_attention_follows_its_formula_and_reads_nothing_else(case: paged_attention.PagedCase) -> None:
     scene = Scene(case)
     assert scene.pool.isnan().any()
     assert_near(scene.attend(), scene.expected())
@@ -134,7 +134,7 @@ def test_paged_attention_follows_its_formula_and_reads_nothing_else(case: paged_
 
 @pytest.mark.parametrize("rows", [[(1, 9), (1, 7)], [(3, 9), (1, 7)]])
 def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows: list[tuple[int, int]]) -> None:
-    scene = Scene(paged_attention.Case(rows))
+    scene = Scene(paged_attention.PagedCase(rows))
     scene.rows.tables[0, 1] = -1
     with pytest.raises(IndexError):
         scene.attend()
@@ -142,7 +142,7 @@ def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows: list[
 
 def test_rows_of_very_different_length_are_not_padded_to_the_longest() -> None:
     rows = [(1, 4)] * 30 + [(1, 4000)]
-    scene = Scene(paged_attention.Case(rows))
+    scene = Scene(paged_attention.PagedCase(rows))
     plan = paged_attention.plan_attention(scene.rows, 4, [None], 16, torch.float32, torch.device("cpu"))[None]
     gathered = sum(len(group.blocks) for group in plan.generation)
     assert gathered == 30 + 1000

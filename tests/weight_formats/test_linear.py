@@ -141,7 +141,7 @@ class Wrong(DenseLinear):
 def test_where_the_private_operators_are_missing_changed_or_wrong_the_public_one_is_used(
     monkeypatch: pytest.MonkeyPatch, operator: type[Linear]
 ) -> None:
-    monkeypatch.setattr(linear, "PackedLinear", operator)
+    monkeypatch.setattr(linear, "OneDnnLinear", operator)
     onednn_packs.cache_clear()
     try:
         layer: Linear = make_torch_linear(random_tensor(8, 8, dtype=torch.bfloat16), None)

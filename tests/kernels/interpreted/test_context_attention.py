@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import context_attention as kernel
 from kernels.common.attention_tiles import AttentionTiles
 from kernels.common.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
-from kernels.context_attention import ContextCase
+from kernels.context_attention import Case
 from tests.kernels.numbers import assert_near, random_tensor
 
 SMALL = AttentionTiles(16, 16, 4, 2)  # many tiles out of few tokens
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     softcap: float
 
 
-def made(case: ContextCase) -> Inputs:
+def made(case: Case) -> Inputs:
     """Makes inputs. Whatever no query may see is NaN, and its blocks are -1. Every tensor is a part of a larger one."""
     queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*case.rows))
     starts = torch.zeros(len(queries) + 1, dtype=torch.int32)
@@ -80,7 +80,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: AttentionTiles) -> None:
 
 
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_tokens_attend_what_they_may_see(case: ContextCase) -> None:
+def test_tokens_attend_what_they_may_see(case: Case) -> None:
     inputs = made(case)
     tokens = int(inputs.starts[-1])
     out, expected = kernel.context_attention(*inputs)[:tokens], kernel.reference(*inputs)[:tokens]
@@ -93,7 +93,7 @@ def test_rows_have_as_many_tiles_as_they_need(
 ) -> None:
     use_tiles(monkeypatch, SMALL)
     rows = [(19, 19), (1, 50), (0, 0), (8, 40), (16, 33)]
-    case = ContextCase(rows, 1, 3, block_size=32, bits=bits, window=window, sinks=True, sink_tokens=sink_tokens)
+    case = Case(rows, 1, 3, block_size=32, bits=bits, window=window, sinks=True, sink_tokens=sink_tokens)
     inputs = made(case)
     out, expected = kernel.context_attention(*inputs)[:44], kernel.reference(*inputs)[:44]
     assert_near(out, expected)
@@ -107,7 +107,7 @@ def test_a_token_gets_the_same_in_every_chunk(
     if tiles:
         use_tiles(monkeypatch, tiles)
     length = 150
-    whole = made(ContextCase([(length, length)], 1, 4, window=None))._replace(window=window, sink_tokens=sink_tokens)
+    whole = made(Case([(length, length)], 1, 4, window=None))._replace(window=window, sink_tokens=sink_tokens)
     expected = kernel.context_attention(*whole)[:length]
     stops = [1, 2, 37, 101, length]
     for start, stop in zip([0, *stops], stops):
@@ -122,7 +122,7 @@ def test_a_token_gets_the_same_in_every_chunk(
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
-    inputs = made(ContextCase([(5, 20), (3, 0)], 1, 4, sinks=True))
+    inputs = made(Case([(5, 20), (3, 0)], 1, 4, sinks=True))
     none = torch.full_like(inputs.sinks, -torch.inf)
     without = kernel.context_attention(*inputs._replace(sinks=None))
     assert torch.equal(kernel.context_attention(*inputs._replace(sinks=none))[:8], without[:8])
