@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import resource
 import signal
+import socket
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
+from backend.api.errors import ConfigError
 from backend.core import limited_server
-from backend.core.limited_messages import Ending, Outcome
+from backend.core.limited_messages import Begin, Ending, Outcome, frame
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -51,3 +54,21 @@ def test_the_processor_time_of_a_job_begins_with_it(
 )
 def test_a_job_whose_process_died_ended_by_what_it_died_of(status: int, ending: Ending, text: str) -> None:
     assert limited_server._of_death(7, status) == Outcome(7, ending, text=text)
+
+
+@pytest.mark.parametrize(("has_client", "status"), [(False, 0), (True, 1)])
+def test_a_process_without_a_client_ends_well_and_one_whose_material_is_refused_with_1(
+    has_client: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(body: bytes) -> NoReturn:
+        raise ConfigError("the tokenizer cannot be read")
+
+    client, server = socket.socketpair()
+    with client:
+        if has_client:
+            client.sendall(frame(Begin(1, b"material")))
+        client.shutdown(socket.SHUT_WR)
+        monkeypatch.setattr(limited_server, "set_up_logging", lambda name: None)
+        monkeypatch.setattr(limited_server.signal, "signal", lambda number, action: None)
+        monkeypatch.setattr(limited_server.sys, "argv", ["process", str(server.detach())])
+        assert limited_server.serve_jobs("tests", refuse) == status
