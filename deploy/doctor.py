@@ -32,7 +32,7 @@ from deploy.model_source import resolve_model
 from deploy.packages import SERVING
 from deploy.ports import Ports, check_port
 from deploy.processes import descends_from, listener_on
-from deploy.running import Running, running
+from deploy.running import RunningServer, running
 
 State = Literal["ok", "warn", "fail"]
 SHM_WANTED = 64 << 20  # A region of a stub has 1 MB, and prompts of many MB make it grow.
@@ -303,7 +303,7 @@ def port(host: str, number: int, option: str) -> Finding:
     return Finding(f"port {number}", "ok", "free")
 
 
-def _server_on(port: int) -> Running | None:
+def _server_on(port: int) -> RunningServer | None:
     """The server of this checkout that listens on the port."""
     holder = listener_on(port)
     return None if holder is None else next((each for each in running() if descends_from(holder, each.pid)), None)

@@ -39,7 +39,7 @@ PROGRAM = (sys.executable, "-P", "-m", "gateway")
 log = logging.getLogger("everbatch.gateway")
 
 
-class Served(Struct, frozen=True):
+class EndpointModel(Struct, frozen=True):
     """A further model, as the endpoint reads it (gateway/served.py)."""
 
     triton_model: str
@@ -66,7 +66,7 @@ class GatewayOptions:
     names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     metrics_label: str = ""
-    others: tuple[Served, ...] = ()
+    others: tuple[EndpointModel, ...] = ()
     prompt_adapters: tuple[str, ...] = ()
     tool_format: str = AUTO
     reasoning_format: str = AUTO

@@ -13,7 +13,7 @@ from deploy import chat_template
 from deploy.capacity import size
 from deploy.engine_sets import EngineSet
 from deploy.errors import UserError
-from deploy.gateway import GatewayOptions, Served
+from deploy.gateway import EndpointModel, GatewayOptions
 from deploy.models_file import Entry, Models, named_on_the_command_line, read_models
 from deploy.multi_model import MultiModel
 
@@ -74,11 +74,11 @@ def of_several(gateway: GatewayOptions, several: MultiModel) -> GatewayOptions:
     )
 
 
-def _served(each: EngineSet, gateway: GatewayOptions) -> Served:
+def _served(each: EngineSet, gateway: GatewayOptions) -> EndpointModel:
     config = each.engine.share.config
     shown = gateway.with_formats_of(chat_template.source(config))
     adapters = tuple(config.lora.directories)
-    return Served(
+    return EndpointModel(
         each.own_wire,
         each.served_names,
         adapters,

@@ -23,7 +23,7 @@ COMMAND = "serve"  # the first word of the run directories of `everbatch serve`;
 State = Literal["starting", "serving", "stopping"]
 
 
-class Running(Struct, frozen=True):
+class RunningServer(Struct, frozen=True):
     """The launcher's record of its server. `model` is the name of the checkpoint."""
 
     pid: int
@@ -43,7 +43,7 @@ def write(directory: Path, state: State, http_url: str, grpc_url: str, config: E
     name = "the default model" if path == DEFAULT_MODEL else path.name
     stat = read_stat(os.getpid())
     assert stat is not None, "this process runs"
-    running = Running(os.getpid(), stat.start, state, http_url, grpc_url, name)
+    running = RunningServer(os.getpid(), stat.start, state, http_url, grpc_url, name)
     write_private(directory / FILE, msgspec_json.encode(running).decode() + "\n")
 
 
@@ -52,7 +52,7 @@ def forget(directory: Path) -> None:
     (directory / FILE).unlink(missing_ok=True)
 
 
-def running(parent: Path | None = None) -> list[Running]:
+def running(parent: Path | None = None) -> list[RunningServer]:
     """The servers that run now, the latest one first. `parent`: of the run directories."""
     try:
         parent = default_run_directory(COMMAND).parent if parent is None else parent
@@ -77,9 +77,9 @@ def _changed_at(path: Path) -> float:
         return 0.0
 
 
-def _read(path: Path) -> Running | None:
+def _read(path: Path) -> RunningServer | None:
     try:
-        found = msgspec_json.decode(path.read_bytes(), type=Running)
+        found = msgspec_json.decode(path.read_bytes(), type=RunningServer)
     except (OSError, DecodeError, ValidationError):  # It has just been removed, or another version wrote it.
         return None
     return found if Process(found.pid, found.start).alive() else None

@@ -39,7 +39,7 @@ class Converted(NamedTuple):
     remarks: list[str]  # sentences about what the files did not say
 
 
-class Source(NamedTuple):
+class ConvertSource(NamedTuple):
     """Tensors by their Hugging Face names, and the content of config.json."""
 
     tensors: Mapping[str, Tensor]
@@ -47,11 +47,11 @@ class Source(NamedTuple):
     remarks: list[str]
 
 
-def open_source(directory: Path, wanted: ConvertSettings) -> Source:
+def open_source(directory: Path, wanted: ConvertSettings) -> ConvertSource:
     """Raises ConfigError."""
     if is_meta(directory):
         meta = MetaCheckpoint(directory)
-        return Source(meta, meta.config(wanted.max_positions, wanted.rope_factor), _remarks(meta, wanted))
+        return ConvertSource(meta, meta.config(wanted.max_positions, wanted.rope_factor), _remarks(meta, wanted))
     if (file := gguf_file(directory)) is not None:
         checkpoint = open_directory(directory)
         if checkpoint.config.quantization is not None:
@@ -59,7 +59,9 @@ def open_source(directory: Path, wanted: ConvertSettings) -> Source:
                 f"{shown(file.name)} is quantised; it is served as it is, and only float files are converted"
             )
         content = raw_config(read_header(file))
-        return Source(checkpoint.tensors, {key: value for key, value in content.items() if value is not None}, [])
+        return ConvertSource(
+            checkpoint.tensors, {key: value for key, value in content.items() if value is not None}, []
+        )
     config = read_object(directory, "config.json")
     if config is None:
         raise ConfigError(
@@ -67,8 +69,8 @@ def open_source(directory: Path, wanted: ConvertSettings) -> Source:
             f"checkpoint"
         )
     if names := _pickles(directory):
-        return Source(PickledTensors(directory, names), config, [])
-    return Source(open_directory(directory).tensors, config, [])
+        return ConvertSource(PickledTensors(directory, names), config, [])
+    return ConvertSource(open_directory(directory).tensors, config, [])
 
 
 def convert_checkpoint(
@@ -87,7 +89,7 @@ def convert_checkpoint(
     return Converted(len(source.tensors), num_bytes, source.remarks)
 
 
-def _write(source: Source, folder: Path, wanted: ConvertSettings, progress: Progress) -> int:
+def _write(source: ConvertSource, folder: Path, wanted: ConvertSettings, progress: Progress) -> int:
     writer, config = Writer(folder), dict(source.config)
     for name in progress(list(source.tensors)):
         writer.add({name: _as(source.tensors[name], wanted.dtype)})
@@ -98,7 +100,7 @@ def _write(source: Source, folder: Path, wanted: ConvertSettings, progress: Prog
     return writer.num_bytes
 
 
-def _write_meta(source: Source, folder: Path, wanted: ConvertSettings, progress: Progress) -> int:
+def _write_meta(source: ConvertSource, folder: Path, wanted: ConvertSettings, progress: Progress) -> int:
     """consolidated.00.pth and params.json, the form of one rank. All of it is in memory before it is written."""
     params = meta_params(source.config)
     tensors = {}

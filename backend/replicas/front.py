@@ -1,6 +1,6 @@
-"""Front: one engine in the eyes of its clients, several in fact. It sends each request to the replica that Placement chooses.
+"""ReplicaFront: one engine in the eyes of its clients, several in fact. It sends each request to the replica that Placement chooses.
 
-    clients -- EngineServer -- Front -- one Executor for each replica -- the replica's own engine process
+    clients -- EngineServer -- ReplicaFront -- one Executor for each replica -- the replica's own engine process
 
 One thread owns all state; clients and replicas post into its inbox. As with a single engine, what clients see tells the truth:
 while all replicas are silent the front sends no heartbeats, so that clients count as not ready and their streams wait. Where no
@@ -51,12 +51,12 @@ NOT_WATCHED = "the live view is of one engine, and this server has several repli
 NONE_READY = "no replica is ready at the moment; try again in a few seconds"
 
 
-class Front:
+class ReplicaFront:
     def __init__(
         self,
         replicas: Sequence[Executor],
         placement: Placement,
-        open_door: Callable[[Front], Door],
+        open_door: Callable[[ReplicaFront], Door],
         stats_period_s: float = 1.0,
     ) -> None:
         """`open_door` makes the server that clients reach; it posts their commands here, and greets them with `hello`."""
@@ -387,6 +387,6 @@ class Front:
         return replace(event, event_id=self._num_events - 1)
 
 
-def listen(socket_path: str) -> Callable[[Front], EngineServer]:
+def listen(socket_path: str) -> Callable[[ReplicaFront], EngineServer]:
     """A door at a socket."""
     return lambda front: EngineServer(socket_path, front.post, front.hello, is_alive=lambda: front.is_serving)

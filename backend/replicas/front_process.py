@@ -14,7 +14,7 @@ from backend.api.config.schema import EngineConfig
 from backend.executor.engine_process import main, tell
 from backend.executor.executor import Executor
 from backend.executor.kept_files import KeptFiles
-from backend.replicas.front import Front, listen
+from backend.replicas.front import ReplicaFront, listen
 from backend.replicas.placement import Placement
 from backend.replicas.processes import shut_down, start_processes
 
@@ -28,7 +28,7 @@ def serve_replicas(config: EngineConfig, socket_path: str, kept: KeptFiles) -> N
     tell({"phase": f"starting {number} replica{'s' if number > 1 else ''}"})
     replicas = _started(config, socket_path)
     try:
-        front = Front(replicas, Placement(), listen(socket_path), config.triton.stats_period_ms / 1000)
+        front = ReplicaFront(replicas, Placement(), listen(socket_path), config.triton.stats_period_ms / 1000)
         signal.signal(signal.SIGTERM, lambda *_: front.stop())
         for remark in dict.fromkeys(each for one in replicas if one.hello for each in one.hello.model.remarks):
             tell({"remark": remark})

@@ -1,4 +1,4 @@
-"""A Front's live requests, when they may go on at another replica, and the messages that replicas put into its inbox."""
+"""A ReplicaFront's live requests, when they may go on at another replica, and the messages that replicas put into its inbox."""
 
 from __future__ import annotations
 

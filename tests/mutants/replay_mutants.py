@@ -14,7 +14,7 @@ from backend.executor import repeats
 from backend.executor.kept_files import KeptFiles
 from backend.executor.live import Live
 from backend.executor.replay import Replay
-from backend.replicas.front import Front
+from backend.replicas.front import ReplicaFront
 from backend.scheduler.scheduler import Scheduler
 from backend.serving.observe.metrics import MetricsPublisher
 from tests.mutants.changes import change, change_everywhere
@@ -226,11 +226,11 @@ MUTANTS = {
         LOG,
     ),
     "streams_wait_for_their_own_replica": (
-        change(Front, "_look", ("self._move_held()", "pass")),
+        change(ReplicaFront, "_look", ("self._move_held()", "pass")),
         ["tests/replicas/test_front.py::test_streams_of_a_lost_replica_go_on_at_another_one"],
     ),
     "turns_move_without_their_session": (
-        change(Front, "_submit", ("not ready or must_wait", "not ready")),
+        change(ReplicaFront, "_submit", ("not ready or must_wait", "not ready")),
         ["tests/replicas/test_front.py::test_a_turn_of_a_session_waits_for_its_own_replica"],
     ),
     "a_turn_that_is_sent_again_at_the_same_moment_is_refused": (

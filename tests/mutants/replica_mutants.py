@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.replicas import placement, totals
-from backend.replicas.front import Front
+from backend.replicas.front import ReplicaFront
 from backend.replicas.placement import Placement
 from backend.wire import address
 from backend.wire.engine_server import EngineServer
@@ -16,7 +16,7 @@ ADDRESS = ["tests/wire/test_address.py"]
 
 MUTANTS = {
     "only_the_last_loss_is_remembered": (
-        change(Front, "_take_answer", ("(*live.lost_by, live.replica)", "(live.replica,)")),
+        change(ReplicaFront, "_take_answer", ("(*live.lost_by, live.replica)", "(live.replica,)")),
         ["tests/replicas/test_front_rules.py"],
     ),
     "a_replicas_load_does_not_count": (
@@ -53,38 +53,41 @@ MUTANTS = {
         ["tests/replicas/test_totals.py"],
     ),
     "begun_streams_are_sent_again": (
-        change(Front, "_take_answer", ("request is not None and is_lost", "is_lost")),
+        change(ReplicaFront, "_take_answer", ("request is not None and is_lost", "is_lost")),
         FRONT,
     ),
     "lost_requests_are_not_sent_again": (
-        change(Front, "_take_answer", ("request is not None and is_lost", "False and is_lost")),
+        change(ReplicaFront, "_take_answer", ("request is not None and is_lost", "False and is_lost")),
         FRONT,
     ),
-    "ended_requests_stay_in_the_load": (change(Front, "_take_answer", (".num_live -= 1", ".num_live -= 0")), FRONT),
+    "ended_requests_stay_in_the_load": (
+        change(ReplicaFront, "_take_answer", (".num_live -= 1", ".num_live -= 0")),
+        FRONT,
+    ),
     "begun_requests_stay_in_the_load": (
-        change(Front, "_take_answer", ("waiting_tokens -= live.num_new_tokens", "waiting_tokens -= 0")),
+        change(ReplicaFront, "_take_answer", ("waiting_tokens -= live.num_new_tokens", "waiting_tokens -= 0")),
         FRONT,
     ),
     "cancelled_requests_are_sent_again": (
-        change(Front, "_take_answer", (" and not live.is_cancelled", "")),
+        change(ReplicaFront, "_take_answer", (" and not live.is_cancelled", "")),
         FRONT,
     ),
     "silence_ends_all_streams": (
-        change(Front, "_look", ("not any(each.is_connected for each in self._replicas)", "not self.is_serving")),
+        change(ReplicaFront, "_look", ("not any(each.is_connected for each in self._replicas)", "not self.is_serving")),
         FRONT,
     ),
     "silent_replicas_look_ready": (change(HeartbeatSender, "_run", ("if self._is_alive():", "if True:")), FRONT),
     "the_door_stays_open_without_replicas": (
-        change(Front, "_look", ("self._door is not None and not any", "False and not any")),
+        change(ReplicaFront, "_look", ("self._door is not None and not any", "False and not any")),
         FRONT,
     ),
     "a_client_that_leaves_is_served_on": (
-        change(Front, "_apply", ("each >> CLIENT_SHIFT == client_index", "False")),
+        change(ReplicaFront, "_apply", ("each >> CLIENT_SHIFT == client_index", "False")),
         FRONT,
     ),
     "records_come_after_the_answers_that_end_them": (
         change(
-            Front,
+            ReplicaFront,
             "_turn",
             ("    self._publish_records()\n", ""),
             ("    if self._answers and", "    self._publish_records()\n    if self._answers and"),

@@ -11,7 +11,7 @@ from tests.serving import conftest  # noqa: F401
 
 from backend.core import limited_server
 from backend.core.limited_server import LimitedServer
-from backend.replicas.front import Front
+from backend.replicas.front import ReplicaFront
 from backend.serving.intake import text_turns
 from backend.serving.intake.rendering import RenderProcess
 from backend.serving.intake.suspects import Suspects
@@ -87,7 +87,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         LEAVING,
     ),
-    "a_stopped_replica_is_waited_for": (change(Front, "_look", ("self._leave_stopped()", "pass")), FRONT),
+    "a_stopped_replica_is_waited_for": (change(ReplicaFront, "_look", ("self._leave_stopped()", "pass")), FRONT),
     "wrong_settings_wait_for_their_turn": (
         change(ModelControl, "replace", ("self._check(name)", "pass")),
         CONTROL,

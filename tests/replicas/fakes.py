@@ -1,4 +1,4 @@
-"""A Front over replicas that do what the test says, with a door that keeps what clients would get. No engine, no socket."""
+"""A ReplicaFront over replicas that do what the test says, with a door that keeps what clients would get. No engine, no socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.api.response import Result
 from backend.api.stats import IterationRequests, Records
 from backend.core.messages import CLIENT_SHIFT, Cancel, Hello, Submit
 from backend.core.step import ModelInfo
-from backend.replicas.front import Front
+from backend.replicas.front import ReplicaFront
 from backend.replicas.placement import Placement
 
 MODEL = ModelInfo("hash", 1000, 1 << 20)
@@ -106,7 +106,7 @@ class Door:
 class Served:
     def __init__(self, *replicas: Replica) -> None:
         self.replicas, self.door, self._number = replicas, Door(), 0
-        self.front = Front(replicas, Placement(), lambda front: self.door)  # type: ignore[arg-type]
+        self.front = ReplicaFront(replicas, Placement(), lambda front: self.door)  # type: ignore[arg-type]
         self.turn()
 
     def turn(self) -> None:

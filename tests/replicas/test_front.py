@@ -1,4 +1,4 @@
-"""Front: several engines as one. The engines run a model of hashes in this process, each behind its own socket."""
+"""ReplicaFront: several engines as one. The engines run a model of hashes in this process, each behind its own socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backend.api.stats import BlocksStored, RequestStage
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
 from backend.executor import Executor
-from backend.replicas.front import Front, listen
+from backend.replicas.front import ReplicaFront, listen
 from backend.replicas.placement import Placement
 from backend.wire.client import wait_until
 from tests.executor.helpers import CONFIG, crash, drain, engine, tokens_of
@@ -37,7 +37,7 @@ class Replicas:
         for index in range(number):
             self.start(index)
         self._attached = [Executor.attach(str(path), 5) for path in self._paths]
-        self.front = Front(self._attached, Placement(), listen(str(directory / "s")), stats_period_s=0.01)
+        self.front = ReplicaFront(self._attached, Placement(), listen(str(directory / "s")), stats_period_s=0.01)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.client = Executor.attach(str(directory / "s"), 5)
@@ -331,6 +331,6 @@ def test_a_front_without_replicas_that_may_return_ends(tmp_path: Path) -> None:
         def is_ready(self) -> bool:
             return False
 
-    front = Front([Lost(), Lost()], Placement(), listen(str(tmp_path / "s")))  # type: ignore[list-item]
+    front = ReplicaFront([Lost(), Lost()], Placement(), listen(str(tmp_path / "s")))  # type: ignore[list-item]
     with pytest.raises(EngineUnavailable, match="all replicas ended too often"):
         front.run()
