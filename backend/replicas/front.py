@@ -1,4 +1,4 @@
-"""ReplicaFront: one engine in the eyes of its clients, several in fact. It sends each request to the replica that Placement chooses.
+"""ReplicaFront: one engine in the eyes of its clients, several in fact. Each request goes to the replica that Placement chooses.
 
     clients -- EngineServer -- ReplicaFront -- one Executor for each replica -- the replica's own engine process
 

@@ -1,4 +1,4 @@
-"""A ReplicaFront over replicas that do what the test says, with a door that keeps what clients would get. No engine, no socket."""
+"""A ReplicaFront over replicas that do what the test says. Its door keeps what clients would get. No engine, no socket."""
 
 from __future__ import annotations
 
