@@ -14,10 +14,8 @@ from tests.mutants.changes import Plant, change
 
 FRONTS = ["tests/serving/test_choices.py"]
 CHAT = ["tests/gateway/test_chat.py"]
-COMPLETIONS = ["tests/gateway/test_completions.py"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "the_least_likely_are_the_best": (change(vllm, "chosen", ("-(delta.cum_log_prob", "(delta.cum_log_prob")), FRONTS),
     "the_best_keep_their_numbers": (
         change(everbatch, "chosen", ("[delta._replace(sequence=place) for place, delta in enumerate(best)]", "best")),
         FRONTS,

@@ -9,7 +9,6 @@ from backend.executor import prompt_adapters
 from backend.executor.prompt_adapters import PromptAdapters
 from tests.mutants.changes import Plant, change, change_everywhere
 
-CONVERT = ["tests/convert/test_convert.py"]
 HOSTILE = ["tests/convert/test_convert.py::test_a_hostile_file_ends_in_one_sentence_and_leaves_nothing"]
 TOKENIZERS = ["tests/convert/test_convert.py::test_the_tokenizer_of_llama_3_is_read"]
 SOFT = ["tests/llm/test_prompt_adapters.py"]
@@ -23,28 +22,12 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         ["tests/convert/test_convert.py::test_the_logits_are_those_of_metas_model"],
     ),
-    "rows_stay_in_neighbouring_pairs": (
-        change(MetaCheckpoint, "__getitem__", ("meta_to_hf(whole, count)", "whole")),
-        ["tests/convert/test_convert.py::test_the_logits_are_those_of_metas_model"],
-    ),
-    "parts_of_w2_are_stacked_by_rows": (
-        change(MetaCheckpoint, "_dim", ("return 1 if stored.endswith", "return 0 if stored.endswith")),
-        ["tests/convert/test_convert.py::test_the_parts_of_several_ranks_are_put_together"],
-    ),
-    "the_embedding_is_always_shared_by_rows": (
-        change(MetaCheckpoint, "_dim", ("return 0 if part.shape[1] == self.params.dim else 1", "return 0")),
-        ["tests/convert/test_convert.py::test_the_parts_of_several_ranks_are_put_together"],
-    ),
     "shapes_are_not_compared_with_params": (
         change(MetaCheckpoint, "_check_shapes", ("if found is None or len(found)", "if False and len(found)")),
         HOSTILE,
     ),
     "experts_are_left_out_in_silence": (
         change(MetaCheckpoint, "_map", ("if found is None:", "if found is None and not stored:")),
-        HOSTILE,
-    ),
-    "a_pickle_may_run_code": (
-        change_everywhere(pickled.open_pickle, ("weights_only=True", "weights_only=False")),
         HOSTILE,
     ),
     "compressed_archives_are_read": (

@@ -8,7 +8,6 @@ from deploy import (
     doors,
     environment,
     invocation,
-    janitor,
     log_files,
     packages,
     processes,
@@ -40,17 +39,10 @@ ENVIRONMENT = ["tests/deploy/test_environment.py"]
 INVOCATION = ["tests/deploy/test_invocation.py"]
 SUPERVISOR = ["tests/deploy/test_supervisor.py"]
 LOGS = ["tests/deploy/test_log_files.py"]
-EVENTS = ["tests/deploy/test_engine_events.py"]
-SERVER = ["tests/deploy/test_triton_server.py"]
 RUNNING = ["tests/deploy/test_running.py"]
 CAPACITY = ["tests/deploy/test_capacity.py"]
-OPTIONS = ["tests/deploy/test_serve_options.py"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "the_repository_is_open_to_all": (
-        change(invocation, "environment", ("if open_repository else flag", "if True else flag")),
-        INVOCATION,
-    ),
     "a_stub_that_is_slow_is_dead": (change(Report, "is_silent", ("self.busy", "False")), HEALTH),
     "stubs_are_told_apart_by_their_models": (
         change(Signs, "_take", ("report.pid: report", "hash(report.model): report")),
@@ -93,26 +85,14 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Monitor, "_tell_once", ("elif kind not in self._troubles:", "else:")),
         MONITOR,
     ),
-    "a_watch_that_ended_is_not_missed": (
-        change(Monitor, "failure", ("not self._thread.is_alive() and", "False and")),
-        MONITOR,
-    ),
     "a_full_disk_is_kept_secret": (change(log_files, "look_after", ("< MIN_FREE_BYTES", "< 0")), LOGS),
     "each_of_the_two_logs_takes_a_third": (
         change(log_files, "limit_bytes", ("// DISK_SHARE", "// (DISK_SHARE // 2)")),
         LOGS,
     ),
-    "the_endpoint_dies_with_a_server_that_is_started_again": (
-        change(ServerWithGateway, "abandon", ("spare=() if self._process is None else (self._process.pid,)", "")),
-        ENDPOINT,
-    ),
     "clients_of_the_endpoint_hear_nothing_of_the_end": (
         change(ServerWithGateway, "kill", ("self._process.terminate()", "self._process.kill()")),
         ENDPOINT,
-    ),
-    "the_janitor_ends_with_its_launcher": (
-        change(janitor, "main", ("signal.SIGINT, signal.SIGTERM, signal.SIGHUP", "signal.SIGINT, signal.SIGHUP")),
-        PROCESSES,
     ),
     "fresh_bytecode_is_written_again": (
         change(repository, "compile_models", ("quiet=2", "quiet=2, force=True")),
@@ -126,7 +106,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Monitor, "failure", ("verdict.silent.silent_s > self._watchdog_s", "verdict.silent.silent_s < 0")),
         MONITOR,
     ),
-    "a_run_id_that_begins_alike_is_ours": (change(processes, "processes_of_run", ('.split(b"\\0")', "")), PROCESSES),
     "what_is_known_to_be_ours_is_not_waited_for": (change(processes, "kill_run", ("set(known)", "set()")), PROCESSES),
     "an_unknown_mark_ends_the_start": (
         change(secret_flags, "visible", ("variables.get(word[1:], word)", "variables[word[1:]]")),
@@ -134,10 +113,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "the_flags_stand_in_the_command_line": (
         change(invocation, "command_line", ("secret_flags.mark(name)", 'SECRET_FLAGS[name] + "secret"')),
-        INVOCATION,
-    ),
-    "triton_listens_on_every_interface": (
-        change(invocation, "command_line", ('f"--metrics-address={host}",', "")),
         INVOCATION,
     ),
     "another_python_comes_first": (

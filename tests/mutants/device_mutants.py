@@ -10,7 +10,6 @@ from tests.mutants.changes import Plant, change, change_everywhere
 
 DRAFTS = "tests/kernels/interpreted/test_drafts.py::"
 TOKENS = [DRAFTS + "test_drafts_change_no_token"]
-LOGITS = [DRAFTS + "test_beside_rows_that_want_more_than_tokens"]
 PROCESSORS = [DRAFTS + "test_beside_rows_with_a_post_processor"]
 GUIDES = [DRAFTS + "test_beside_rows_with_guides"]
 FAILURES = [DRAFTS + "test_a_post_processor_that_fails_beside_drafts_ends_its_own_request"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from backend.api import draft_limits
 from backend.scheduler.model_drafting import Acceptance, ModelDrafter
 from backend.scheduler.step_cost import StepCost
-from backend.serving.wires import trtllm_inputs, trtllm_text
+from backend.serving.wires import trtllm_inputs
 from backend.worker import draft_model, pipeline
 from backend.worker.draft_model import DraftModel
 from compat.llm import speculative
-from compat.trtllm import request_configs, to_core
+from compat.trtllm import to_core
 from tests.mutants.changes import Plant, change, change_everywhere
 
 PASSES = ["tests/scheduler/test_model_drafting.py"]
@@ -19,9 +19,7 @@ MODEL = ["tests/model/test_speculation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 ARGUMENTS = ["tests/llm/test_arguments.py"]
 CONVERSION = ["tests/trtllm/test_conversion.py"]
-NAMES = ["tests/trtllm/test_names.py"]
 INPUTS = ["tests/serving/test_token_requests.py"]
-PARAMETERS = ["tests/serving/test_upstream_parameters.py"]
 
 
 def _accept(old: str, new: str) -> Plant:
@@ -54,18 +52,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "rows_with_drafts_are_taken_for_plain_ones": (
         change_everywhere(pipeline.samples_of, ("has_drafts = True", "pass")),
         MODEL,
-    ),
-    "num_draft_tokens_is_forgotten": (
-        change(trtllm_text, "_parse_row", ('max_draft_tokens=batch.scalar("num_draft_tokens", row) or None,', "")),
-        ["tests/serving/test_text_requests.py"],
-    ),
-    "lookahead_may_have_no_window": (
-        change_everywhere(draft_limits.drafts_of_lookahead, ("window_size < 1", "window_size < 0")),
-        LIMITS,
-    ),
-    "lookahead_may_have_empty_n_grams": (
-        change_everywhere(draft_limits.drafts_of_lookahead, ("ngram_size < 1", "ngram_size < 0")),
-        LIMITS,
     ),
     "guesses_are_bounded_where_there_are_none": (_check("not guesses", "False"), LIMITS),
     "no_guesses_need_no_guessing_engine": (
@@ -110,7 +96,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         DRAFT_MODEL,
     ),
     "pools_are_private_unless_they_are_public": (_fields("is False", "is not True"), ARGUMENTS),
-    "underscores_make_another_type": (_fields('.replace("_", "")', ""), ARGUMENTS),
     "classes_have_no_type": (_fields("type(given).__name__.removesuffix", "str().removesuffix"), ARGUMENTS),
     "the_draft_model_has_one_name": (_fields("in DRAFT_MODEL_FIELDS", "in DRAFT_MODEL_FIELDS[:1]"), ARGUMENTS),
     "a_size_of_0_is_left_out": (
@@ -126,12 +111,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             ),
         ),
         CONVERSION,
-    ),
-    "impossible_sizes_make_an_object": (
-        change(
-            request_configs.LookaheadDecodingConfig, "_made", ("self.max_ngram_size < 1", "self.max_ngram_size < 0")
-        ),
-        NAMES,
     ),
     "sizes_of_0_are_sizes": (
         change_everywhere(trtllm_inputs.read_lookahead, ("not any(sizes)", "sizes == [None] * 3")),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from backend.api import guide
-from backend.engine.core import EngineCore
 from backend.engine.preparation import Preparation
-from backend.guided import compiler, llguidance_backend, schema_parts, sentences, structural_tag, vocabulary
+from backend.guided import compiler, llguidance_backend, schema_parts, sentences, vocabulary
 from backend.guided.compile_errors import error_of
-from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from backend.worker import guided_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
-from gateway import errors, tools
+from gateway import tools
 from tests.mutants.changes import change, change_everywhere
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
@@ -38,18 +36,8 @@ MUTANTS = {
         change(GuidedStep, "_masked", ("range(each.logits, each.logits + 1", "range(len(places), len(places) + 1")),
         OUTPUTS,
     ),
-    "the_cache_has_no_bound": (change(GuideCompiler, "_shrink", ("size <= self", "True or size <= self")), COMPILER),
-    "no_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "min_tokens > 0")), GUIDE),
-    "any_number_waits": (
-        change(GuideCompiler, "_check_queue", ("if waiting >= self", "if False and waiting >= self")),
-        COMPILER,
-    ),
     "a_cancelled_one_still_waits": (
         change(Preparation, "leave", ("_waiting.pop(request_id, None)", "_waiting.get(request_id)")),
-        WAITING,
-    ),
-    "a_turn_that_waits_cannot_be_stopped": (
-        change(EngineCore, "_stop_session", ("self.preparation.waiting_turn(key)", "None")),
         WAITING,
     ),
     "only_the_first_is_late": (
@@ -93,10 +81,6 @@ MUTANTS = {
         lambda set_attribute: set_attribute(llguidance_backend, "_ANY_SPELLING", ""),
         ADDED_TOKENS,
     ),
-    "every_added_token_is_special": (
-        change(vocabulary.Vocabulary, "of", ('if token["special"]', "")),
-        ADDED_TOKENS,
-    ),
     "all_that_could_forbid_is_told": (
         change_everywhere(guided_rows._stuck, ("if is_sent", "")),
         NO_TOKEN,
@@ -124,14 +108,6 @@ MUTANTS = {
     "the_tool_is_counted_among_the_chosen": (
         change_everywhere(tools.form_of_tools, ("for i in asked.callable", "for i in range(len(asked.callable))")),
         GATEWAY,
-    ),
-    "what_was_written_is_not_told": (
-        change(errors, "from_triton", ("field = origin.field_at(place[1])", "field = None")),
-        GATEWAY,
-    ),
-    "triggers_may_overlap": (
-        change(structural_tag, "_check_triggers", ("if any(other != trigger", "if False and any(other != trigger")),
-        GRAMMARS,
     ),
     "nesting_counts_round_brackets_only": (change(guide, "nesting", ('"([{"', '"[{"')), GUIDE),
     "byte_level_entries_are_plain": (

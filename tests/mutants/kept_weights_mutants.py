@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.worker import fingerprint, kept_parts, packed_model, weight_cache, weight_file
+from backend.worker import fingerprint, kept_parts, packed_model, weight_cache
 from backend.worker.group import InProcessWorkerGroup
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -13,10 +13,6 @@ _CONTENT = _MODELS + "test_other_content_is_another_entry_whatever_its_times_say
 
 # name -> (what plants it, tests that must fail)
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "checksums_are_not_compared": (
-        change(weight_file, "read", ("place.sums != sums", "False")),
-        [_HOSTILE + "[changed weight]"],
-    ),
     "a_file_is_known_by_its_time_of_change_alone": (
         change(fingerprint, "state_of", ("s.st_mtime_ns, s.st_ctime_ns", "s.st_mtime_ns, 0")),
         [_CONTENT + "[True]"],
@@ -29,19 +25,9 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(packed_model.PackedModels, "_key", ("self._dtype, held, ", "self._dtype, ")),
         [_MODELS + "test_other_formats_descriptions_and_kernels_are_other_entries"],
     ),
-    "what_changed_while_it_was_packed_is_kept": (
-        change(packed_model.PackedModels, "build", ("state_of(self._checkpoint.files) == state", "True")),
-        [_FILES + "test_files_that_change_while_they_are_packed_are_not_kept"],
-    ),
     "a_file_of_anybody_is_mapped": (
         change(weight_cache.WeightCache, "find", ("open_trusted(path)", 'path.open("rb")')),
         [_HOSTILE + "[others may write]"],
-    ),
-    "what_another_engine_writes_is_removed": (
-        change_everywhere(
-            weight_cache._remove_unless_being_written, ("fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")
-        ),
-        [_FILES + "test_what_is_being_written_is_not_taken_for_left_over"],
     ),
     "biases_are_forgotten": (
         change_everywhere(kept_parts._named, ("if part is not None", "if part is not None and index < 4")),

@@ -5,19 +5,16 @@ from __future__ import annotations
 from backend.text.accumulator import OutputAccumulator
 from compat.llm import LLM, arguments, llm, mapping
 from compat.llm.chat import ChatTokenizer
-from compat.llm.executor import GenerationExecutor
 from compat.llm.folding import SequenceFold
 from compat.llm.postprocessing import PostprocPool, PostprocWorker
-from compat.llm.result import CompletionOutput, GenerationResult
+from compat.llm.result import GenerationResult
 from compat.llm.result_queue import ResultQueue
 from compat.llm.sampling_params import SamplingParams
 from compat.llm.worker import GenerationExecutorWorker
 from tests.mutants.changes import Plant, change
 
-EXECUTOR = ["tests/llm/test_executor.py"]
 RESULTS = ["tests/llm/test_results.py"]
 SEQUENCES = ["tests/llm/test_sequences.py"]
-LOGITS = ["tests/llm/test_logits.py"]
 MAPPING = ["tests/llm/test_mapping.py"]
 POSTPROCESSING = ["tests/llm/test_postprocessing.py"]
 
@@ -34,10 +31,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(ChatTokenizer, "apply_chat_template", ("add_generation_prompt, tools", "add_generation_prompt")),
         ["tests/llm/test_chat.py"],
     ),
-    "ids_stop_at_64_bits": (
-        change(GenerationExecutor, "_get_next_client_id", (" % UINT64", "")),
-        EXECUTOR,
-    ),
     "a_fault_of_the_dispatcher_leaves_others_waiting": (
         change(GenerationExecutorWorker, "_dispatch", ("        self._fail_all(self._failure)\n", "")),
         ["tests/llm/test_executor.py::test_a_fault_of_the_dispatcher_is_raised_to_all_who_wait_and_to_all_who_come"],
@@ -46,29 +39,13 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(GenerationResult, "result", ("max(0.0, end - time.monotonic())", "timeout")),
         ["tests/llm/test_results.py::test_the_timeout_is_for_the_whole_result_and_not_for_each_token"],
     ),
-    "processors_of_requests_are_kept_for_ever": (
-        change(GenerationExecutorWorker, "_hand_on", ("arrival.response.is_final and", "False and")),
-        LOGITS,
-    ),
-    "rows_of_cut_tokens_stay": (
-        change(CompletionOutput, "_cut_rows", ("self.generation_logits[:count]", "self.generation_logits")),
-        LOGITS,
-    ),
     "the_diff_of_an_earlier_step_stays": (
         change(GenerationResult, "_take_in", ("    for output in self._outputs:\n        output.begin_step()\n", "")),
         RESULTS,
     ),
-    "the_best_come_last": (
-        change(GenerationResult, "outputs", (", reverse=True", "")),
-        SEQUENCES,
-    ),
     "a_closed_event_loop_ends_the_dispatcher": (
         change(ResultQueue, "put", ("except RuntimeError:", "except KeyError:")),
         ["tests/llm/test_results.py::test_an_event_loop_that_was_closed_holds_up_nobody"],
-    ),
-    "what_is_kept_of_an_output_is_doubled": (
-        change(CompletionOutput, "apply", ("self.text[: update.text_kept] + ", "self.text + ")),
-        SEQUENCES,
     ),
     "tokens_behind_a_stop_string_stay": (
         change(OutputAccumulator, "_cut", ("    del self.ids[kept:]\n", "")),

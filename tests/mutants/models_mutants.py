@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from backend.serving.lifecycle.absence import Absence
-from deploy import control_socket, models_file, multi_model, shares
+from deploy import control_socket, models_file, multi_model
 from deploy.engine_sets import EngineSet
 from deploy.model_control import ModelControl
-from gateway import loads, triton_stream
+from gateway import loads
 from gateway.core import Gateway
 from tests.mutants.changes import Plant, change
 
@@ -14,15 +14,9 @@ ABSENCE = ["tests/serving/test_absence.py"]
 CONTROL = ["tests/deploy/test_model_control.py"]
 FILES = ["tests/deploy/test_models_file.py"]
 OPTIONS = ["tests/deploy/test_serve_options.py"]
-SHARES = ["tests/deploy/test_shares.py"]
 GATEWAY = ["tests/gateway/test_several_models.py"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "held_requests_go_on_before_the_engine_is_there": (
-        change(Absence, "look", ("notice is None and is_ready", "notice is None")),
-        ABSENCE,
-    ),
-    "requests_are_held_for_ever": (change(Absence, "look", (" or now >= each.until", "")), ABSENCE),
     "an_unloaded_model_holds_its_requests": (change(Absence, "take", ('!= "asleep"', '== "nowhere"')), ABSENCE),
     "held_bytes_are_not_counted": (change(Absence, "_check_room", ("> MAX_BYTES", "> 1 << 60")), ABSENCE),
     "the_clients_move_to_an_engine_that_may_not_generate": (
@@ -41,26 +35,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(ModelControl, "_discard", ("    fresh.remove(self._place)\n", "")),
         CONTROL,
     ),
-    "a_busy_model_goes_to_sleep": (
-        change(ModelControl, "_put_to_sleep", ("if self._requests(each)", "if False")),
-        CONTROL,
-    ),
-    "an_engine_that_was_given_up_is_not_noticed": (
-        change(ModelControl, "_follow_owner", ('"given_up" in states', "False")),
-        CONTROL,
-    ),
-    "memory_is_promised_without_a_look": (
-        change(
-            ModelControl,
-            "_load_engine",
-            ("check_beside(name, engine.share, self._free_bytes(engine.share))", "pass"),
-        ),
-        CONTROL,
-    ),
-    "tritons_own_unload_is_not_noticed": (
-        change(ModelControl, "_follow_owner", ('each.state == "loaded" and not states', "False")),
-        CONTROL,
-    ),
     "clients_own_engines": (change(EngineSet, "_client", ('(OWNS, "false")', '(OWNS, "true")')), CONTROL),
     "the_socket_is_for_everybody": (
         change(control_socket.ControlSocket, "__init__", ("path.chmod(0o600)", "path.chmod(0o666)")),
@@ -76,18 +50,9 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         FILES,
     ),
-    "memory_is_given_twice": (change(shares, "divide", ("if total > available", "if False")), SHARES),
-    "the_weights_are_free": (
-        change(shares, "_share", ("num_bytes - each.checkpoint.weight_bytes, _a_token", "num_bytes, _a_token")),
-        SHARES,
-    ),
     "two_engines_share_a_directory": (
         change(multi_model, "_check_alone", ("!= name:\n                raise", "== 7:\n                raise")),
         OPTIONS,
-    ),
-    "every_request_goes_to_the_first_model": (
-        change(Gateway, "served_as", ("if name in each.all_names", "if False")),
-        GATEWAY,
     ),
     "every_key_operates_models": (
         change(Gateway, "check_right", ("and not right.is_of(context.client)", "and False")),
@@ -95,10 +60,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "the_load_is_that_of_any_engine": (
         change(loads, "load_of", ("if version > newest", "if version != newest")),
-        GATEWAY,
-    ),
-    "a_complete_stream_is_cancelled": (
-        change(triton_stream.TritonStream, "to_its_end", ("await self.read() is not grpc.aio.EOF", "False")),
         GATEWAY,
     ),
 }

@@ -9,7 +9,6 @@ from tests.serving import conftest  # noqa: F401
 
 from backend.serving.wires import everbatch
 from backend.serving.work import Work
-from backend.text import chat
 from backend.text.chat import ChatTemplate
 from gateway import chunks, core, invalid, keys, logprobs, response_output, translate
 from gateway.triton_client import Piece
@@ -69,24 +68,12 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(ChatTemplate, "render", ('({"messages"} | own.keys())', "set()")),
         TEMPLATES,
     ),
-    "a_model_without_tools_is_told_of_none": (
-        change(ChatTemplate, "_with_tools", ("self._shows_tools or not tools", "True")),
-        FAMILIES,
-    ),
     "a_system_message_that_is_left_out_holds_the_tools": (
         lambda set_attribute: set_attribute(ChatTemplate, "_takes_system", True),
         FAMILIES,
     ),
-    "calls_of_earlier_turns_are_left_out": (
-        change(ChatTemplate, "_with_tools", ("if not self._shows_calls", "if False")),
-        FAMILIES,
-    ),
     "template_variables_are_not_counted": (
         change(ChatTemplate, "_check", ("(further, MAX_DEPTH", "(None, MAX_DEPTH")),
-        TEMPLATES,
-    ),
-    "a_continued_message_is_closed": (
-        change(chat, "_up_to_final", ("return text[: start + len(kept)]", "return text")),
         TEMPLATES,
     ),
     "the_end_token_is_shown_with_the_others": (
@@ -103,11 +90,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             ),
         ),
         TAKEN,
-    ),
-    # Functions in /v1/responses.
-    "white_space_between_calls_is_a_message": (
-        change(response_output.Output, "_add_part", ("self._blank.strip() or", "True or")),
-        RESPONSE_TOOLS,
     ),
     "later_texts_of_a_message_replace_earlier_ones": (
         change(response_output.Output, "_grown", ("item.texts.append(text)", "item.texts[:] = [text]")),

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from backend.api.checkpoint import gguf as header
 from backend.architectures import llama, rope
-from backend.models import compressed_tensors, gguf_config, gptq
+from backend.models import compressed_tensors, gguf_config
 from tests.mutants.changes import Plant, SetAttribute, change
 
 _SETTINGS = "tests/model/test_gguf_settings.py::"
 _ZEROS = "tests/weight_formats/test_zero_points.py::"
-_EVERY_ZERO = _ZEROS + "test_every_zero_point_belongs_to_its_row_and_group"
 _VALUES = "tests/model/test_config_values.py::"
 _REFUSED = _SETTINGS + "test_a_setting_that_changes_what_a_model_computes_is_refused"
 
@@ -48,10 +47,6 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
     "alignment_is_always_32": (
         change(header._Reader, "header", ("self._alignment(settings)", "32")),
         [_SETTINGS + "test_tensors_are_found_whatever_their_alignment[4096]"],
-    ),
-    "the_zero_point_0_becomes_16": (
-        change(gptq.GptqLayers, "take", ("(zeros + 1) & 15", "zeros + 1")),
-        [_EVERY_ZERO + "[16-gptq]"],
     ),
     "padding_of_zero_points_is_rows": (
         change(compressed_tensors.Int4Layers, "take", ("flatten(1)[:, :n].repeat", "flatten(1).repeat")),

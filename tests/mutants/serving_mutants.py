@@ -9,7 +9,7 @@ from tests.serving import conftest  # noqa: F401
 
 from backend.serving.assembly import ToolsLoader
 from backend.serving.delivery import cancellation, sequence_output
-from backend.serving.delivery.outputs import BeamsOutput, JointOutput
+from backend.serving.delivery.outputs import BeamsOutput
 from backend.serving.delivery.pump import ResponsePump
 from backend.serving.intake.intake import Intake
 from backend.serving.intake.text_pool import TextPool
@@ -20,7 +20,6 @@ from backend.serving.lifecycle.housekeeper import Housekeeper
 from backend.serving.observe import families, request_log
 from backend.serving.observe.metrics import MetricsPublisher
 from backend.serving.wires import named_sampling, trtllm_fields, trtllm_tokens
-from backend.serving.wires.front import TextTools
 from backend.text.accumulator import OutputAccumulator
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -37,10 +36,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "the_operators_template_does_not_reach_the_stub": (
         change(ToolsLoader, "prepare", ("self._chat_template, self", '"", self')),
         ["tests/serving/test_text_server.py"],
-    ),
-    "messages_to_a_model_without_a_head_are_rendered": (
-        change(TextTools, "template_for", ("if not model.has_head:", "if False:")),
-        ["tests/serving/test_text_requests.py"],
     ),
     "the_models_do_not_hear_of_adapters_names": (
         change(Intake, "_context", ("self._executor.adapters", "config.lora.directories")),
@@ -110,10 +105,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(request_log, "_to_stderr", ("except OSError:", "except ZeroDivisionError:")),
         ["tests/serving/test_request_log.py"],
     ),
-    "a_joint_answer_goes_with_the_first_end": (
-        change(JointOutput, "render", ("all(", "any(")),
-        [SEVERAL + "test_a_joint_answer_waits_for_the_last_sequence"],
-    ),
     "beams_that_were_told_are_told_again": (
         change(BeamsOutput, "render", ("    self._is_fresh = False\n", "")),
         [SEVERAL + "test_beams_are_told_from_their_beginning_in_one_response"],
@@ -129,9 +120,5 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "lengths_count_the_padding": (
         change(trtllm_tokens, "token_output", ("[len(beam) for beam in ids]", "[max(map(len, ids))] * len(ids)")),
         [INPUTS + "test_beams_are_rows_of_one_response_padded_with_minus_one"],
-    ),
-    "ranges_of_retention_keep_the_clients_order": (
-        change(trtllm_tokens, "read_retention", ("sorted(ranges, key=lambda each: each.token_start)", "ranges")),
-        [INPUTS + "test_retention_ranges_are_put_in_order_and_minus_one_means_no_end"],
     ),
 }

@@ -11,13 +11,11 @@ from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.model_drafting import Acceptance
 from backend.scheduler.step_cost import StepCost
-from backend.worker import pipeline
 from backend.worker.draft_model import DraftModel
 from tests.mutants.changes import change
 
 ENGINE = ["tests/engine/test_drafts.py"]
 DRAFTING = [f"tests/scheduler/test_{name}.py" for name in ("drafting", "lookup", "step_cost", "acceptance")]
-MODEL = ["tests/model/test_speculation.py"]
 ISOLATION = ["tests/model/test_speculation_isolation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 
@@ -30,14 +28,12 @@ MUTANTS = {
         change(Drafter, "end", ("self._known.pop(seq.seq_id, None)", "self._known.get(seq.seq_id)")),
         ["tests/scheduler/test_drafting.py"],
     ),
-    "guessing_never_rests": (change(Drafter, "_settle", ("if self._won_s <", "if False and self._won_s <")), DRAFTING),
     "a_rest_never_ends": (change(Drafter, "guess", ("max(0, self._num_resting - 1)", "self._num_resting")), DRAFTING),
     "a_backlog_is_looked_at_token_by_token": (change(Lookup, "see", ("(2 * MAX_LENGTH if", "(1e9 if")), DRAFTING),
     "a_match_of_one_token_is_come_back_to": (
         change(Lookup, "_see_next", ("elif place.length >= NGRAMS[-1]:", "else:")),
         DRAFTING,
     ),
-    "a_wrong_draft_is_kept": (change(pipeline, "accept_drafts", ("mine[1 : 1 + num_accepted]", "mine[1:]")), MODEL),
     "a_run_goes_on_behind_the_end": (change(update, "append_run", ("            break", "            pass")), ENGINE),
     "kv_of_wrong_drafts_counts": (
         change(update, "append_run", ("    reason = Fin", "    seq.num_computed_tokens += 1\n    reason = Fin")),
@@ -52,10 +48,6 @@ MUTANTS = {
     "accepted_is_what_was_tried": (
         change(update, "append_run", ("= len(samples) - 1", "= seq.num_inflight_drafts")),
         ENGINE,
-    ),
-    "all_anonymous_learn_from_each_other": (
-        change(Drafter, "_shares", ('self._sharing == "all" or not seq.is_anonymous', "True")),
-        DRAFTING,
     ),
     "widen_forgets_what_extend_has_planned": (
         change(KVPlan, "widen", ("num_planned += ", "num_planned += 0 * ")),
@@ -90,10 +82,6 @@ MUTANTS = {
     "namespaces_learn_of_each_other": (
         change(OtherOutputs, "find", ("self._places.get(namespace, {})", "next(iter(self._places.values()), {})")),
         ISOLATION,
-    ),
-    "nothing_is_forgotten": (
-        change(OtherOutputs, "add", ("while self._num_tokens", "while False and self._num_tokens")),
-        DRAFTING,
     ),
     "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
     "nothing_is_ever_forgotten": (change(StepCost, "_known", ("> 5 * PERIOD", "> 1e9")), DRAFTING),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from backend.architectures.description import ModelConfig
 from backend.kvcache.geometry import Geometry
-from backend.kvcache.retention import Retention
 from kernels import paged_attention
 from tests.mutants.changes import change
 
@@ -16,8 +15,6 @@ TABLES = ["tests/kvcache/test_window.py"]
 MUTANTS = {
     "the_gap_begins_at_the_front": (change(Geometry, "gap", ("first = self.sink_blocks", "first = 0")), MEMORY),
     "a_lost_window_counts_as_whole": (change(Geometry, "window_is_whole", ("<= len", "<= 9 + len")), TABLES),
-    "a_found_gap_is_held": (change(Geometry, "inside_window", ("if gap else", "if False else")), TABLES),
-    "what_is_asked_to_be_kept_ends_at_the_gap": (change(Retention, "retain", ("continue", "break")), TABLES),
     "all_layers_have_the_first_window": (
         change(
             ModelConfig,

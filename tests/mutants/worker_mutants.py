@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.sampling import slots, torch_choice
-from backend.worker import adapters, draft_model, input_batch, lane, post_processors
+from backend.worker import adapters, draft_model, input_batch, post_processors
 from tests.mutants.changes import Plant, change
 
 _RULES = "tests/sampling/test_sampler_rules.py::"
@@ -36,10 +36,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(torch_choice, "add_sparse", ("where += [i] * len(part_ids)", "where += [0] * len(part_ids)")),
         ["tests/sampling/test_sampler_rules.py"],
     ),
-    "alternatives_are_as_many_as_another_row_s": (
-        change(torch_choice.TorchChoice, "_with_log_probs", ("[: rows[i].top_log_probs]", "")),
-        ["tests/sampling/test_sampler_rules.py"],
-    ),
     "bad_words_are_aligned_to_the_left": (
         change(
             slots.SlotParameters, "_words", ("[0] * (width - len(word)) + word", "word + [0] * (width - len(word))")
@@ -66,20 +62,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "embedded_prompts_stay_with_the_slot": (
         change(draft_model.DraftModel, "_follow", ("self._embedded.discard if", "(lambda slot: None) if")),
         [_MODEL + "test_draft_model.py"],
-    ),
-    "steps_are_computed_where_they_are_submitted": (
-        change(lane.Lane, "start", ("self._thread is None", "True")),
-        [_MODEL + "test_look_ahead.py::test_a_step_is_planned_and_submitted_while_the_one_ahead_of_it_computes"],
-    ),
-    "kv_is_read_beside_the_step_that_writes_it": (
-        change(lane.Lane, "wait_for", ("self._thread is None", "True")),
-        [_MODEL + "test_look_ahead.py::test_blocks_are_read_behind_the_steps_in_flight"],
-    ),
-    "the_batched_processor_is_forgotten": (
-        change(
-            post_processors.PostProcessors, "with_configured", ("both._batched = self._batched", "both._batched = None")
-        ),
-        [_MODEL + "test_post_processors.py"],
     ),
     "the_first_row_s_client_is_told_for_all": (
         change(
