@@ -1,14 +1,18 @@
-"""Planted bugs of the launcher, each one line of it changed, with the tests of which one must notice it."""
+"""Planted bugs of the launcher and of several models in one server, each one line changed, with tests that must notice it."""
 
 from __future__ import annotations
 
 from backend.api.processes import liveness
 from backend.architectures import checkpoint
+from backend.serving.lifecycle.absence import Absence
 from deploy import (
+    control_socket,
     doors,
     environment,
     invocation,
     log_files,
+    models_file,
+    multi_model,
     packages,
     processes,
     repository,
@@ -18,14 +22,18 @@ from deploy import (
     serve,
 )
 from deploy.drain import Drain
+from deploy.engine_sets import EngineSet
 from deploy.gateway import ServerWithGateway
 from deploy.health import Report
+from deploy.model_control import ModelControl
 from deploy.monitor import Monitor
 from deploy.readiness import Readiness
 from deploy.report import ConsoleReporter
 from deploy.signs import Signs
 from deploy.supervisor import StopSignals, _Supervision
-from tests.mutants.changes import Plant, change, change_everywhere
+from gateway import loads
+from gateway.core import Gateway
+from tests.mutants.changes import change, change_everywhere
 
 HEALTH = ["tests/deploy/test_health.py"]
 SIGNS = ["tests/deploy/test_signs.py"]
@@ -42,7 +50,13 @@ LOGS = ["tests/deploy/test_log_files.py"]
 RUNNING = ["tests/deploy/test_running.py"]
 CAPACITY = ["tests/deploy/test_capacity.py"]
 
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+ABSENCE = ["tests/serving/test_absence.py"]
+CONTROL = ["tests/deploy/test_model_control.py"]
+FILES = ["tests/deploy/test_models_file.py"]
+OPTIONS = ["tests/deploy/test_serve_options.py"]
+GATEWAY = ["tests/gateway/test_several_models.py"]
+
+MUTANTS = {
     "a_stub_that_is_slow_is_dead": (change(Report, "is_silent", ("self.busy", "False")), HEALTH),
     "stubs_are_told_apart_by_their_models": (
         change(Signs, "_take", ("report.pid: report", "hash(report.model): report")),
@@ -149,5 +163,50 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "events_without_a_time": (
         change(ConsoleReporter, "_line", ("{time.strftime('%H:%M:%S')}", "")),
         ["tests/deploy/test_report.py"],
+    ),
+    "an_unloaded_model_holds_its_requests": (change(Absence, "take", ('!= "asleep"', '== "nowhere"')), ABSENCE),
+    "held_bytes_are_not_counted": (change(Absence, "_check_room", ("> MAX_BYTES", "> 1 << 60")), ABSENCE),
+    "the_clients_move_to_an_engine_that_may_not_generate": (
+        change(ModelControl, "_replace", ("        self._first_token(fresh, entry.load_timeout_s)\n", "")),
+        CONTROL,
+    ),
+    "clients_that_cannot_move_stay_where_they_are": (
+        change(ModelControl, "_move_clients", ("        self._load_clients(models, former, timeout_s)\n", "")),
+        CONTROL,
+    ),
+    "the_former_engine_ends_at_once": (
+        change(ModelControl, "_replace", ("    self._drain(left, entry.drain_timeout_s)\n", "")),
+        CONTROL,
+    ),
+    "a_failed_replacement_stays_in_the_repository": (
+        change(ModelControl, "_discard", ("    fresh.remove(self._place)\n", "")),
+        CONTROL,
+    ),
+    "clients_own_engines": (change(EngineSet, "_client", ('(OWNS, "false")', '(OWNS, "true")')), CONTROL),
+    "the_socket_is_for_everybody": (
+        change(control_socket.ControlSocket, "__init__", ("path.chmod(0o600)", "path.chmod(0o666)")),
+        CONTROL,
+    ),
+    "infinite_memory": (
+        change(models_file, "_check_memory", ("math.isfinite(memory) and 0 < memory <= 1 << 20", "memory > 0")),
+        FILES,
+    ),
+    "a_name_is_two_models": (
+        change(
+            models_file, "_counted", ("owners.setdefault(each, name)) != name", "owners.setdefault(each, name)) == 7")
+        ),
+        FILES,
+    ),
+    "two_engines_share_a_directory": (
+        change(multi_model, "_check_alone", ("!= name:\n                raise", "== 7:\n                raise")),
+        OPTIONS,
+    ),
+    "every_key_operates_models": (
+        change(Gateway, "check_right", ("and not right.is_of(context.client)", "and False")),
+        GATEWAY,
+    ),
+    "the_load_is_that_of_any_engine": (
+        change(loads, "load_of", ("if version > newest", "if version != newest")),
+        GATEWAY,
     ),
 }

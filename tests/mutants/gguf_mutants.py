@@ -1,17 +1,18 @@
-"""Bugs planted in the reader of GGUF files. Each function plants one with `set_attribute`, beside tests that must fail then."""
+"""Bugs planted in the readers of GGUF files and of checkpoints: what all test models have alike, and what another row has."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from backend.api.checkpoint import gguf as header
+from backend.architectures import llama, rope
 from backend.architectures.gguf_held import held_forms
-from backend.models import gguf, gguf_blocks
+from backend.models import compressed_tensors, gguf, gguf_blocks, gguf_config
 from backend.quant import checkpoint
 from backend.text import gguf_tokenizer, tokenizer
 from deploy import model_source
 from kernels.common import super_blocks
-from tests.mutants.changes import SetAttribute, change, change_everywhere, replace
+from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere, replace
 
 _MODEL, _TEXT = "tests/model/test_gguf.py::", "tests/text/test_gguf_tokenizer.py::"
 _SUPER = "tests/native/test_super_blocks.py::"
@@ -31,7 +32,35 @@ def only_one_token_ends_a_text(set_attribute: SetAttribute) -> None:
     change(header, "eos_ids", ("*spoken", ""))(where_it_is_used)
 
 
-# name -> (what plants it, tests that must fail)
+_SETTINGS = "tests/model/test_gguf_settings.py::"
+_ZEROS = "tests/weight_formats/test_zero_points.py::"
+READER_VALUES = "tests/model/test_config_values.py::"
+_REFUSED = _SETTINGS + "test_a_setting_that_changes_what_a_model_computes_is_refused"
+
+
+def forgotten(key: str) -> Plant:
+    """The GGUF setting `key` is not looked at."""
+
+    def plant(set_attribute: SetAttribute) -> None:
+        others = {name: values for name, values in gguf_config._NEUTRAL.items() if name != key}
+        set_attribute(gguf_config, "_NEUTRAL", others)
+
+    return plant
+
+
+_OTHERS: dict[str, str] = {
+    "expert_count": "1",
+    "logit_scale": "0.5",
+    "attention.scale": "1.0",
+    "attention.causal": "False",
+    "attention.clamp_kqv": "1.0",
+    "attention.temperature_scale": "0.1",
+    "residual_scale": "0.22",
+    "embedding_scale": "12.0",
+    "final_logit_softcapping": "1.0",
+    "attn_logit_softcapping": "1.0",
+}
+
 MUTANTS = {
     "nibbles_in_the_other_order": (
         change(gguf_blocks, "_halves", ("[q & 15, q >> 4]", "[q >> 4, q & 15]")),
@@ -78,5 +107,41 @@ MUTANTS = {
     "the_tokenizer_is_not_written": (
         replace(checkpoint, "_write_text_files", lambda header, folder: None),
         [_SERVED + "test_quantize_writes_a_checkpoint_with_the_tokenizer_of_the_file"],
+    ),
+    **{
+        f"{key.replace('.', '_')}_is_not_looked_at": (forgotten(key), [f"{_REFUSED}[{key}-{value}]"])
+        for key, value in _OTHERS.items()
+    },
+    "alignment_is_always_32": (
+        change(header._Reader, "header", ("self._alignment(settings)", "32")),
+        [_SETTINGS + "test_tensors_are_found_whatever_their_alignment[4096]"],
+    ),
+    "padding_of_zero_points_is_rows": (
+        change(compressed_tensors.Int4Layers, "take", ("flatten(1)[:, :n].repeat", "flatten(1).repeat")),
+        [_ZEROS + "test_rows_that_fill_no_whole_word_are_read_without_the_padding[9]"],
+    ),
+    "norms_add_what_most_models_do": (
+        change(llama, "_block", ('settings.get("rms_norm_eps", Epsilon, eps)', "eps")),
+        [READER_VALUES + "test_each_number_of_a_config_json_reaches_the_model"],
+    ),
+    "norms_of_files_add_what_most_models_do": (
+        change(gguf_config, "config_of", ('settings.need("attention.layer_norm_rms_epsilon", Epsilon)', "1e-6")),
+        [_SETTINGS + "test_the_number_below_the_root_of_a_norm_is_the_file_s"],
+    ),
+    "scaled_positions_have_the_usual_base": (
+        change(
+            rope,
+            "_rope",
+            ("RopeConfig(**common, kind=kind, factor=section", "RopeConfig(10000.0, kind=kind, factor=section"),
+        ),
+        [READER_VALUES + "test_the_base_of_rotary_positions_is_read_wherever_it_stands"],
+    ),
+    "a_frequency_of_llama_3_is_the_other_one": (
+        change(
+            rope,
+            "_scaled",
+            ('low_freq_factor=section.need("low_', 'low_freq_factor=section.need("high_'),
+        ),
+        [READER_VALUES + "test_each_number_of_llama_3_s_scaling_has_its_place"],
     ),
 }

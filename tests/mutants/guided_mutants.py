@@ -1,16 +1,25 @@
-"""Bugs planted in guided decoding."""
+"""Bugs planted in guided decoding, in how guides are compiled, in reasoning and in the formats of tool calls."""
 
 from __future__ import annotations
 
 from backend.api import guide
+from backend.core import limited_server
+from backend.core.limited_process import _Running
+from backend.core.round_robin import RoundRobin
+from backend.core.thinking import ReasoningCounter, ThinkingCourse
 from backend.engine.preparation import Preparation
-from backend.guided import compiler, llguidance_backend, schema_parts, sentences, vocabulary
+from backend.guided import compile_process, compiler, llguidance_backend, schema_parts, sentences, vocabulary
 from backend.guided.compile_errors import error_of
+from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
+from backend.text.detokenizer import IncrementalDetokenizer
 from backend.worker import guided_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
 from gateway import tools
+from gateway.reasoning import ReasoningReader
+from gateway.tool_formats.reader import CallReader
 from tests.mutants.changes import change, change_everywhere
+from tests.serving import conftest  # noqa: F401
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
 DRAFTS = ["tests/guided/test_drafts.py"]
@@ -23,6 +32,14 @@ GATEWAY = ["tests/gateway/test_guides.py"]
 ADDED_TOKENS = ["tests/guided/test_added_tokens.py"]
 NO_TOKEN = ["tests/guided/test_no_token_left.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
+LIMITS = ["tests/guided/test_compile_limits.py"]
+PROCESS = ["tests/guided/test_compile_process.py"]
+TURNS = ["tests/core/test_round_robin.py"]
+
+ENGINE = ["tests/guided/test_thinking.py"]
+FORMATS = ["tests/gateway/test_tool_formats.py"]
+READERS = ["tests/gateway/test_answer_readers.py"]
+FRONT = ["tests/serving/test_everbatch_model.py", "tests/serving/test_everbatch_reasoning.py"]
 
 MUTANTS = {
     "behind_a_wrong_draft_nothing_is_allowed": (change(GuidedRow, "fill_ahead", ("+ 1] = -1", "+ 1] = 0")), DRAFTS),
@@ -113,5 +130,62 @@ MUTANTS = {
     "byte_level_entries_are_plain": (
         change(vocabulary, "_style", ('entry.startswith("\\u0120")', "False")),
         VOCABULARY,
+    ),
+    "who_has_ended_is_told": (
+        change(GuideCompiler, "end", ("waiting.pop(request_id, None) is", "waiting.get(request_id) is")),
+        COMPILER,
+    ),
+    "guides_hold_what_their_texts_do": (
+        change(GuideCompiler, "_book", ("entry.num_bytes = num_bytes", "entry.num_bytes = len(entry.guide.text)")),
+        COMPILER,
+    ),
+    "a_closed_compiler_keeps_its_threads": (
+        change(GuideCompiler, "close", ("self._work.notify_all()", "pass"), ("thread.join()", "thread.join(1)")),
+        COMPILER,
+    ),
+    "a_panic_ends_the_thread": (
+        change(GuideCompiler, "_compile", ("except BaseException", "except Exception")),
+        COMPILER,
+    ),
+    "a_key_has_a_turn_in_each_namespace": (change(RoundRobin, "take", ("self.discard(key)", "line.pop(key)")), TURNS),
+    "what_was_there_before_is_counted": (
+        change(compile_process, "compile_guide", ("before = allocated_bytes()", "before = 0")),
+        LIMITS,
+    ),
+    "a_panic_has_no_outcome": (
+        change(limited_server, "outcome_of", ("except BaseException", "except Exception")),
+        LIMITS,
+    ),
+    "a_lost_job_is_waited_for": (
+        change(_Running, "_listen", ("self._process.wait()\n    self._lose_jobs()", "self._process.wait()")),
+        PROCESS,
+    ),
+    "an_end_mark_is_looked_for_from_its_beginning_only": (
+        change(ThinkingCourse, "_after_thought", ("self._fallbacks[matched]", "0")),
+        ENGINE,
+    ),
+    "a_budget_writes_the_end_mark_anew": (
+        change(ThinkingCourse, "_thinking", ("Place(Phase.CLOSE, matched)", "Place(Phase.CLOSE, 0)")),
+        ENGINE,
+    ),
+    "a_row_with_a_guide_does_not_think": (
+        change(GuidedRows, "_matcher", ("if thinking is not None:", "if thinking is not None and guide is None:")),
+        ENGINE,
+    ),
+    "the_marks_are_not_counted": (
+        change(ReasoningCounter, "push", ("self.count = self._num_before if", "self.count = 0 if")),
+        ENGINE,
+    ),
+    "named_tokens_are_hidden": (
+        change(IncrementalDetokenizer, "_visible", (" and token_id not in self._shown_ids", "")),
+        FRONT,
+    ),
+    "half_an_end_mark_is_told": (
+        change(ReasoningReader, "_read_reasoning", ("keep = _begun(self._held, self._marks.end)", "keep = 0")),
+        READERS,
+    ),
+    "what_is_no_call_is_lost": (
+        change(CallReader, "_parts", ("yield source.take(size)", "source.take(size)")),
+        FORMATS,
     ),
 }

@@ -1,14 +1,23 @@
-"""Planted bugs of the second level of KV that single tests notice. Others: tests/simulation/level_mutants.py."""
+"""Planted bugs of KV that leaves the pool: swapping, the second level, a pool that outlives the engine, attention windows.
+
+Others of the cache are in tests/simulation/mutants.py and tests/simulation/level_mutants.py.
+"""
 
 from __future__ import annotations
 
+from backend.architectures.description import ModelConfig
 from backend.core.kept_block import RecordFormat
 from backend.engine import level_threads
 from backend.engine.level_rates import LevelRates
 from backend.engine.level_traffic import LevelTraffic
+from backend.kvcache.geometry import Geometry
+from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.second_level import SecondLevel
+from backend.kvcache.swap import SwapSpace
 from backend.storage.block_file import BlockFile
-from tests.mutants.changes import Plant, change, change_everywhere
+from backend.worker.kv_storage import KVStorage
+from kernels import paged_attention
+from tests.mutants.changes import change, change_everywhere
 
 FILE = ["tests/core/test_block_file.py"]
 ENGINE = ["tests/engine/test_second_level.py"]
@@ -16,8 +25,17 @@ RATES = ["tests/engine/test_level_rates.py"]
 THREADS = ["tests/engine/test_level_threads.py"]
 HOSTILE = ["tests/engine/test_hostile_blocks.py"]
 
-# name -> (what plants it, tests that must fail)
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+SWAP_ENGINE = ["tests/engine/test_swapping.py"]
+MODEL = ["tests/model/test_swapping.py"]
+
+POOL = ["tests/crashes/test_kept_pool.py"]
+
+MEMORY = ["tests/kvcache/test_window.py", "tests/model/test_window_memory.py"]
+PARITY = ["tests/model/test_attention_window.py"]
+KERNELS = ["tests/model/test_kernels.py"]
+TABLES = ["tests/kvcache/test_window.py"]
+
+MUTANTS = {
     "kv_has_no_checksum": (
         change(RecordFormat, "check", ("checksum_of(data) == kept.checksum", "True")),
         HOSTILE,
@@ -54,4 +72,44 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(level_threads._put, ("waiting.put_nowait(item)", "waiting.put(item, timeout=5)")),
         THREADS,
     ),
-}  # fmt: skip
+    "places_outlive_a_failed_step": (
+        change(SwapSpace, "lose_everything", ("self._held.clear()", "return")),
+        SWAP_ENGINE,
+    ),
+    "kv_comes_back_in_the_layers_of_others": (
+        change(
+            KVStorage, "swap_in", ("zip(self.pools, self._host[number]", "zip(self.pools[::-1], self._host[number]")
+        ),
+        MODEL,
+    ),
+    "blocks_without_those_before_them_are_held": (
+        change(PoolRecords, "_inherit", ("self._reachable(found)", "[(key, *at) for key, at in found.items()]")),
+        POOL,
+    ),
+    "a_torn_record_is_not_counted": (
+        change(
+            PoolRecords,
+            "_inherit",
+            ("written.append(BlockId(block_id))", "written += [BlockId(block_id)] * (kept is not None)"),
+        ),
+        POOL,
+    ),
+    "the_gap_begins_at_the_front": (change(Geometry, "gap", ("first = self.sink_blocks", "first = 0")), MEMORY),
+    "a_lost_window_counts_as_whole": (change(Geometry, "window_is_whole", ("<= len", "<= 9 + len")), TABLES),
+    "all_layers_have_the_first_window": (
+        change(
+            ModelConfig,
+            "with_windows",
+            ("(caps if isinstance(caps, tuple) else (caps,))", "([*[caps]] if isinstance(caps, int) else caps[:1])"),
+        ),
+        PARITY,
+    ),
+    "a_chunk_does_not_see_sink_tokens": (
+        change(paged_attention, "_plan_context", ("(keys >= sink_tokens)", "(keys >= 0)")),
+        [*KERNELS, *PARITY],
+    ),
+    "a_chunk_reads_sink_blocks_of_others": (
+        change(paged_attention, "_plan_context", ("table[:sink_blocks]", "table[1 : sink_blocks + 1]")),
+        KERNELS,
+    ),
+}

@@ -1,11 +1,12 @@
-"""Bugs planted in what the native kernels make of ordinary settings. Each function plants one with `set_attribute`."""
+"""Bugs planted in what the native kernels make of ordinary settings, and in how packed weights are kept and found again."""
 
 from __future__ import annotations
 
 from backend.executor import engine_supervisor
 from backend.kvcache import sizing
 from backend.layers.linear import QuantizedLinear
-from backend.worker import native_tier, tier
+from backend.worker import fingerprint, kept_parts, native_tier, packed_model, tier, weight_cache
+from backend.worker.group import InProcessWorkerGroup
 from deploy import server_log
 from kernels.common import rotation, two_levels
 from kernels.cpu import attention, decoder, linear, modules
@@ -26,8 +27,12 @@ def _form(*replacement: tuple[str, str]) -> Plant:
     return change_everywhere(decoder._form_struct, *replacement)
 
 
-# name -> (what plants it, tests that must fail)
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+_MODELS = "tests/native/kept_weights/test_mapped_models.py::"
+_FILES = "tests/native/kept_weights/test_files.py::"
+_HOSTILE = _FILES + "test_what_was_not_written_so_is_told_in_one_line_and_made_anew"
+_CONTENT = _MODELS + "test_other_content_is_another_entry_whatever_its_times_say"
+
+MUTANTS = {
     "the_engine_keeps_the_configured_blocks": (
         change_everywhere(sizing.with_usable_blocks, ("if size else config", "if False else config")),
         [_SETTINGS + "[blocks of 16]"],
@@ -111,5 +116,29 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "every_multiple_is_one_too_large": (
         change_everywhere(two_levels._round_chunks, ("(-1, 0, 1)", "(1,)")),
         [_LEVELS + "test_native_rounding_is_as_good_as_its_reference"],
+    ),
+    "a_file_is_known_by_its_time_of_change_alone": (
+        change(fingerprint, "state_of", ("s.st_mtime_ns, s.st_ctime_ns", "s.st_mtime_ns, 0")),
+        [_CONTENT + "[True]"],
+    ),
+    "content_that_has_just_changed_is_noted": (
+        change_everywhere(fingerprint.content_hash, ("> SETTLED_S", "> 0.0")),
+        [_FILES + "test_there_is_no_note_of_a_file_that_has_just_changed"],
+    ),
+    "the_format_is_no_part_of_the_key": (
+        change(packed_model.PackedModels, "_key", ("self._dtype, held, ", "self._dtype, ")),
+        [_MODELS + "test_other_formats_descriptions_and_kernels_are_other_entries"],
+    ),
+    "a_file_of_anybody_is_mapped": (
+        change(weight_cache.WeightCache, "find", ("open_trusted(path)", 'path.open("rb")')),
+        [_HOSTILE + "[others may write]"],
+    ),
+    "biases_are_forgotten": (
+        change_everywhere(kept_parts._named, ("if part is not None", "if part is not None and index < 4")),
+        [_MODELS + "test_what_is_mapped_computes_the_bits_of_what_is_packed[w8a8]"],
+    ),
+    "mapped_weights_count_as_free_memory": (
+        change(InProcessWorkerGroup, "free_memory_bytes", ("- mapped", "- 0")),
+        [_FILES + "test_mapped_weights_do_not_count_as_free_memory"],
     ),
 }

@@ -1,9 +1,13 @@
-"""Planted bugs: the walls against web pages have holes, the stream of views costs too much, shows too much or ends, the files of
-the page are served loosely, and clients' keys are read as something else.
+"""Planted bugs of the page and the live view.
+
+The walls against web pages have holes, views cost too much or tell what clients wrote, files are served loosely.
 """
 
 from __future__ import annotations
 
+from backend.engine.live import LiveViews
+from backend.kvcache import block_map
+from client import top
 from gateway import choices, live, middleware, page_routes
 from gateway.browsers import Wall
 from gateway.live import LiveFeed
@@ -25,6 +29,9 @@ def without_header(name: str) -> Plant:
 
     return plant
 
+
+LIVE_LIVE = ["tests/engine/test_live.py"]
+TOP = ["tests/client/test_top.py"]
 
 MUTANTS = {
     "a_poller_that_was_cancelled_is_taken_for_a_running_one": (
@@ -82,5 +89,30 @@ MUTANTS = {
     "paths_that_begin_like_the_page_need_no_key": (
         change(middleware.Middleware, "_answer", ("startswith(PAGE)", 'startswith("/")')),
         PAGE,
+    ),
+    "names_of_clients_are_shown": (
+        change(
+            LiveViews,
+            "_hash",
+            ('hashlib.blake2b(name.encode(errors="replace"), digest_size=4, key=self._key).hexdigest()', "name"),
+        ),
+        LIVE_LIVE,
+    ),
+    "the_whole_queue_is_shown": (change(LiveViews, "view", ("MAX_QUEUED", "None")), LIVE_LIVE),
+    "evicted_kv_of_a_session_counts_as_cached": (
+        change(
+            LiveViews,
+            "_session",
+            ("survivors(seq, seq.num_tokens)[1]", "survivors(seq, seq.num_tokens)[1] * 0 + seq.num_tokens"),
+        ),
+        LIVE_LIVE,
+    ),
+    "the_map_grows_with_the_pool": (
+        change_everywhere(block_map.block_map, ("-(-blocks.num_blocks // MAX_CELLS)", "1")),
+        LIVE_LIVE,
+    ),
+    "an_engine_that_is_away_ends_the_watch": (
+        change_everywhere(top.watch, ("except ClientError", "except ZeroDivisionError")),
+        TOP,
     ),
 }

@@ -1,26 +1,36 @@
-"""Bugs planted in what outlives a server: clients that come back with what they have had, requests that wait for an engine."""
+"""Bugs planted in what keeps clients apart and what outlives a server.
+
+Turns of text threads, limits of rendering, streams that are read on, clients that come back, requests that wait for an engine.
+"""
 
 from __future__ import annotations
 
-# This one goes first: it brings the triton_python_backend_utils that backend.serving needs.
-from tests.serving import conftest  # noqa: F401
-
-# isort: split
-
 from backend.api import limits
+from backend.core import limited_server
 from backend.core.messages import Resume
 from backend.executor.replay import Replay
+from backend.serving.intake import text_turns
+from backend.serving.intake.rendering import RenderProcess
 from backend.serving.wires import everbatch, trtllm_inputs
 from backend.text.accumulator import OutputAccumulator
 from gateway import resuming
-from tests.mutants.changes import Plant, change, change_everywhere
+from gateway.triton_client import TritonLink
+from tests.mutants.changes import change, change_everywhere
+from tests.serving import conftest  # noqa: F401
 
 ENDPOINT = ["tests/gateway/test_resuming.py"]
 FRONTS = ["tests/serving/test_resuming.py"]
 NEWCOMERS = ["tests/executor/test_newcomers.py"]
 RULES = ["tests/crashes/test_rules.py"]
 
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+POOL, TURNS = ["tests/serving/test_text_pool.py"], ["tests/serving/test_text_turns.py"]
+LEAST, LIMITS = ["tests/text/test_least_tokens.py"], ["tests/serving/test_limits.py"]
+RENDERING, SUSPECTS = ["tests/serving/test_rendering.py"], ["tests/serving/test_suspects.py"]
+CHILDREN = ["tests/guided/test_compile_limits.py"]
+LEAVING, FOREIGN = ["tests/gateway/test_leaving.py"], ["tests/deploy/test_foreign.py"]
+CONTROL, FRONT = ["tests/deploy/test_control_socket.py"], ["tests/replicas/test_front.py"]
+
+MUTANTS = {
     # What the server takes back.
     "outputs_of_any_length_are_taken": (
         change_everywhere(limits.check_outputs_so_far, ("if len(ids) > most:", "if False:")),
@@ -72,5 +82,25 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "newcomers_are_blamed": (
         change(Replay, "_blame", ("        if not live.num_lives:\n            continue\n", "")),
         NEWCOMERS,
+    ),
+    "a_namespace_may_have_all_threads": (
+        change(text_turns._Lane, "__init__", ("max(1, num_threads // 2)", "num_threads")),
+        TURNS,
+    ),
+    "a_child_has_the_memory_of_the_machine": (
+        change(limited_server, "_limit_memory", ("_lower(resource.RLIMIT_AS, ", "_lower(resource.RLIMIT_CORE, ")),
+        CHILDREN,
+    ),
+    "a_chat_is_waited_for_without_end": (
+        change(RenderProcess, "_outcome", ("task, self._patience_s)", "task)")),
+        RENDERING,
+    ),
+    "a_stream_has_a_deadline": (
+        change(
+            TritonLink,
+            "stream",
+            ("(_once(self._message(job))))", "(_once(self._message(job)), timeout=self._timeout_s))"),
+        ),
+        LEAVING,
     ),
 }
