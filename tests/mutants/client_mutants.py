@@ -107,10 +107,6 @@ MUTANTS = {
         ),
         ADDRESS,
     ),
-    "strangers_have_all_the_time": (
-        change(address, "_agree", ("    limit.start()\n", "")),
-        ADDRESS,
-    ),
     "defaults_of_a_class_reach_the_engine": (
         change(ConfigObject, "given", ("dict(vars(self))", "self.to_dict()")),
         CLASSES,

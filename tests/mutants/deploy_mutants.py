@@ -25,7 +25,6 @@ from deploy.drain import Drain
 from deploy.engine_sets import EngineSet
 from deploy.gateway import ServerWithGateway
 from deploy.health import Report
-from deploy.model_control import ModelControl
 from deploy.monitor import Monitor
 from deploy.readiness import Readiness
 from deploy.report import ConsoleReporter
@@ -166,22 +165,6 @@ MUTANTS = {
     ),
     "an_unloaded_model_holds_its_requests": (change(Absence, "take", ('!= "asleep"', '== "nowhere"')), ABSENCE),
     "held_bytes_are_not_counted": (change(Absence, "_check_room", ("> MAX_BYTES", "> 1 << 60")), ABSENCE),
-    "the_clients_move_to_an_engine_that_may_not_generate": (
-        change(ModelControl, "_replace", ("        self._first_token(fresh, entry.load_timeout_s)\n", "")),
-        CONTROL,
-    ),
-    "clients_that_cannot_move_stay_where_they_are": (
-        change(ModelControl, "_move_clients", ("        self._load_clients(models, former, timeout_s)\n", "")),
-        CONTROL,
-    ),
-    "the_former_engine_ends_at_once": (
-        change(ModelControl, "_replace", ("    self._drain(left, entry.drain_timeout_s)\n", "")),
-        CONTROL,
-    ),
-    "a_failed_replacement_stays_in_the_repository": (
-        change(ModelControl, "_discard", ("    fresh.remove(self._place)\n", "")),
-        CONTROL,
-    ),
     "clients_own_engines": (change(EngineSet, "_client", ('(OWNS, "false")', '(OWNS, "true")')), CONTROL),
     "the_socket_is_for_everybody": (
         change(control_socket.ControlSocket, "__init__", ("path.chmod(0o600)", "path.chmod(0o666)")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from backend.api.config import endpoints
 from backend.core import kv_state
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.prefix_trie import PrefixTrie
 from backend.wire.kv_publisher import KvPublisher
 from backend.worker import kv_fingerprint
 from backend.worker.kv_storage import KVStorage
@@ -21,10 +20,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(kv_state.decode, ("except _UNREADABLE", "except msgspec.DecodeError")),
         ["tests/engine/test_transfer.py"],
     ),
-    "a_lost_message_is_not_made_up_for": (
-        change(KvPublisher, "offer", ("    except queue.Full:\n        self._tell_all.set()\n", "    except queue.Full:\n")),
-        PUBLISHER,
-    ),
     "what_is_no_longer_kept_stays_unknown": (
         change(KvPublisher, "_answer", ("start < first_kept > self._first_number", "False")),
         PUBLISHER,
@@ -36,10 +31,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "every_endpoint_is_bound": (
         change_everywhere(endpoints.is_bound, ('("tcp://*:", "tcp://[::]:", "ipc://")', '("tcp:", "ipc:")')),
         PUBLISHER,
-    ),
-    "all_that_is_cached_ends_at_the_first_fork": (
-        change(PrefixTrie, "cached_prefixes", ("            starts.extend(chain[-1].children.values())\n", "")),
-        ["tests/kvcache/test_events.py"],
     ),
     "foreign_kv_is_not_found": (
         change(KVCacheManager, "adopt", ("seq.num_computed_tokens, seq.kv_is_foreign = num_tokens, True", "")),

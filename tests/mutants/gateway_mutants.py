@@ -60,7 +60,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(logprobs, "encoded", ("tokens[start : start + SLICE]", "tokens[start : start + SLICE - 1]")),
         TURNS,
     ),
-    "all_slices_in_one_turn": (change(logprobs, "encoded", ("        await turns.next()\n", "")), TURNS),
     "characters_do_not_span_tokens": (
         change(
             logprobs.TextColumns,
@@ -103,10 +102,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             Answer, "__call__", ("enter(context.namespace,", 'enter("",'), ("leave, context.namespace,", 'leave, "",')
         ),
         PLACES,
-    ),
-    "chunks_are_counted_over_all_requests": (
-        change(connection.BoundedHttp, "next_event", ("        self._chunks = 0\n", "")),
-        CONNECTIONS,
     ),
     "a_connection_that_is_closing_makes_room": (
         change(connection.Connection, "_make_room", ("if not other.transport.is_closing()", "if True")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from backend.api import guide
 from backend.core import limited_server
-from backend.core.limited_process import _Running
 from backend.core.round_robin import RoundRobin
 from backend.core.thinking import ReasoningCounter, ThinkingCourse
 from backend.engine.preparation import Preparation
@@ -33,7 +32,6 @@ ADDED_TOKENS = ["tests/guided/test_added_tokens.py"]
 NO_TOKEN = ["tests/guided/test_no_token_left.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
 LIMITS = ["tests/guided/test_compile_limits.py"]
-PROCESS = ["tests/guided/test_compile_process.py"]
 TURNS = ["tests/core/test_round_robin.py"]
 
 ENGINE = ["tests/guided/test_thinking.py"]
@@ -155,10 +153,6 @@ MUTANTS = {
     "a_panic_has_no_outcome": (
         change(limited_server, "outcome_of", ("except BaseException", "except Exception")),
         LIMITS,
-    ),
-    "a_lost_job_is_waited_for": (
-        change(_Running, "_listen", ("self._process.wait()\n    self._lose_jobs()", "self._process.wait()")),
-        PROCESS,
     ),
     "an_end_mark_is_looked_for_from_its_beginning_only": (
         change(ThinkingCourse, "_after_thought", ("self._fallbacks[matched]", "0")),

@@ -11,7 +11,7 @@ from backend.text.accumulator import OutputAccumulator
 from compat.llm import LLM, arguments, llm, mapping
 from compat.llm.chat import ChatTokenizer
 from compat.llm.folding import SequenceFold
-from compat.llm.postprocessing import PostprocPool, PostprocWorker
+from compat.llm.postprocessing import PostprocPool
 from compat.llm.result import GenerationResult
 from compat.llm.result_queue import ResultQueue
 from compat.llm.sampling_params import SamplingParams
@@ -40,10 +40,6 @@ MUTANTS = {
         change(ChatTokenizer, "apply_chat_template", ("add_generation_prompt, tools", "add_generation_prompt")),
         ["tests/llm/test_chat.py"],
     ),
-    "a_fault_of_the_dispatcher_leaves_others_waiting": (
-        change(GenerationExecutorWorker, "_dispatch", ("        self._fail_all(self._failure)\n", "")),
-        ["tests/llm/test_executor.py::test_a_fault_of_the_dispatcher_is_raised_to_all_who_wait_and_to_all_who_come"],
-    ),
     "the_timeout_begins_anew_with_each_token": (
         change(GenerationResult, "result", ("max(0.0, end - time.monotonic())", "timeout")),
         ["tests/llm/test_results.py::test_the_timeout_is_for_the_whole_result_and_not_for_each_token"],
@@ -66,12 +62,6 @@ MUTANTS = {
     ),
     "all_requests_go_to_the_first_process": (
         change(PostprocPool, "worker_of", ("client_id % len(self._workers)", "0")),
-        POSTPROCESSING,
-    ),
-    "an_error_leaves_its_state_in_the_worker": (
-        change(
-            PostprocWorker, "handle", ("    self._folds.pop(client_id, None)\n    return failed", "    return failed")
-        ),
         POSTPROCESSING,
     ),
     "a_process_that_hangs_holds_up_the_end": (

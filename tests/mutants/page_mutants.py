@@ -34,10 +34,6 @@ LIVE_LIVE = ["tests/engine/test_live.py"]
 TOP = ["tests/client/test_top.py"]
 
 MUTANTS = {
-    "a_poller_that_was_cancelled_is_taken_for_a_running_one": (
-        change(LiveFeed, "events", ("self._poller.cancel()\n            self._poller = None", "self._poller.cancel()")),
-        LIVE,
-    ),
     "a_viewer_gets_what_an_earlier_one_has_seen": (
         change(LiveFeed, "events", ("seen = self._number  # an", "seen = -1  # an")),
         LIVE,

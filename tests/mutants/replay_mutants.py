@@ -96,10 +96,6 @@ MUTANTS = {
         ),
         ORDERS,
     ),
-    "closing_leaves_what_ended_last": (
-        change(SessionLog, "close", ("self.flush(sessions)\n    self.flush(sessions)", "self.flush(sessions)")),
-        ORDERS,
-    ),
     "half_a_record_is_damage": (
         change_everywhere(
             session_log._records, ("            return  # half", '            raise Damaged("is cut")  # half')

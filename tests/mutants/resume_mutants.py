@@ -8,7 +8,6 @@ from __future__ import annotations
 from backend.api import limits
 from backend.core import limited_server
 from backend.core.messages import Resume
-from backend.executor.replay import Replay
 from backend.serving.intake import text_turns
 from backend.serving.intake.rendering import RenderProcess
 from backend.serving.wires import everbatch, trtllm_inputs
@@ -20,7 +19,6 @@ from tests.serving import conftest  # noqa: F401
 
 ENDPOINT = ["tests/gateway/test_resuming.py"]
 FRONTS = ["tests/serving/test_resuming.py"]
-NEWCOMERS = ["tests/executor/test_newcomers.py"]
 RULES = ["tests/crashes/test_rules.py"]
 
 POOL, TURNS = ["tests/serving/test_text_pool.py"], ["tests/serving/test_text_turns.py"]
@@ -77,11 +75,6 @@ MUTANTS = {
     "the_wait_has_no_end": (
         change_everywhere(resuming._back, ("(now := time.monotonic()) < until", "(now := time.monotonic())")),
         ENDPOINT,
-    ),
-    # Requests that come while there is no engine.
-    "newcomers_are_blamed": (
-        change(Replay, "_blame", ("        if not live.num_lives:\n            continue\n", "")),
-        NEWCOMERS,
     ),
     "a_namespace_may_have_all_threads": (
         change(text_turns._Lane, "__init__", ("max(1, num_threads // 2)", "num_threads")),

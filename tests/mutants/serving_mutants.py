@@ -9,14 +9,11 @@ from backend.replicas import totals
 from backend.scheduler import admission
 from backend.serving.assembly import ToolsLoader
 from backend.serving.delivery import cancellation, sequence_output
-from backend.serving.delivery.outputs import BeamsOutput
 from backend.serving.delivery.pump import ResponsePump
 from backend.serving.intake.intake import Intake
-from backend.serving.intake.text_pool import TextPool
 from backend.serving.lifecycle import environment
 from backend.serving.lifecycle.environment import RunDirectory
 from backend.serving.lifecycle.health import StubHealth
-from backend.serving.lifecycle.housekeeper import Housekeeper
 from backend.serving.observe import families, request_log, trace_context
 from backend.serving.observe.metrics import MetricsPublisher
 from backend.serving.observe.tracing import otlp, spans
@@ -74,10 +71,6 @@ MUTANTS = {
         change(Intake, "_text_job", ("(parameters.namespace, session_id)", '("", session_id)')),
         [DETAILS + "test_the_same_session_number_of_another_namespace_waits_for_nobody"],
     ),
-    "what_waited_too_long_stays_in_its_line": (
-        change(TextPool, "expire", ("            self._leave_lines(job)\n", "")),
-        ["tests/serving/test_text_pool.py::test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session"],
-    ),
     "text_that_was_sent_still_counts_as_fresh": (
         change(OutputAccumulator, "take", ("    self.has_new_text = False\n", "")),
         [DETAILS + "test_text_that_is_held_back_makes_no_empty_response"],
@@ -89,10 +82,6 @@ MUTANTS = {
             ("    if family.kind ==", "    self._sent[key] = value\n    if family.kind =="),
         ),
         [DETAILS + "test_growth_that_could_not_be_sent_is_sent_with_the_next"],
-    ),
-    "signals_are_written_to_a_pipe_that_was_closed": (
-        change(Housekeeper, "stop", ("        signal.set_wakeup_fd(-1)\n", "")),
-        [DETAILS + "test_a_housekeeper_that_has_stopped_leaves_no_pipe_for_signals_behind"],
     ),
     "a_stub_waits_for_a_reader_of_its_signs": (
         change(RunDirectory, "report_health", ("(BlockingIOError, BrokenPipeError)", "BrokenPipeError")),
@@ -117,10 +106,6 @@ MUTANTS = {
     "a_full_disk_fails_the_requests_that_are_logged": (
         change(request_log, "_to_stderr", ("except OSError:", "except ZeroDivisionError:")),
         ["tests/serving/test_request_log.py"],
-    ),
-    "beams_that_were_told_are_told_again": (
-        change(BeamsOutput, "render", ("    self._is_fresh = False\n", "")),
-        [SEVERAL + "test_beams_are_told_from_their_beginning_in_one_response"],
     ),
     "a_stop_string_stops_the_first_sequence": (
         change(ResponsePump, "_feed", ("response.result.sequence_index", "0")),
