@@ -168,7 +168,7 @@ MUTANTS = {
     "clients_own_engines": (change(EngineSet, "_client", ('(OWNS, "false")', '(OWNS, "true")')), CONTROL),
     "the_socket_is_for_everybody": (
         change(control_socket.ControlSocket, "__init__", ("path.chmod(0o600)", "path.chmod(0o666)")),
-        CONTROL,
+        ["tests/deploy/test_control_socket.py"],
     ),
     "infinite_memory": (
         change(models_file, "_check_memory", ("math.isfinite(memory) and 0 < memory <= 1 << 20", "memory > 0")),
