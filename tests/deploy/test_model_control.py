@@ -106,17 +106,22 @@ def test_a_replacement_that_fails_leaves_the_former_engine_serving(failing: str,
     assert not (server.place / "models" / "b.engine-3").exists()
 
 
-def test_the_former_engine_ends_after_its_last_request(server: Server) -> None:
-    """Its stub still has a request when the clients have moved."""
+def keep_the_former(server: Server) -> int:
+    """The stub of b.everbatch, which still has a request when its clients have moved."""
     triton, load = server.triton, server.triton.load
     (former,) = triton._pids("b.everbatch")
 
-    def keeps_the_former(model: str, timeout_s: float) -> None:
+    def keeps(model: str, timeout_s: float) -> None:
         load(model, timeout_s)
         if model == "b.everbatch":
             triton.stubs[former], triton.live[former] = Report(model, "ready", former), 1
 
-    triton.load = keeps_the_former  # type: ignore[method-assign]
+    triton.load = keeps  # type: ignore[method-assign]
+    return int(former)
+
+
+def test_the_former_engine_ends_after_its_last_request(server: Server) -> None:
+    triton, former = server.triton, keep_the_former(server)
     work = threading.Thread(target=server.control.replace, args=("b",))
     work.start()
     deadline = time.monotonic() + 60
@@ -131,15 +136,8 @@ def test_the_former_engine_ends_after_its_last_request(server: Server) -> None:
 
 
 def test_requests_of_a_replaced_engine_are_ended_when_they_take_too_long(server: Server) -> None:
-    triton, load = server.triton, server.triton.load
-    (former,) = triton._pids("b.everbatch")
-
-    def keeps_the_former(model: str, timeout_s: float) -> None:
-        load(model, timeout_s)
-        if model == "b.everbatch":
-            triton.stubs[former], triton.live[former] = Report(model, "ready", former), 1
-
-    triton.load = keeps_the_former  # type: ignore[method-assign]
+    triton = server.triton
+    keep_the_former(server)
     notices: list[Notice | None] = []
     unload = triton.unload
     triton.unload = lambda model: (notices.append(server.notice(2)), unload(model))[1]  # type: ignore[method-assign]

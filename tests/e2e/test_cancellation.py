@@ -43,16 +43,6 @@ def test_queued_requests_can_be_cancelled(small_pool_server: TritonServer) -> No
         assert eventually(lambda: scrape(url)["everbatch_requests{state=queued}"] == 0, 30)
 
 
-def test_stop_with_the_same_request_id_ends_a_request_with_fewer_tokens(tokens: TokenClient) -> None:
-    stream = tokens.start([4, 5, 6], LONG, request_id="victim", streaming=True)
-    results = iter(stream)
-    count = len(ids_of(next(results)))
-    stop = tokens.start([0], 0, request_id="victim", stop=True)
-    assert stop.token_ids() == []
-    count += sum(len(ids_of(result)) for result in results)
-    assert 0 < count < LONG
-
-
 def test_stop_of_an_unknown_request_is_answered_and_stop_without_id_is_an_error(tokens: TokenClient) -> None:
     assert tokens.start([0], 0, request_id="nobody", stop=True).token_ids() == []
     assert "request id" in tokens.error_of(tokens.start([0], 0, stop=True)).lower()

@@ -139,13 +139,6 @@ def test_tokens_are_those_that_the_model_reads_and_become_the_text_again(served:
     assert reply.usage is not None and reply.usage.prompt_tokens == chat["count"]
 
 
-def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
-    plain = client.completions.create(**GREEDY, prompt="def main(", max_tokens=5).choices[0].text
-    assert client.completions.create(**GREEDY, prompt="def main(", max_tokens=5, echo=True).choices[0].text == (
-        "def main(" + plain
-    )
-
-
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     path = tmp_path / "keys"

@@ -66,12 +66,6 @@ def test_lm_evals_arithmetic_finds_a_greedy_continuation_greedy(client: openai.O
         assert logs == max(tops.values())
 
 
-def test_echo_alone_gives_the_prompt_back_without_computing_an_answer(client: openai.OpenAI) -> None:
-    reply = client.completions.create(**SCORED, prompt=PROMPT, max_tokens=0)
-    assert (reply.choices[0].text, reply.choices[0].finish_reason) == (PROMPT, "length")
-    assert reply.choices[0].logprobs is None
-
-
 def test_beams_have_no_scores_and_say_so(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(

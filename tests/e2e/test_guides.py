@@ -73,14 +73,11 @@ GUIDES: dict[str, tuple[str, Judge]] = {
     "ebnf_grammar": (SUMS, is_derived),
     "structural_tag": (json.dumps(TAG), has_the_structures),
 }
+# What each library says of a form is looked at in tests/guided/test_grammars.py.
 BAD = [
     ("json_schema", '{"type": ', "guide: it is no JSON"),
-    ("json_schema", '{"type": "integr"}', "integr"),
     ("json_schema", '{"not": {}}', "not"),
-    ("json_schema", '{"type": "object", "dependentRequired": {"a": ["b"]}}', "dependentRequired"),
     ("regex", "(", "cannot be compiled"),
-    ("ebnf_grammar", "root ::= foo", "foo"),
-    ("structural_tag", '{"type": "structural_tag", "triggers": []}', "needs structures and triggers"),
     ("xml", "<a/>", "guided_decoding_guide_type is 'xml', allowed are json, json_schema, regex"),
     ("regex", "", "needs a text"),
 ]
@@ -241,17 +238,8 @@ def test_a_model_that_may_call_makes_a_call_that_has_its_form(choice: Any, strea
     assert said and not calls, "and need not make one"
 
 
-@pytest.mark.parametrize(
-    ("schema", "sentence"),
-    [
-        ({"not": {}}, "not"),
-        ({"type": "integr"}, "integr"),
-        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ],
-)
-def test_a_schema_that_cannot_be_held_is_a_400_that_names_why(
-    schema: Any, sentence: str, client: openai.OpenAI
-) -> None:
+def test_a_schema_that_cannot_be_held_is_a_400_that_names_why(client: openai.OpenAI) -> None:
+    schema: Any = {"type": "integr"}
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     free: Any = {"type": "function", "function": {"name": "free"}}
@@ -265,5 +253,5 @@ def test_a_schema_that_cannot_be_held_is_a_400_that_names_why(
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as caught:
                 calls_of(client, stream, **values, **GREEDY)
-            assert sentence in caught.value.message
+            assert "integr" in caught.value.message
             assert {"param": caught.value.param, "code": caught.value.code} == expected

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,12 +15,12 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpcclient
 
-from deploy import ROOT, health, memory
-from deploy.ports import Ports
+from deploy import health, memory
 from deploy.processes import stubs_of
 from deploy.signs import PIPE
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import EXACT, serve
+from tests.e2e.conftest import serve
+from tests.e2e.launched import launched
 from tests.e2e.starts import wait_ready
 from tests.e2e.test_engine_death import engine_pid
 from tests.e2e.wire import eventually, post
@@ -124,24 +120,11 @@ def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path: Path) ->
 
 def test_an_engine_that_was_given_up_ends_serve_with_status_one() -> None:
     """The sign is written by hand, for a model of that name; serve knows only signs."""
-    ports = Ports.free()
-    root = Path(tempfile.mkdtemp(prefix="eb-"))  # short enough for the socket, and so for the signs beside it
-    pipe = root / f"serve-{ports.http}" / PIPE
-    command = [sys.executable, "-P", "-m", "deploy.cli", "serve", *(f"--set={setting}" for setting in EXACT)]
-    command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
-    command.append("--openai-port=0")
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "EVERBATCH_RUN_ROOT": str(root)}
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
-    try:
-        assert launcher.stdout is not None
-        assert any("Ctrl-C stops it" in line for line in launcher.stdout)
+    with launched() as server:
+        pipe = server.root / f"serve-{server.ports.http}" / PIPE
         pipe.write_text(json.dumps({"model": "by_hand", "state": "given_up", "pid": 1, "live": 0}) + "\n")
-        said, _ = launcher.communicate(timeout=60)
-    finally:
-        launcher.terminate()
-        launcher.wait()
-        shutil.rmtree(root)
-    assert launcher.returncode == 1
+        said, _ = server.process.communicate(timeout=60)
+        assert server.process.returncode == 1
     assert "the engine of model by_hand ended too often and was given up" in said
 
 

@@ -59,15 +59,6 @@ def test_log_probs_come_one_for_each_token(url: str) -> None:
     assert [value for chunk in chunks for value in chunk.log_probs or ()] == answer.log_probs
 
 
-def test_a_temperature_alone_samples(url: str) -> None:
-    """Though the wire that the client speaks decodes greedily then."""
-    with EverbatchClient(url) as client:
-        greedy = client.generate(PROMPT, max_tokens=16).text
-        hot = client.generate(PROMPT, max_tokens=16, temperature=5.0, seed=1).text
-        assert hot != greedy and client.generate(PROMPT, max_tokens=16, temperature=5.0, seed=1).text == hot
-        assert client.generate(PROMPT, max_tokens=16, temperature=0.0).text == greedy
-
-
 def test_leaving_the_iterator_cancels(server: TritonServer, url: str) -> None:
     before = num_cancelled(server.metrics_url)
     with EverbatchClient(url) as client:

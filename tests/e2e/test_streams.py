@@ -46,11 +46,6 @@ def test_the_most_likely_tokens_of_each_position_can_be_asked_for(tokens: TokenC
     assert (np.diff(top[0], axis=1) <= 0).all() and (np.exp(top[0]).sum(axis=1) < 1 + 1e-5).all()
 
 
-def test_more_of_the_most_likely_tokens_than_the_limit_are_refused(tokens: TokenClient) -> None:
-    error = tokens.error_of(tokens.start([10, 20], 4, top_log_probs=21))
-    assert "INVALID_ARGUMENT" in error and "top_log_probs is 21, allowed is 0 to 20" in error
-
-
 def test_top_log_probs_need_no_other_log_probs_and_come_over_http_too(server: TritonServer) -> None:
     url = f"{server.http_url}/v2/models/ensemble/generate"
     status, text = post(url, {"text_input": "def main(", "max_tokens": 5, "top_log_probs": 3})
@@ -118,16 +113,6 @@ def test_a_temperature_alone_decodes_greedily_in_every_model_of_tensorrt_llm(
             return str(json.loads(answer)["text_output"])
 
         assert text(**hot) == text() != text(**hot, top_p=1.0)
-
-
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_python_client_streams_and_counts(server: TritonServer, protocol: str) -> None:
-    url = server.grpc_url if protocol == "grpc" else server.http_url
-    with EverbatchClient(url, protocol) as client:
-        chunks = list(client.stream("import os", max_tokens=16))
-        assert chunks[-1].final and not any(chunk.final for chunk in chunks[:-1])
-        text = "".join(chunk.text for chunk in chunks)
-        assert text and client.generate("import os", max_tokens=16).text == text
 
 
 def test_a_stop_string_across_token_borders_ends_the_text_and_frees_the_request(server: TritonServer) -> None:

@@ -247,26 +247,10 @@ def test_each_optional_input_of_preprocessing_may_be_left_out(client: Any, left_
     [
         ("preprocessing", {**query(), "REQUEST_OUTPUT_LEN": one(3, np.uint32)}, "TYPE_INT32|INT32"),
         ("preprocessing", {**query(), "QUERY": texts(PROMPT)}, "shape"),
-        ("preprocessing", {**query(), "IMAGE_URL": words("a.png")}, "IMAGE_URL asks for image or video input"),
         (
             "postprocessing",
             {"TOKENS_BATCH": np.ones((1, 1, 3), np.int32), "SEQUENCE_LENGTH": one(4, np.int32)},
             "SEQUENCE_LENGTH holds 4, allowed is 0 to 3",
-        ),
-        (
-            "postprocessing",
-            {"TOKENS_BATCH": np.ones((1, 2, 3), np.int32), "SEQUENCE_LENGTH": one(1, np.int32)},
-            r"send \[1, 2\]",
-        ),
-        (
-            "tensorrt_llm",
-            {
-                "input_ids": one(1, np.int32),
-                "input_lengths": one(1, np.int32),
-                "request_output_len": one(1, np.int32),
-                "num_return_sequences": one(2, np.int32),
-            },
-            "num_return_sequences is 2, and each sequence has a response of its own",
         ),
     ],
 )

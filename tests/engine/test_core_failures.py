@@ -112,10 +112,14 @@ def test_a_defect_met_while_accepting_a_request_ends_that_request_only(
     assert driver.tokens(running) == answer([5], 6) and driver.tokens(later) == answer([7], 6)
 
 
-def test_a_defect_met_while_a_token_is_told_ends_that_request_only(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_defect_met_while_a_request_is_told_something_ends_that_request_only(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    hit, other = driver.ask([5], 6), driver.ask([6], 6)
+    """A token, or that its time is over."""
+    hit, other = driver.ask([5], 6, timeout_s=1.0), driver.ask([6], 6, timeout_s=100.0)
+    if is_late:
+        driver.step()
     real = publish.result_response
 
     def result_response(seq: Sequence, iteration: int, kv_state: bytes | None = None) -> Response:
@@ -124,6 +128,8 @@ def test_a_defect_met_while_a_token_is_told_ends_that_request_only(
         return real(seq, iteration, kv_state)
 
     monkeypatch.setattr(publish, "result_response", result_response)
+    if is_late:
+        driver.clock.advance(2.0)
     driver.run()
     assert driver.responses[hit][-1].error_code is ErrorCode.INTERNAL and driver.tokens(other) == answer([6], 6)
     assert driver.used_blocks == 0
@@ -154,19 +160,3 @@ def test_a_time_limit_is_checked_before_anything_is_computed_from_it(driver: Dri
     wrong = driver.ask([5], 2, timeout_s=timeout_s)
     assert driver.responses[wrong][0].error_code is ErrorCode.INVALID_ARGUMENT
     assert f"timeout is {timeout_s} s, allowed is more than 0 to 86400 s" in driver.responses[wrong][0].error_msg
-
-
-def test_a_defect_met_at_a_deadline_ends_that_request_only(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    late, other = driver.ask([5], 6, timeout_s=1.0), driver.ask([6], 6, timeout_s=100.0)
-    driver.step()
-    real = publish.result_response
-
-    def result_response(seq: Sequence, iteration: int, kv_state: bytes | None = None) -> Response:
-        if seq.request_id == late:
-            raise KeyError("planted")
-        return real(seq, iteration, kv_state)
-
-    monkeypatch.setattr(publish, "result_response", result_response)
-    driver.clock.advance(2.0)
-    driver.run()
-    assert driver.responses[late][-1].error_code is ErrorCode.INTERNAL and driver.tokens(other) == answer([6], 6)

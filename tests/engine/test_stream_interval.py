@@ -31,18 +31,19 @@ def test_the_first_token_leaves_at_once_and_later_ones_together(looks_ahead: boo
     assert driver.tokens(request) == answer([1, 2, 3], 10)
 
 
-def test_a_model_that_is_slower_than_the_interval_is_told_token_by_token() -> None:
-    driver = Driver(stream_interval_ms=35)
-    request = driver.ask([1, 2, 3], 6)
-    paced(driver, 6, 0.040)
-    assert sizes(driver, request) == [1] * 6
-
-
-def test_without_an_interval_every_step_tells_its_token() -> None:
-    driver = Driver()
-    request = driver.ask([1, 2, 3], 6)
-    paced(driver, 6, 0.001)
-    assert sizes(driver, request) == [1] * 6
+@pytest.mark.parametrize(
+    ("interval_ms", "step_s", "streaming", "expected"),
+    [(35, 0.040, True, [1] * 6), (0, 0.001, True, [1] * 6), (35, 0.010, False, [6])],
+    ids=["slower than the interval", "no interval", "no stream"],
+)
+def test_only_tokens_of_a_stream_that_come_sooner_share_a_response(
+    interval_ms: int, step_s: float, streaming: bool, expected: list[int]
+) -> None:
+    driver = Driver(stream_interval_ms=interval_ms)
+    output = OutputConfig(exclude_input_from_output=True)
+    request = driver.ask([1, 2, 3], 6, streaming=streaming, output_config=output)
+    paced(driver, 6, step_s)
+    assert sizes(driver, request) == expected
 
 
 def test_all_streams_are_told_together() -> None:
@@ -79,10 +80,3 @@ def test_what_is_held_back_leaves_with_a_pause() -> None:
     assert len(driver.tokens(younger)) == seq.num_output_tokens > 1
     driver.run()
     assert driver.tokens(younger) == answer([4, 5, 6], 9)
-
-
-def test_a_request_that_does_not_stream_has_one_response() -> None:
-    driver = Driver(stream_interval_ms=35)
-    request = driver.ask([1, 2, 3], 6, streaming=False, output_config=OutputConfig(exclude_input_from_output=True))
-    paced(driver, 6, 0.010)
-    assert sizes(driver, request) == [6]

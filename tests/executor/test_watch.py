@@ -14,7 +14,6 @@ from tests.executor.helpers import ScriptedTransport
 
 PATIENCE_S = 10.0
 LONGEST_TURN_S = 30.0
-STALE_TICKS = round(STALE_S / TICK_S)
 
 
 class Process:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
@@ -16,6 +16,9 @@ import pytest
 from gateway.server import GatewayServer
 from gateway.settings import Settings
 from tests.gateway.fake_triton import FakeTriton
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 
 class Served:
@@ -112,6 +115,15 @@ def served(shared_served: Served, triton: FakeTriton) -> Served:
 def serve(triton: FakeTriton) -> Callable[..., AbstractContextManager[Served]]:
     """`with serve(setting=value, ...) as served`: a gateway of a test's own."""
     return lambda **values: serving(triton.url, **values)
+
+
+@pytest.fixture
+def claude(served: Served) -> Iterator[Anthropic]:
+    """Anthropic's own client, which takes half a second to import."""
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -22,12 +21,6 @@ TOOLS: Any = [
 ]
 CALLS = "".join(f'<tool_call>{{"name": "{tool["name"]}", "arguments": {{"a": 1}}}}</tool_call>\n' for tool in TOOLS)
 pytestmark = pytest.mark.feature("W-11")
-
-
-@pytest.fixture
-def claude(served: Served) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def say(text: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,6 @@ HELLO: Any = [{"role": "user", "content": "Say hello."}]
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
 pytestmark = pytest.mark.feature("W-11")
-
-
-@pytest.fixture
-def claude(served: Served) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture

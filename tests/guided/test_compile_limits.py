@@ -199,21 +199,14 @@ def test_a_guide_that_is_dropped_is_killed_and_others_are_not(forked: Callable[.
     assert server.of("fine").ending is Ending.DONE
 
 
-def test_all_end_with_the_engine_s_end_of_the_socket() -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_child_ends_with_its_process_and_with_the_engine_s_end_of_the_socket(is_killed: bool) -> None:
     server = Forked(Rogue())
     server.begin(1, "sleep")
     wait_for(lambda: children_of(server.pid))
     (child,) = children_of(server.pid)
-    server.close()
-    wait_for(lambda: not is_alive(child))
-
-
-def test_a_child_ends_with_a_process_that_is_killed() -> None:
-    server = Forked(Rogue())
-    server.begin(1, "sleep")
-    wait_for(lambda: children_of(server.pid))
-    (child,) = children_of(server.pid)
-    os.kill(server.pid, signal.SIGKILL)
+    if is_killed:
+        os.kill(server.pid, signal.SIGKILL)
     server.close()
     wait_for(lambda: not is_alive(child))
 

@@ -9,7 +9,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from backend.text.tokenizer import Tokenizer
 from compat.llm import LLM
+from tests.llm.helpers import make_tokenizer
 from tests.text.tokenizers_made import write_directory
 
 VOCAB_SIZE = 32_000
@@ -38,6 +40,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="session")

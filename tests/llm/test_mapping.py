@@ -23,14 +23,8 @@ from compat.llm import (
     SamplingParams,
 )
 from compat.llm.mapping import core_request, sampling_config, text_params
-from tests.llm.helpers import make_tokenizer
 
 MODEL = ModelInfo("scripted", 1000, 64, eos_ids=(5, 6))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
 
 
 def mapped(tokenizer: Tokenizer | None = None, prompt: list[int] | None = None, **fields: Any) -> Request:

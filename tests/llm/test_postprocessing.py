@@ -26,17 +26,12 @@ from compat.llm import (
 )
 from compat.llm import worker as llm_worker
 from compat.llm.updates import TextParams
-from tests.llm.helpers import PATIENCE_S, Engine, make_tokenizer, make_worker, params, part
+from tests.llm.helpers import PATIENCE_S, Engine, make_worker, params, part
 from tests.llm.raising_postproc import ENDS, RAISES, RaisingTokenizer
 from tests.text.tokenizers_made import byte_level_bpe, write_directory
 
 LENGTH = FinishReason.LENGTH
 RAISING = "tests.llm.raising_postproc"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from tests.llm.helpers import (
     StoppingWorkerGroup,
     expected,
     gated,
-    make_tokenizer,
     make_worker,
     params,
     part,
@@ -28,11 +27,6 @@ from tests.llm.helpers import (
 from tests.text.random_sequences import text_in_characters
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")

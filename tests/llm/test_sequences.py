@@ -8,15 +8,10 @@ from backend.api import FinishReason, Result
 from backend.api.response import PromptLogProb, TopLogProb
 from backend.text.tokenizer import Tokenizer
 from compat.llm import GenerationResult, Logprob
-from tests.llm.helpers import PATIENCE_S, Engine, make_tokenizer, params, part
+from tests.llm.helpers import PATIENCE_S, Engine, params, part
 
 PROMPT = [3, 1]
 LENGTH, STOP, END = FinishReason.LENGTH, FinishReason.STOP_WORDS, FinishReason.END_ID
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
 
 
 def of(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -11,14 +11,11 @@ from torch import Tensor
 
 from kernels import activation, norm, paged_attention, rope
 from kernels.common.kv_format import plain_pool
+from tests.kernels.numbers import random_tensor
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to 1 + |expected|
 DTYPES = list(TOLERANCE)
 NEVER_WRITTEN = math.nan
-
-
-def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def assert_near(measured: Tensor, expected: Tensor) -> None:

@@ -12,6 +12,11 @@ SetAttribute = Callable[[object, str, object], None]
 Plant = Callable[[SetAttribute], None]
 
 
+def replace(owner: object, name: str, value: object) -> Plant:
+    """Put `value` in the place of an attribute of `owner`."""
+    return lambda set_attribute: set_attribute(owner, name, value)
+
+
 def change(owner: object, name: str, *replacements: tuple[str, str]) -> Plant:
     """Replace texts of a function, method or property of `owner`. AssertionError where a text is not there exactly once."""
 

@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from backend.api.checkpoint import model_files, weight_files
 from backend.models import linears, loader
@@ -20,41 +19,7 @@ from backend.worker import loaded_model, native_tier
 from deploy import model_source
 from kernels.common import four_bits
 from kernels.cpu import build, trust
-from tests.mutants.changes import change
-
-SetAttribute = Callable[[object, str, Any], None]
-
-
-def depth_of_json_not_looked_at(set_attribute: SetAttribute) -> None:
-    set_attribute(model_files, "_is_deeper", lambda content, most: False)
-
-
-def zero_points_are_those_of_symmetric_weights(set_attribute: SetAttribute) -> None:
-    change(native_tier, "_in_four_bits", ("weight.zeros.T.to(torch.uint8)", "None"))(set_attribute)
-
-
-def the_second_scale_of_qoq_is_left_out(set_attribute: SetAttribute) -> None:
-    change(
-        native_tier,
-        "_in_four_bits",
-        ("weight.group_scales.T * scales", "torch.ones_like(weight.group_scales.T) * scales"),
-    )(set_attribute)
-
-
-def int4_kv_has_eight_bits(set_attribute: SetAttribute) -> None:
-    change(loaded_model.LoadedModel, "_kv_bits", ('"int4": 4', '"int4": 8'))(set_attribute)
-
-
-def the_output_head_has_four_bits(set_attribute: SetAttribute) -> None:
-    set_attribute(linears, "_of_head", lambda format: format)
-
-
-def the_first_scale_is_taken(set_attribute: SetAttribute) -> None:
-    change(four_bits, "best_scales", ("explained > best", "best == 0"))(set_attribute)
-
-
-def links_may_lead_out(set_attribute: SetAttribute) -> None:
-    set_attribute(model_files, "_check_link", lambda directory, path: None)
+from tests.mutants.changes import SetAttribute, change, replace
 
 
 def blobs_anywhere_are_a_hub_s(set_attribute: SetAttribute) -> None:
@@ -66,50 +31,10 @@ def blobs_anywhere_are_a_hub_s(set_attribute: SetAttribute) -> None:
     set_attribute(model_files, "_check_link", check)
 
 
-def a_byte_too_many_is_read(set_attribute: SetAttribute) -> None:
-    change(model_files, "find_file", ("st_size > most_bytes", "st_size > most_bytes + 1"))(set_attribute)
-
-
-def an_index_may_name_paths(set_attribute: SetAttribute) -> None:
-    set_attribute(weight_files, "_shard_names", lambda index: sorted(set(index["weight_map"].values())))
-
-
 def tensors_may_overlap(set_attribute: SetAttribute) -> None:
     original = weight_files._check_entry
     set_attribute(
         weight_files, "_check_entry", lambda place, entry, start: original(place, entry, entry.data_offsets[0])
-    )
-
-
-def the_header_s_length_is_believed(set_attribute: SetAttribute) -> None:
-    set_attribute(
-        weight_files, "_header_bytes", lambda file, first, num_bytes: int.from_bytes(first, "little") & (1 << 40) - 1
-    )
-
-
-def layers_are_not_counted(set_attribute: SetAttribute) -> None:
-    set_attribute(loader, "_check_layers", lambda config, tensors: None)
-
-
-def eos_ids_beyond_the_vocabulary(set_attribute: SetAttribute) -> None:
-    set_attribute(loader, "check_eos_ids", lambda ids, config, name: ids)
-
-
-def scales_may_be_nan(set_attribute: SetAttribute) -> None:
-    set_attribute(TensorSource, "take_scales", TensorSource.take_raw)
-
-
-def memory_before_the_shape_is_checked(set_attribute: SetAttribute) -> None:
-    set_attribute(TensorSource, "check_shape", lambda self, name, shape: None)
-
-
-def a_tokenizer_s_settings_are_believed(set_attribute: SetAttribute) -> None:
-    set_attribute(tokenizer, "_check_config", lambda config, name: None)
-
-
-def a_template_s_constants_are_computed(set_attribute: SetAttribute) -> None:
-    set_attribute(
-        template._CodeGenerator, "_output_child_to_const", template.jinja2.compiler.CodeGenerator._output_child_to_const
     )
 
 
@@ -120,26 +45,6 @@ def a_stranger_s_library_is_loaded(set_attribute: SetAttribute) -> None:
         return original(path, os.stat_result([*found[:4], os.geteuid(), *found[5:10]]), is_kind)
 
     set_attribute(trust, "_distrust", distrust)
-
-
-def a_group_may_write_the_cache(set_attribute: SetAttribute) -> None:
-    set_attribute(trust, "WRITABLE_BY_OTHERS", stat.S_IWOTH)
-
-
-def entries_are_opened_through_links(set_attribute: SetAttribute) -> None:
-    set_attribute(build, "open_trusted", lambda path: path.open("rb"))
-
-
-def a_cache_is_made_as_the_umask_says(set_attribute: SetAttribute) -> None:
-    set_attribute(build, "make_private_directory", lambda directory: directory.mkdir(parents=True, exist_ok=True))
-
-
-def the_sticky_bit_is_not_asked_for(set_attribute: SetAttribute) -> None:
-    set_attribute(trust.stat, "S_ISVTX", 0o777)
-
-
-def hub_ids_may_hold_dots(set_attribute: SetAttribute) -> None:
-    set_attribute(model_source, "HUB_ID", re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$"))
 
 
 def a_name_is_looked_up_without_a_net(set_attribute: SetAttribute) -> None:
@@ -163,63 +68,117 @@ def _case(name: str, reader: str = "engine") -> str:
 
 
 # name -> (what plants it, tests that must fail)
-MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
-    plant.__name__: (plant, tests)
-    for plant, tests in (
-        (depth_of_json_not_looked_at, [_case("config is 500 objects deep")]),
-        (
-            int4_kv_has_eight_bits,
-            ["tests/model/test_tier_choice.py::test_quantised_kv_takes_its_share_of_float32_and_its_scales[int4-8]"],
+MUTANTS = {
+    "depth_of_json_not_looked_at": (
+        replace(model_files, "_is_deeper", lambda content, most: False),
+        [_case("config is 500 objects deep")],
+    ),
+    "int4_kv_has_eight_bits": (
+        change(loaded_model.LoadedModel, "_kv_bits", ('"int4": 4', '"int4": 8')),
+        ["tests/model/test_tier_choice.py::test_quantised_kv_takes_its_share_of_float32_and_its_scales[int4-8]"],
+    ),
+    "links_may_lead_out": (
+        replace(model_files, "_check_link", lambda directory, path: None),
+        [_case("config leads out of the model"), _case("tokenizer leads out", "text")],
+    ),
+    "blobs_anywhere_are_a_hub_s": (blobs_anywhere_are_a_hub_s, [_HOSTILE + "test_blobs_count_only_beside_snapshots"]),
+    "zero_points_are_those_of_symmetric_weights": (
+        change(native_tier, "_in_four_bits", ("weight.zeros.T.to(torch.uint8)", "None")),
+        [_FOUR_BITS + "test_four_bits_of_awq_and_gptq_are_held_as_they_are[128-True]"],
+    ),
+    "the_second_scale_of_qoq_is_left_out": (
+        change(
+            native_tier,
+            "_in_four_bits",
+            ("weight.group_scales.T * scales", "torch.ones_like(weight.group_scales.T) * scales"),
         ),
-        (links_may_lead_out, [_case("config leads out of the model"), _case("tokenizer leads out", "text")]),
-        (blobs_anywhere_are_a_hub_s, [_HOSTILE + "test_blobs_count_only_beside_snapshots"]),
-        (
-            zero_points_are_those_of_symmetric_weights,
-            [_FOUR_BITS + "test_four_bits_of_awq_and_gptq_are_held_as_they_are[128-True]"],
+        [_FOUR_BITS + "test_both_scales_of_qoq_become_one[True]"],
+    ),
+    "the_output_head_has_four_bits": (
+        replace(linears, "_of_head", lambda format: format),
+        [_LOADING + "test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four"],
+    ),
+    "the_first_scale_is_taken": (
+        change(four_bits, "best_scales", ("explained > best", "best == 0")),
+        [_FOUR_BITS + "test_the_reference_s_error_is_what_it_promises"],
+    ),
+    "a_byte_too_many_is_read": (
+        change(model_files, "find_file", ("st_size > most_bytes", "st_size > most_bytes + 1")),
+        [_HOSTILE + "test_a_file_may_be_as_long_as_the_limit_and_no_longer"],
+    ),
+    "an_index_may_name_paths": (
+        replace(weight_files, "_shard_names", lambda index: sorted(set(index["weight_map"].values()))),
+        [_case("index goes up"), _case("index is absolute")],
+    ),
+    "tensors_may_overlap": (tensors_may_overlap, [_case("overlapping offsets")]),
+    "the_header_s_length_is_believed": (
+        replace(
+            weight_files,
+            "_header_bytes",
+            lambda file, first, num_bytes: int.from_bytes(first, "little") & (1 << 40) - 1,
         ),
-        (the_second_scale_of_qoq_is_left_out, [_FOUR_BITS + "test_both_scales_of_qoq_become_one[True]"]),
-        (
-            the_output_head_has_four_bits,
-            [_LOADING + "test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four"],
+        [_case("header beyond the file"), _case("header of a gigabyte")],
+    ),
+    "layers_are_not_counted": (
+        replace(loader, "_check_layers", lambda config, tensors: None),
+        [_case("a layer too few")],
+    ),
+    "eos_ids_beyond_the_vocabulary": (
+        replace(loader, "check_eos_ids", lambda ids, config, name: ids),
+        [_case("eos id of the generation config is beyond the vocabulary")],
+    ),
+    "scales_may_be_nan": (
+        replace(TensorSource, "take_scales", TensorSource.take_raw),
+        [_case("awq with scales that are NaN"), _case("awq with infinite scales")],
+    ),
+    "memory_before_the_shape_is_checked": (
+        replace(TensorSource, "check_shape", lambda self, name, shape: None),
+        [_HOSTILE + "test_int8_of_a_projection_that_is_too_small_takes_no_memory_first"],
+    ),
+    "a_tokenizer_s_settings_are_believed": (
+        replace(tokenizer, "_check_config", lambda config, name: None),
+        [_case("split_special_tokens is no", "text")],
+    ),
+    "a_template_s_constants_are_computed": (
+        replace(
+            template._CodeGenerator,
+            "_output_child_to_const",
+            template.jinja2.compiler.CodeGenerator._output_child_to_const,
         ),
-        (the_first_scale_is_taken, [_FOUR_BITS + "test_the_reference_s_error_is_what_it_promises"]),
-        (a_byte_too_many_is_read, [_HOSTILE + "test_a_file_may_be_as_long_as_the_limit_and_no_longer"]),
-        (an_index_may_name_paths, [_case("index goes up"), _case("index is absolute")]),
-        (tensors_may_overlap, [_case("overlapping offsets")]),
-        (the_header_s_length_is_believed, [_case("header beyond the file"), _case("header of a gigabyte")]),
-        (layers_are_not_counted, [_case("a layer too few")]),
-        (eos_ids_beyond_the_vocabulary, [_case("eos id of the generation config is beyond the vocabulary")]),
-        (scales_may_be_nan, [_case("awq with scales that are NaN"), _case("awq with infinite scales")]),
-        (
-            memory_before_the_shape_is_checked,
-            [_HOSTILE + "test_int8_of_a_projection_that_is_too_small_takes_no_memory_first"],
-        ),
-        (a_tokenizer_s_settings_are_believed, [_case("split_special_tokens is no", "text")]),
-        (
-            a_template_s_constants_are_computed,
-            [_HOSTILE + "test_a_template_s_constants_are_not_computed_while_it_is_loaded"],
-        ),
-        (
-            a_stranger_s_library_is_loaded,
-            [
-                _TRUST + "test_a_cache_of_another_user_is_not_used",
-                _TRUST + "test_a_library_of_another_user_is_compiled_again",
-            ],
-        ),
-        (a_group_may_write_the_cache, [_TRUST + "test_a_cache_that_others_may_write_is_not_used[504]"]),
-        (entries_are_opened_through_links, [_TRUST + "test_a_link_in_the_place_of_a_library_is_not_followed"]),
-        (
-            a_cache_is_made_as_the_umask_says,
-            [
-                f"{_TRUST}test_whatever_the_umask_the_cache_is_private_and_the_library_writable_by_none_else[{umask}]"
-                for umask in (0o000, 0o022)
-            ],
-        ),
-        (
-            the_sticky_bit_is_not_asked_for,
-            [_TRUST + "test_a_directory_above_that_everybody_may_write_needs_the_sticky_bit"],
-        ),
-        (hub_ids_may_hold_dots, [_NAME + "[other/..-there is no such directory]"]),
-        (a_name_is_looked_up_without_a_net, [_NAME + "[~no-such-user-here/model-there is no such user]"]),
-    )
+        [_HOSTILE + "test_a_template_s_constants_are_not_computed_while_it_is_loaded"],
+    ),
+    "a_stranger_s_library_is_loaded": (
+        a_stranger_s_library_is_loaded,
+        [
+            _TRUST + "test_a_cache_of_another_user_is_not_used",
+            _TRUST + "test_a_library_of_another_user_is_compiled_again",
+        ],
+    ),
+    "a_group_may_write_the_cache": (
+        replace(trust, "WRITABLE_BY_OTHERS", stat.S_IWOTH),
+        [_TRUST + "test_a_cache_that_others_may_write_is_not_used[504]"],
+    ),
+    "entries_are_opened_through_links": (
+        replace(build, "open_trusted", lambda path: path.open("rb")),
+        [_TRUST + "test_a_link_in_the_place_of_a_library_is_not_followed"],
+    ),
+    "a_cache_is_made_as_the_umask_says": (
+        replace(build, "make_private_directory", lambda directory: directory.mkdir(parents=True, exist_ok=True)),
+        [
+            f"{_TRUST}test_whatever_the_umask_the_cache_is_private_and_the_library_writable_by_none_else[{umask}]"
+            for umask in (0o000, 0o022)
+        ],
+    ),
+    "the_sticky_bit_is_not_asked_for": (
+        replace(trust.stat, "S_ISVTX", 0o777),
+        [_TRUST + "test_a_directory_above_that_everybody_may_write_needs_the_sticky_bit"],
+    ),
+    "hub_ids_may_hold_dots": (
+        replace(model_source, "HUB_ID", re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")),
+        [_NAME + "[other/..-there is no such directory]"],
+    ),
+    "a_name_is_looked_up_without_a_net": (
+        a_name_is_looked_up_without_a_net,
+        [_NAME + "[~no-such-user-here/model-there is no such user]"],
+    ),
 }

@@ -1,15 +1,18 @@
-"""Planted bugs of the launcher, each one line of it changed, with the tests of which one must notice it."""
+"""Planted bugs of the launcher and of several models in one server, each one line changed, with tests that must notice it."""
 
 from __future__ import annotations
 
 from backend.api.processes import liveness
 from backend.architectures import checkpoint
+from backend.serving.lifecycle.absence import Absence
 from deploy import (
+    control_socket,
     doors,
     environment,
     invocation,
-    janitor,
     log_files,
+    models_file,
+    multi_model,
     packages,
     processes,
     repository,
@@ -19,6 +22,7 @@ from deploy import (
     serve,
 )
 from deploy.drain import ServerStop
+from deploy.engine_sets import EngineSet
 from deploy.gateway import ServerWithGateway
 from deploy.health import Report
 from deploy.monitor import Monitor
@@ -26,7 +30,9 @@ from deploy.readiness import Readiness
 from deploy.report import ConsoleReporter
 from deploy.signs import Signs
 from deploy.supervisor import StopSignals, _Supervision
-from tests.mutants.changes import Plant, change, change_everywhere
+from gateway import loads
+from gateway.core import Gateway
+from tests.mutants.changes import change, change_everywhere
 
 HEALTH = ["tests/deploy/test_health.py"]
 SIGNS = ["tests/deploy/test_signs.py"]
@@ -40,17 +46,16 @@ ENVIRONMENT = ["tests/deploy/test_environment.py"]
 INVOCATION = ["tests/deploy/test_invocation.py"]
 SUPERVISOR = ["tests/deploy/test_supervisor.py"]
 LOGS = ["tests/deploy/test_log_files.py"]
-EVENTS = ["tests/deploy/test_engine_events.py"]
-SERVER = ["tests/deploy/test_triton_server.py"]
 RUNNING = ["tests/deploy/test_running.py"]
 CAPACITY = ["tests/deploy/test_capacity.py"]
-OPTIONS = ["tests/deploy/test_serve_options.py"]
 
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "the_repository_is_open_to_all": (
-        change(invocation, "environment", ("if open_repository else flag", "if True else flag")),
-        INVOCATION,
-    ),
+ABSENCE = ["tests/serving/test_absence.py"]
+CONTROL = ["tests/deploy/test_model_control.py"]
+FILES = ["tests/deploy/test_models_file.py"]
+OPTIONS = ["tests/deploy/test_serve_options.py"]
+GATEWAY = ["tests/gateway/test_several_models.py"]
+
+MUTANTS = {
     "a_stub_that_is_slow_is_dead": (change(Report, "is_silent", ("self.busy", "False")), HEALTH),
     "stubs_are_told_apart_by_their_models": (
         change(Signs, "_take", ("report.pid: report", "hash(report.model): report")),
@@ -93,26 +98,14 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Monitor, "_tell_once", ("elif kind not in self._troubles:", "else:")),
         MONITOR,
     ),
-    "a_watch_that_ended_is_not_missed": (
-        change(Monitor, "failure", ("not self._thread.is_alive() and", "False and")),
-        MONITOR,
-    ),
     "a_full_disk_is_kept_secret": (change(log_files, "look_after", ("< MIN_FREE_BYTES", "< 0")), LOGS),
     "each_of_the_two_logs_takes_a_third": (
         change(log_files, "limit_bytes", ("// DISK_SHARE", "// (DISK_SHARE // 2)")),
         LOGS,
     ),
-    "the_endpoint_dies_with_a_server_that_is_started_again": (
-        change(ServerWithGateway, "abandon", ("spare=() if self._process is None else (self._process.pid,)", "")),
-        ENDPOINT,
-    ),
     "clients_of_the_endpoint_hear_nothing_of_the_end": (
         change(ServerWithGateway, "kill", ("self._process.terminate()", "self._process.kill()")),
         ENDPOINT,
-    ),
-    "the_janitor_ends_with_its_launcher": (
-        change(janitor, "main", ("signal.SIGINT, signal.SIGTERM, signal.SIGHUP", "signal.SIGINT, signal.SIGHUP")),
-        PROCESSES,
     ),
     "fresh_bytecode_is_written_again": (
         change(repository, "compile_models", ("quiet=2", "quiet=2, force=True")),
@@ -126,7 +119,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Monitor, "failure", ("verdict.silent.silent_s > self._watchdog_s", "verdict.silent.silent_s < 0")),
         MONITOR,
     ),
-    "a_run_id_that_begins_alike_is_ours": (change(processes, "processes_of_run", ('.split(b"\\0")', "")), PROCESSES),
     "what_is_known_to_be_ours_is_not_waited_for": (change(processes, "kill_run", ("set(known)", "set()")), PROCESSES),
     "an_unknown_mark_ends_the_start": (
         change(secret_flags, "visible", ("variables.get(word[1:], word)", "variables[word[1:]]")),
@@ -134,10 +126,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "the_flags_stand_in_the_command_line": (
         change(invocation, "command_line", ("secret_flags.mark(name)", 'SECRET_FLAGS[name] + "secret"')),
-        INVOCATION,
-    ),
-    "triton_listens_on_every_interface": (
-        change(invocation, "command_line", ('f"--metrics-address={host}",', "")),
         INVOCATION,
     ),
     "another_python_comes_first": (
@@ -174,5 +162,34 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "events_without_a_time": (
         change(ConsoleReporter, "_line", ("{time.strftime('%H:%M:%S')}", "")),
         ["tests/deploy/test_report.py"],
+    ),
+    "an_unloaded_model_holds_its_requests": (change(Absence, "take", ('!= "asleep"', '== "nowhere"')), ABSENCE),
+    "held_bytes_are_not_counted": (change(Absence, "_check_room", ("> MAX_BYTES", "> 1 << 60")), ABSENCE),
+    "clients_own_engines": (change(EngineSet, "_client", ('(OWNS, "false")', '(OWNS, "true")')), CONTROL),
+    "the_socket_is_for_everybody": (
+        change(control_socket.ControlSocket, "__init__", ("path.chmod(0o600)", "path.chmod(0o666)")),
+        ["tests/deploy/test_control_socket.py"],
+    ),
+    "infinite_memory": (
+        change(models_file, "_check_memory", ("math.isfinite(memory) and 0 < memory <= 1 << 20", "memory > 0")),
+        FILES,
+    ),
+    "a_name_is_two_models": (
+        change(
+            models_file, "_counted", ("owners.setdefault(each, name)) != name", "owners.setdefault(each, name)) == 7")
+        ),
+        FILES,
+    ),
+    "two_engines_share_a_directory": (
+        change(multi_model, "_check_alone", ("!= name:\n                raise", "== 7:\n                raise")),
+        OPTIONS,
+    ),
+    "every_key_operates_models": (
+        change(Gateway, "check_right", ("and not right.is_of(context.client)", "and False")),
+        GATEWAY,
+    ),
+    "the_load_is_that_of_any_engine": (
+        change(loads, "load_of", ("if version > newest", "if version != newest")),
+        GATEWAY,
     ),
 }

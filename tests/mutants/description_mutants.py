@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from backend.layers import attention, norm, rotary
-from backend.models import decoder
 from backend.models.decoder import Decoder
-from backend.quant import folds, smoothing
+from backend.quant import smoothing
 from kernels import kv_append, rope
 from kernels import norm as norm_kernel
 from kernels.common import scoring
@@ -15,10 +14,6 @@ FORMULAS = ["tests/model/test_description.py"]
 FOLDS = ["tests/quant/test_descriptions.py"]
 
 MUTANTS = {
-    "the_embedding_is_not_scaled": (
-        change(Decoder, "forward", ("None if block.embedding_scale == 1 else block.embedding_scale", "None")),
-        FORMULAS,
-    ),
     "logits_are_scaled_after_the_cap": (
         change(
             Decoder,
@@ -28,10 +23,6 @@ MUTANTS = {
         ),
         FORMULAS,
     ),
-    "a_parallel_mlp_reads_the_norm_of_the_attention": (
-        change(Decoder, "_parallel", ("if not shares", "if False")),
-        FORMULAS,
-    ),
     "what_the_mlp_puts_out_is_not_normed": (
         change(Decoder, "_sequential", ("layer.mlp_out_norm", "None")),
         FORMULAS,
@@ -39,10 +30,6 @@ MUTANTS = {
     "the_last_layer_is_not_scaled": (change_everywhere(norm.add, ("alpha=block.residual_scale", "alpha=1")), FORMULAS),
     "norms_have_no_bias": (change(norm, "_arguments", ("weights.bias", "None")), FORMULAS),
     "a_norm_s_mean_stays": (change(norm_kernel, "reference", ("if centred:", "if False:")), FORMULAS),
-    "norm_offsets_are_forgotten": (
-        change(decoder, "_norm_weight", ("+ config.block.norm_offset", "")),
-        FORMULAS,
-    ),
     "rows_of_heads_are_normed_head_by_head": (
         change(
             attention,
@@ -73,22 +60,6 @@ MUTANTS = {
         FORMULAS,
     ),
     "a_sink_has_no_weight": (change_everywhere(scoring.attend, ("(scores, sinks)", "(scores, sinks - 99)")), FORMULAS),
-    "a_bias_is_not_folded": (
-        change_everywhere(folds.fold_norm, ('layer[norm + ".bias"] / exact', 'layer[norm + ".bias"]')),
-        FOLDS,
-    ),
-    "an_offset_is_folded_away": (
-        change_everywhere(folds.fold_norm, ("stored + offset, 1)", "stored, 1)")),
-        FOLDS,
-    ),
-    "a_shared_norm_is_folded_into_the_attention_alone": (
-        change_everywhere(folds.norms, ('("qkv", "gate_up")', '("qkv",)')),
-        FOLDS,
-    ),
-    "fused_rows_begin_at_the_first": (
-        change(folds, "parts", ("0 if is_alone else first + count", "0")),
-        FOLDS,
-    ),
     "neighbours_have_scales_of_their_own": (
         change(smoothing, "_turned_together", ("pairs.repeat_interleave(2)", "pairs.repeat(2)")),
         FOLDS,

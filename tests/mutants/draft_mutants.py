@@ -1,15 +1,21 @@
-"""Bugs planted in what limits drafts, in the draft model and how often it is right, and in the ways to ask for speculation."""
+"""Bugs planted in drafts: their proposal, their limits, their verification, their books, and the ways to ask for them."""
 
 from __future__ import annotations
 
 from backend.api import draft_limits
+from backend.core.sequence import Sequence
+from backend.engine import update
+from backend.kvcache.plan import KVPlan
+from backend.scheduler import drafting, scheduler
+from backend.scheduler.drafting import Drafter
+from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.model_drafting import Acceptance, ModelDrafter
 from backend.scheduler.step_cost import StepCost
-from backend.serving.wires import trtllm_inputs, trtllm_text
+from backend.serving.wires import trtllm_inputs
 from backend.worker import draft_model, pipeline
 from backend.worker.draft_model import DraftModel
 from compat.llm import speculative
-from compat.trtllm import request_configs, to_core
+from compat.trtllm import to_core
 from tests.mutants.changes import Plant, change, change_everywhere
 
 PASSES = ["tests/scheduler/test_model_drafting.py"]
@@ -19,9 +25,7 @@ MODEL = ["tests/model/test_speculation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 ARGUMENTS = ["tests/llm/test_arguments.py"]
 CONVERSION = ["tests/trtllm/test_conversion.py"]
-NAMES = ["tests/trtllm/test_names.py"]
 INPUTS = ["tests/serving/test_token_requests.py"]
-PARAMETERS = ["tests/serving/test_upstream_parameters.py"]
 
 
 def _accept(old: str, new: str) -> Plant:
@@ -36,7 +40,10 @@ def _fields(old: str, new: str) -> Plant:
     return change_everywhere(speculative.speculation_fields, (old, new))
 
 
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+ENGINE = ["tests/engine/test_drafts.py"]
+ISOLATION = ["tests/model/test_speculation_isolation.py"]
+
+MUTANTS = {
     "rows_and_passes_are_one_number": (
         change(StepCost, "note", ("group_of(num_tokens), {})", "group_of(num_tokens + num_tokens * num_passes), {})")),
         PASSES,
@@ -54,18 +61,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "rows_with_drafts_are_taken_for_plain_ones": (
         change_everywhere(pipeline.samples_of, ("has_drafts = True", "pass")),
         MODEL,
-    ),
-    "num_draft_tokens_is_forgotten": (
-        change(trtllm_text, "_parse_row", ('max_draft_tokens=batch.scalar("num_draft_tokens", row) or None,', "")),
-        ["tests/serving/test_text_requests.py"],
-    ),
-    "lookahead_may_have_no_window": (
-        change_everywhere(draft_limits.drafts_of_lookahead, ("window_size < 1", "window_size < 0")),
-        LIMITS,
-    ),
-    "lookahead_may_have_empty_n_grams": (
-        change_everywhere(draft_limits.drafts_of_lookahead, ("ngram_size < 1", "ngram_size < 0")),
-        LIMITS,
     ),
     "guesses_are_bounded_where_there_are_none": (_check("not guesses", "False"), LIMITS),
     "no_guesses_need_no_guessing_engine": (
@@ -110,7 +105,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         DRAFT_MODEL,
     ),
     "pools_are_private_unless_they_are_public": (_fields("is False", "is not True"), ARGUMENTS),
-    "underscores_make_another_type": (_fields('.replace("_", "")', ""), ARGUMENTS),
     "classes_have_no_type": (_fields("type(given).__name__.removesuffix", "str().removesuffix"), ARGUMENTS),
     "the_draft_model_has_one_name": (_fields("in DRAFT_MODEL_FIELDS", "in DRAFT_MODEL_FIELDS[:1]"), ARGUMENTS),
     "a_size_of_0_is_left_out": (
@@ -127,14 +121,103 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         CONVERSION,
     ),
-    "impossible_sizes_make_an_object": (
-        change(
-            request_configs.LookaheadDecodingConfig, "_made", ("self.max_ngram_size < 1", "self.max_ngram_size < 0")
-        ),
-        NAMES,
-    ),
     "sizes_of_0_are_sizes": (
         change_everywhere(trtllm_inputs.read_lookahead, ("not any(sizes)", "sizes == [None] * 3")),
         INPUTS,
+    ),
+    "given_drafts_take_no_room": (
+        change(Drafter, "propose", ("room -= draft.num_tokens", "room -= 0")),
+        ["tests/scheduler/test_drafting.py"],
+    ),
+    "ended_sequences_are_remembered": (
+        change(Drafter, "end", ("self._known.pop(seq.seq_id, None)", "self._known.get(seq.seq_id)")),
+        ["tests/scheduler/test_drafting.py"],
+    ),
+    "a_rest_never_ends": (change(Drafter, "guess", ("max(0, self._num_resting - 1)", "self._num_resting")), DRAFTING),
+    "a_backlog_is_looked_at_token_by_token": (change(Lookup, "see", ("(2 * MAX_LENGTH if", "(1e9 if")), DRAFTING),
+    "a_match_of_one_token_is_come_back_to": (
+        change(Lookup, "_see_next", ("elif place.length >= NGRAMS[-1]:", "else:")),
+        DRAFTING,
+    ),
+    "a_run_goes_on_behind_the_end": (change(update, "append_run", ("            break", "            pass")), ENGINE),
+    "kv_of_wrong_drafts_counts": (
+        change(update, "append_run", ("    reason = Fin", "    seq.num_computed_tokens += 1\n    reason = Fin")),
+        ENGINE,
+    ),
+    "tokens_in_flight_stay": (
+        change(
+            update, "append_run", ("seq.num_inflight_tokens = seq.num_inflight_samples", "seq.num_inflight_samples")
+        ),
+        ENGINE,
+    ),
+    "accepted_is_what_was_tried": (
+        change(update, "append_run", ("= len(samples) - 1", "= seq.num_inflight_drafts")),
+        ENGINE,
+    ),
+    "widen_forgets_what_extend_has_planned": (
+        change(KVPlan, "widen", ("num_planned += ", "num_planned += 0 * ")),
+        ["tests/kvcache/test_tables.py"],
+    ),
+    "rows_with_drafts_are_planned_ahead": (
+        change(scheduler.Scheduler, "_waits_for_tokens", ("self._drafter.waits(in_flight)", "False")),
+        ENGINE,
+    ),
+    "who_has_no_drafts_goes_ahead": (
+        change(
+            drafting.Drafter, "waits", ("rows)) or", "rows[:1])) or"), ("self.expects(rows)", "self.expects(rows[1:])")
+        ),
+        ENGINE,
+    ),
+    "rows_in_flight_are_guessed_at": (
+        change(Drafter, "guess", ("if not seq.num_inflight_samples]", "if True]")),
+        DRAFTING,
+    ),
+    "the_short_match_is_taken": (
+        change(Lookup, "_see_next", ("in zip(NGRAMS, self._next)", "in list(zip(NGRAMS, self._next))[::-1]")),
+        DRAFTING,
+    ),
+    "others_of_any_namespace_are_found": (
+        change(OtherOutputs, "find", ("self._places.get(namespace, {})", "next(iter(self._places.values()), {})")),
+        DRAFTING,
+    ),
+    "strangers_learn_step_by_step": (
+        change(Drafter, "_shares", ('self._sharing == "all" or not seq.is_anonymous', "True")),
+        ISOLATION,
+    ),
+    "namespaces_learn_of_each_other": (
+        change(OtherOutputs, "find", ("self._places.get(namespace, {})", "next(iter(self._places.values()), {})")),
+        ISOLATION,
+    ),
+    "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
+    "nothing_is_ever_forgotten": (change(StepCost, "_known", ("> 5 * PERIOD", "> 1e9")), DRAFTING),
+    "there_are_no_trials": (change(StepCost, "is_trial", ("== between - 1", "== -1")), DRAFTING),
+    "all_sizes_are_on_the_line": (change(StepCost, "_expected", ("self._known(num_tokens) or", "None or")), DRAFTING),
+    "guesses_behind_a_wrong_one_count": (
+        change(Acceptance, "see", ("if num_guessed > num_right:", "for _ in range(num_guessed - num_right):")),
+        DRAFTING,
+    ),
+    "cells_written_anew_count_as_filled": (
+        change(DraftModel, "_follow", ("self._filled[blocks[1:]] = 0", "pass"), ("offset)", "self._block_size)")),
+        DRAFT_MODEL,
+    ),
+    "the_draft_model_begins_where_the_step_does": (
+        change(DraftModel, "_passes", ("self._first_missing(row.slot, end)", "row.num_computed")),
+        DRAFT_MODEL,
+    ),
+    "a_pass_is_cut_and_nobody_goes_on": (
+        change(DraftModel, "_passes", ("while start < end", "if start < end")),
+        DRAFT_MODEL,
+    ),
+    "a_decaying_top_p_is_drafted": (
+        change(draft_limits, "what_forbids_drafts", ('"top_p_decay": sampling.decays_top_p', '"top_p_decay": False')),
+        ENGINE,
+    ),
+    "accepted_counts_what_comes_behind_a_wrong_one": (
+        change(
+            Sequence,
+            "num_accepted_draft_tokens",
+            ("takewhile(lambda pair: pair[0] == pair[1], pairs)", "(pair for pair in pairs if pair[0] == pair[1])"),
+        ),
+        ENGINE,
     ),
 }

@@ -1,15 +1,14 @@
-"""Bugs planted in batching, priorities and retention; those of the cache and the scheduler's plans are in tests/simulation."""
+"""Bugs planted in batching, priorities, retention and fairness; those of the cache and of plans are in tests/simulation."""
 
 from __future__ import annotations
 
 from backend.api.request import Request
 from backend.core import sequence
 from backend.core.sequence import TRANSITIONS, Event, Status
-from backend.engine import beams
+from backend.engine import intake
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.engine.publish import Interval, ResponseBuffer
-from backend.executor.engine_thread import InProcessTransport
 from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.scheduler import step_rows
@@ -17,18 +16,17 @@ from backend.scheduler.capacity import StaticBatch
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import Scheduler
+from backend.scheduler.shares import Shares
 from backend.scheduler.tuning import BatchTuner
 from tests.mutants.changes import Plant, change, change_everywhere
 
 STATIC = ["tests/engine/test_static_batching.py"]
 PRIORITY = ["tests/scheduler/test_priority.py"]
-RETENTION = ["tests/kvcache/test_retention.py"]
 TUNING = ["tests/scheduler/test_tuning.py"]
 INTERVAL = ["tests/engine/test_stream_interval.py"]
 TAILS = ["tests/kvcache/test_tails.py"]
 
 QSERVE = ["tests/engine/test_contract_of_qserve.py"]
-BEAMS = ["tests/engine/test_beams.py"]
 LIFE = ["tests/core/test_sequence.py"]
 EVICTED = ["tests/kvcache/test_evicted.py"]
 
@@ -38,6 +36,8 @@ def _may_pause(status: Status) -> Plant:
     edges = {**TRANSITIONS, (status, Event.PAUSE): Status.PAUSED}
     return lambda set_attribute: set_attribute(sequence, "TRANSITIONS", edges)
 
+
+FAIRNESS = ["tests/scheduler/test_fairness.py"]
 
 MUTANTS = {
     "an_idle_session_may_be_paused": (_may_pause(Status.IDLE), LIFE),
@@ -50,19 +50,10 @@ MUTANTS = {
         change(Request, "kv_origin", ("sorted(self.extra_inputs.items())", "len(self.extra_inputs)")),
         QSERVE,
     ),
-    "unset_early_stopping_is_never": (change(beams, "_is_over", ("in (None, 1)", "in (1,)")), BEAMS),
     "what_is_cached_again_counts_as_evicted": (change(EvictedPrefixes, "discard", ("self._hashes.pop", "id")), EVICTED),
-    "evicted_prefixes_grow_without_end": (
-        change(EvictedPrefixes, "add", ("while len", "while False and len")),
-        EVICTED,
-    ),
     "a_request_waits_from_the_step_that_takes_it": (
         change(EngineLoop, "_apply", ("request, posted_ns", "request")),
         ["tests/engine/test_loop.py"],
-    ),
-    "deadlines_are_computed_unchecked": (
-        change(EngineCore, "enqueue", ("self.intake.check(request, resume)", "request")),
-        ["tests/engine/test_core_failures.py"],
     ),
     "a_defect_leaves_its_request": (
         change(EngineCore, "_contained", ("except Exception", "except EverbatchError")),
@@ -71,10 +62,6 @@ MUTANTS = {
     "a_failed_answer_ends_the_loop": (
         change(EngineCore, "_publish", ("except Exception", "except EverbatchError")),
         ["tests/engine/test_core_failures.py"],
-    ),
-    "a_field_in_the_place_of_a_struct_stays_a_dict": (
-        change(InProcessTransport, "send", ("with_checked_types(command.request)", "command.request")),
-        ["tests/executor/test_executor.py"],
     ),
     "an_interval_is_counted_from_the_former": (
         change(Interval, "is_over", ("= now_ns + self", "+= self")),
@@ -109,4 +96,21 @@ MUTANTS = {
         ),
         TUNING,
     ),
+    "whoever_fills_the_queue_keeps_others_out": (
+        change_everywhere(intake._is_full, ("own > limit // SPARE", "True")),
+        FAIRNESS,
+    ),
+    "there_is_no_end_to_the_queue": (
+        change_everywhere(intake._is_full, ("or total > limit + limit // SPARE", "")),
+        FAIRNESS,
+    ),
+    "all_slots_go_to_a_flood": (
+        change(Scheduler, "_leaves_others_ahead", ("return keeps_slots and self", "return False and self")),
+        FAIRNESS,
+    ),
+    "a_flood_counts_what_it_has_and_not_what_it_gets": (
+        change(Scheduler, "_leaves_others_ahead", ("_num_of(plan.admitted, namespace)", "0")),
+        FAIRNESS,
+    ),
+    "a_namespace_counts_for_ever": (change(Shares, "admit", ("> RECENT", "> 1 << 30")), FAIRNESS),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from backend.api.processes.back_off import BackOff
 from backend.engine.loop import EngineLoop
 from backend.engine.recorder import Recorder
-from backend.executor.engine_supervisor import EngineProcess
 from backend.executor.executor import Executor
 from backend.executor.mailbox import Mailboxes
 from backend.executor.spare import Spare
@@ -18,11 +17,9 @@ from backend.wire.engine_server import ClientConnection
 from backend.wire.outgoing import Outgoing
 from tests.mutants.changes import Plant, change
 
-CORE = ["tests/engine/test_core_guards.py"]
 LOOP = ["tests/engine/test_loop.py", "tests/engine/test_core_guards.py"]
 SERVER = ["tests/wire/test_engine_server.py"]
 OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_engine_server.py"]
-PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
 RECORDS = ["tests/engine/test_recorder.py", "tests/executor/test_records.py", "tests/kvcache/test_events.py"]
 SUPERVISOR = ["tests/executor/test_supervisor.py", "tests/api/test_back_off.py"]
@@ -75,10 +72,6 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
 }
 
 OWN: dict[str, tuple[Plant, list[str]]] = {
-    "rest_of_a_frame_sent_from_its_beginning": (
-        change(Outgoing, "send", ("memoryview(frame)[sent:]", "memoryview(frame)")),
-        OUTGOING,
-    ),
     "bytes_that_were_sent_still_count": (
         change(Outgoing, "_write", ("self._num_bytes -= len(self._backlog.popleft())", "self._backlog.popleft()")),
         OUTGOING,
@@ -94,10 +87,6 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
     "live_requests_unanswered_at_the_end": (
         change(EngineLoop, "run", ("self._core.fail_all(", "str(")),
         LOOP,
-    ),
-    "mailboxes_stay_open": (
-        change(Mailboxes, "_empty", ("        del self._boxes[request_id]", "        pass")),
-        EXECUTOR,
     ),
     "a_closed_client_connects_again": (
         change(SocketTransport, "close", ("        self._closed.set()\n", "")),
@@ -138,14 +127,8 @@ GONE: dict[str, tuple[Plant, list[str]]] = {  # what must be gone afterwards, an
 
 SPARES = ["tests/executor/test_spare.py"]
 SPARE: dict[str, tuple[Plant, list[str]]] = {
-    "a_spare_is_not_called": (change(Spare, "take", ("process.stdin.write(GO)", "pass")), SPARES),
     "a_spare_is_prepared_once": (
         change(Spare, "take", ("process, self._process = self._process, None", "process = self._process")),
-        SPARES,
-    ),
-    "a_spare_outlives_its_supervisor": (change(EngineProcess, "stop", ("self._spare.stop()", "pass")), SPARES),
-    "ends_in_a_row_are_followed_at_once": (
-        change(EngineProcess, "_supervise", (" and delay_s <= FIRST_DELAY_S", "")),
         SPARES,
     ),
 }

@@ -12,7 +12,6 @@ from backend.serving.wires import everbatch, named_sampling, trtllm_fields, trtl
 from backend.text.chat import ChatTemplate
 from gateway import (
     adapters,
-    bodies,
     choices,
     chunks,
     connection,
@@ -20,17 +19,14 @@ from gateway import (
     logprobs,
     middleware,
     response_events,
-    store,
     tools,
     translate,
 )
 from gateway.answers import Answer
 from gateway.keys import Keys, Right
 from gateway.store import ResponseStore
-from gateway.triton_client import TritonLink
 from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
 
-BODIES = ["tests/gateway/test_bodies.py"]
 COMPLETIONS = ["tests/gateway/test_completions.py"]
 CONNECTIONS = ["tests/gateway/test_connections.py"]
 ERRORS = ["tests/gateway/test_errors.py"]
@@ -41,12 +37,10 @@ FRONTS = [
     "tests/serving/test_trtllm_inputs.py",
 ]
 KEYS = ["tests/gateway/test_keys.py"]
-LEAVING = ["tests/gateway/test_leaving.py"]
 LIMITS = ["tests/gateway/test_limits.py"]
 PARAMETERS = ["tests/gateway/test_parameters.py"]
 PLACES = ["tests/gateway/test_places.py"]
 RESPONSES = ["tests/gateway/test_responses.py"]
-STORE = ["tests/gateway/test_store.py"]
 TURNS = ["tests/gateway/test_turns.py"]
 
 
@@ -61,15 +55,11 @@ def entry(owner: object, table: str, name: str, value: object) -> Plant:
 
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    # Bodies.
-    "brackets_in_texts_are_counted": (change(bodies, "num_parts", (" & ~in_string", "")), BODIES),
-    "escaped_quotes_end_texts": (change(bodies, "num_parts", ('.replace(rb"\\"", b"__")', "")), BODIES),
     # Large replies.
     "a_slice_loses_its_last_token": (
         change(logprobs, "encoded", ("tokens[start : start + SLICE]", "tokens[start : start + SLICE - 1]")),
         TURNS,
     ),
-    "all_slices_in_one_turn": (change(logprobs, "encoded", ("        await turns.next()\n", "")), TURNS),
     "characters_do_not_span_tokens": (
         change(
             logprobs.TextColumns,
@@ -113,10 +103,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         PLACES,
     ),
-    "chunks_are_counted_over_all_requests": (
-        change(connection.BoundedHttp, "next_event", ("        self._chunks = 0\n", "")),
-        CONNECTIONS,
-    ),
     "a_connection_that_is_closing_makes_room": (
         change(connection.Connection, "_make_room", ("if not other.transport.is_closing()", "if True")),
         CONNECTIONS,
@@ -130,14 +116,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Right, "is_of", ('"adapters": client.adapters', '"adapters": True')),
         ["tests/gateway/test_adapters.py"],
     ),
-    "a_key_changes_adapters_of_every_model": (
-        change(adapters, "_model_of", ("if not any(map(context.client.may_use, served.all_names)):", "if False:")),
-        ["tests/gateway/test_several_models.py"],
-    ),
-    "what_a_response_goes_on_from_does_not_count": (
-        change(store._Shelf, "add", ("node = node.parent", "node = None")),
-        ["tests/gateway/test_conversations.py"],
-    ),
     "loaded_adapters_cannot_be_named": (
         change(adapters, "_change", ("served.adapters = tuple", "tuple")),
         ["tests/gateway/test_adapters.py"],
@@ -146,8 +124,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(ResponseStore, "put", ("self._shelves.setdefault(namespace,", 'self._shelves.setdefault("",')),
         KEYS,
     ),
-    # Triton and the values of fields.
-    "ready_when_anything_is": (change(TritonLink, "_ask_readiness", ("return all(", "return any(")), ERRORS),
     "what_is_not_found_is_a_bad_request": (entry(errors, "_STATUS_OF_CODE", "NOT_FOUND", 400), ERRORS),
     "what_is_exhausted_is_unavailable": (entry(errors, "_STATUS_OF_CODE", "RESOURCE_EXHAUSTED", 503), ERRORS),
     "a_precondition_is_a_failure": (entry(errors, "_STATUS_OF_CODE", "FAILED_PRECONDITION", 500), ERRORS),

@@ -19,13 +19,21 @@ from tests.mutants.operators import changes
 from tests.mutants.prepared import ROOT
 
 PREFIX = "generated:"  # generated:backend/scheduler/queue.py:17
-TIMEOUT_S = 600.0
-OTHER_TESTS = {
-    "worker": "model",
-    "models": "model",
-    "layers": "model",
-    "compat": "llm",
-}  # rooms whose tests lie elsewhere
+TIMEOUT_S = 1800.0
+TESTS = {
+    "api": ("api", "serving", "model"),
+    "architectures": ("families", "model", "ranks"),
+    "compat": ("llm",),
+    "core": ("core", "guided"),
+    "cpu": ("native", "kernels"),
+    "engine": ("engine", "crashes"),
+    "executor": ("executor", "crashes"),
+    "kvcache": ("kvcache", "engine", "crashes"),
+    "layers": ("model",),
+    "models": ("model", "weight_formats", "families"),
+    "storage": ("core", "crashes"),
+    "worker": ("model", "ranks", "native"),
+}  # package: the rooms whose tests look at it, where it is not just the room of its name
 
 
 def split(name: str) -> tuple[Path, int]:
@@ -35,19 +43,13 @@ def split(name: str) -> tuple[Path, int]:
 
 
 def suite_of(path: Path) -> list[str]:
-    """The tests of a file's room, those of the file itself first."""
-    rooms = path.relative_to(ROOT).parts[:-1]
-    room = (
-        ROOT
-        / "tests"
-        / next(
-            OTHER_TESTS.get(name, name)
-            for name in reversed(rooms)
-            if (ROOT / "tests" / OTHER_TESTS.get(name, name)).is_dir()
-        )
-    )
-    own = room / f"test_{path.stem}.py"
-    return [str(each.relative_to(ROOT)) for each in (own, room) if each.exists()]
+    """The tests of a file's package, those of the file itself first."""
+    packages = path.relative_to(ROOT).parts[:-1]
+    named = (TESTS.get(name, (name,)) for name in reversed(packages))
+    rooms = next(found for found in named if (ROOT / "tests" / found[0]).is_dir())
+    places = [ROOT / "tests" / room for room in rooms]
+    own = [room / f"test_{path.stem}.py" for room in places]
+    return [str(each.relative_to(ROOT)) for each in (*own, *places) if each.exists()]
 
 
 def names(paths: list[Path], every: int) -> dict[str, str]:

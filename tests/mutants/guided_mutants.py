@@ -1,18 +1,24 @@
-"""Bugs planted in guided decoding."""
+"""Bugs planted in guided decoding, in how guides are compiled, in reasoning and in the formats of tool calls."""
 
 from __future__ import annotations
 
 from backend.api import guide
-from backend.engine.core import EngineCore
+from backend.core import limited_server
+from backend.core.round_robin import RoundRobin
+from backend.core.thinking import ReasoningCounter, ThinkingCourse
 from backend.engine.preparation import Preparation
-from backend.guided import compiler, llguidance_backend, schema_parts, sentences, structural_tag, vocabulary
+from backend.guided import compile_process, compiler, llguidance_backend, schema_parts, sentences, vocabulary
 from backend.guided.compile_errors import error_of
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
+from backend.text.detokenizer import IncrementalDetokenizer
 from backend.worker import guided_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
-from gateway import errors, tools
+from gateway import tools
+from gateway.reasoning import ReasoningReader
+from gateway.tool_formats.reader import CallReader
 from tests.mutants.changes import change, change_everywhere
+from tests.serving import conftest  # noqa: F401
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
 DRAFTS = ["tests/guided/test_drafts.py"]
@@ -25,6 +31,13 @@ GATEWAY = ["tests/gateway/test_guides.py"]
 ADDED_TOKENS = ["tests/guided/test_added_tokens.py"]
 NO_TOKEN = ["tests/guided/test_no_token_left.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
+LIMITS = ["tests/guided/test_compile_limits.py"]
+TURNS = ["tests/core/test_round_robin.py"]
+
+ENGINE = ["tests/guided/test_thinking.py"]
+FORMATS = ["tests/gateway/test_tool_formats.py"]
+READERS = ["tests/gateway/test_answer_readers.py"]
+FRONT = ["tests/serving/test_everbatch_model.py", "tests/serving/test_everbatch_reasoning.py"]
 
 MUTANTS = {
     "behind_a_wrong_draft_nothing_is_allowed": (change(GuidedRow, "fill_ahead", ("+ 1] = -1", "+ 1] = 0")), DRAFTS),
@@ -38,18 +51,8 @@ MUTANTS = {
         change(GuidedStep, "_masked", ("range(each.logits, each.logits + 1", "range(len(places), len(places) + 1")),
         OUTPUTS,
     ),
-    "the_cache_has_no_bound": (change(GuideCompiler, "_shrink", ("size <= self", "True or size <= self")), COMPILER),
-    "no_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "min_tokens > 0")), GUIDE),
-    "any_number_waits": (
-        change(GuideCompiler, "_check_queue", ("if waiting >= self", "if False and waiting >= self")),
-        COMPILER,
-    ),
     "a_cancelled_one_still_waits": (
         change(Preparation, "leave", ("_waiting.pop(request_id, None)", "_waiting.get(request_id)")),
-        WAITING,
-    ),
-    "a_turn_that_waits_cannot_be_stopped": (
-        change(EngineCore, "_stop_session", ("self.preparation.waiting_turn(key)", "None")),
         WAITING,
     ),
     "only_the_first_is_late": (
@@ -93,10 +96,6 @@ MUTANTS = {
         lambda set_attribute: set_attribute(llguidance_backend, "_ANY_SPELLING", ""),
         ADDED_TOKENS,
     ),
-    "every_added_token_is_special": (
-        change(vocabulary.Vocabulary, "of", ('if token["special"]', "")),
-        ADDED_TOKENS,
-    ),
     "all_that_could_forbid_is_told": (
         change_everywhere(guided_rows._stuck, ("if is_sent", "")),
         NO_TOKEN,
@@ -125,17 +124,62 @@ MUTANTS = {
         change_everywhere(tools.form_of_tools, ("for i in asked.callable", "for i in range(len(asked.callable))")),
         GATEWAY,
     ),
-    "what_was_written_is_not_told": (
-        change(errors, "from_triton", ("field = origin.field_at(place[1])", "field = None")),
-        GATEWAY,
-    ),
-    "triggers_may_overlap": (
-        change(structural_tag, "_check_triggers", ("if any(other != trigger", "if False and any(other != trigger")),
-        GRAMMARS,
-    ),
     "nesting_counts_round_brackets_only": (change(guide, "nesting", ('"([{"', '"[{"')), GUIDE),
     "byte_level_entries_are_plain": (
         change(vocabulary, "_style", ('entry.startswith("\\u0120")', "False")),
         VOCABULARY,
+    ),
+    "who_has_ended_is_told": (
+        change(GuideCompiler, "end", ("waiting.pop(request_id, None) is", "waiting.get(request_id) is")),
+        COMPILER,
+    ),
+    "guides_hold_what_their_texts_do": (
+        change(GuideCompiler, "_book", ("entry.num_bytes = num_bytes", "entry.num_bytes = len(entry.guide.text)")),
+        COMPILER,
+    ),
+    "a_closed_compiler_keeps_its_threads": (
+        change(GuideCompiler, "close", ("self._work.notify_all()", "pass"), ("thread.join()", "thread.join(1)")),
+        COMPILER,
+    ),
+    "a_panic_ends_the_thread": (
+        change(GuideCompiler, "_compile", ("except BaseException", "except Exception")),
+        COMPILER,
+    ),
+    "a_key_has_a_turn_in_each_namespace": (change(RoundRobin, "take", ("self.discard(key)", "line.pop(key)")), TURNS),
+    "what_was_there_before_is_counted": (
+        change(compile_process, "compile_guide", ("before = allocated_bytes()", "before = 0")),
+        LIMITS,
+    ),
+    "a_panic_has_no_outcome": (
+        change(limited_server, "outcome_of", ("except BaseException", "except Exception")),
+        LIMITS,
+    ),
+    "an_end_mark_is_looked_for_from_its_beginning_only": (
+        change(ThinkingCourse, "_after_thought", ("self._fallbacks[matched]", "0")),
+        ENGINE,
+    ),
+    "a_budget_writes_the_end_mark_anew": (
+        change(ThinkingCourse, "_thinking", ("ReasoningPlace(Phase.CLOSE, matched)", "ReasoningPlace(Phase.CLOSE, 0)")),
+        ENGINE,
+    ),
+    "a_row_with_a_guide_does_not_think": (
+        change(GuidedRows, "_matcher", ("if thinking is not None:", "if thinking is not None and guide is None:")),
+        ENGINE,
+    ),
+    "the_marks_are_not_counted": (
+        change(ReasoningCounter, "push", ("self.count = self._num_before if", "self.count = 0 if")),
+        ENGINE,
+    ),
+    "named_tokens_are_hidden": (
+        change(IncrementalDetokenizer, "_visible", (" and token_id not in self._shown_ids", "")),
+        FRONT,
+    ),
+    "half_an_end_mark_is_told": (
+        change(ReasoningReader, "_read_reasoning", ("keep = _begun(self._held, self._marks.end)", "keep = 0")),
+        READERS,
+    ),
+    "what_is_no_call_is_lost": (
+        change(CallReader, "_parts", ("yield source.take(size)", "source.take(size)")),
+        FORMATS,
     ),
 }

@@ -8,17 +8,14 @@ from backend.engine import cache
 from backend.hosted import (
     attention,
     checkpoint,
-    encoder,
     experts,
     layers,
-    masks,
     model,
     native_modules,
     products,
     sizes,
 )
 from backend.hosted.adapters import AdapterHost
-from backend.hosted.embeddings import EmbeddingHost
 from backend.worker import extra_outputs, hosted_tier
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import TokenAdapters
@@ -31,7 +28,6 @@ _STATES = f"{_ENCODERS}test_hidden_states_are_those_of_transformers"
 _NATIVE = "tests/hosted/test_native_modules.py::"
 _SETTINGS = "tests/hosted/test_checkpoints.py::test_a_wrong_setting_is_one_sentence"
 _ADAPTERS = "tests/hosted/test_adapters.py::"
-_GIVEN = "tests/hosted/test_prompt_inputs.py::test_given_embeddings_are_those_of_inputs_embeds"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "experts_in_float16_and_float32_are_not_computed_together": (
@@ -43,14 +39,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [
             "tests/hosted/test_checkpoints.py::test_a_mask_of_all_positions_is_not_made_where_it_is_larger_than_the_model"
         ],
-    ),
-    "a_checkpoint_s_elements_are_not_compared": (
-        change_everywhere(sizes.check_elements, ("if wanted > limit:", "if False:")),
-        [_SETTINGS],
-    ),
-    "windows_are_what_modules_name": (
-        change_everywhere(masks.window_of, ("if mask is None:", "if True:")),
-        [f"{_AGREES}[phimoe]"],
     ),
     "sinks_are_left_out": (
         change(hosted_tier.NativeLayers, "_layer", ("sinks=sinks", "sinks=None")),
@@ -95,14 +83,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             ("y: Tensor = layer(x)", "y = x.new_zeros(*x.shape[:-1], layer.out_features)"),
         ),
         [f"{_AGREES}[qwen3_moe]"],
-    ),
-    "long_factors_depend_on_the_batch": (
-        change(checkpoint, "_check_positions", ("limit > original", "False")),
-        [_SETTINGS],
-    ),
-    "positions_of_every_encoder_begin_at_0": (
-        change(encoder.Encoder, "_run", ("positions + self._first_position", "positions")),
-        [f"{_STATES}[RobertaModel]"],
     ),
     "an_encoders_windows_have_one_side": (
         change(hosted_tier.WholeTexts, "_mask", (".abs() < window", " < window")),
@@ -155,14 +135,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "experts_are_any_projection": (
         change_everywhere(adapter_files.half_tensors, ('if _EXPERTS in name.split(".")', "if False")),
         [f"{_ADAPTERS}test_an_adapter_of_experts_is_refused_in_one_sentence"],
-    ),
-    "ids_beyond_the_vocabulary_reach_the_table": (
-        change(EmbeddingHost, "known_ids", ("if self.step is None", "if True")),
-        [f"{_GIVEN}[torch-qwen3_moe]"],
-    ),
-    "given_embeddings_are_left_out": (
-        change(EmbeddingHost, "_replace", ("if self.step is None", "if True")),
-        [f"{_GIVEN}[torch-qwen3_moe]"],
     ),
     "counts_have_no_limit": (
         change(checkpoint, "library_config", ("0 <= count <= MAX_MODULES", "True")),

@@ -1,19 +1,23 @@
-"""Planted bugs of the second level of KV that single tests notice. Others: tests/simulation/level_mutants.py."""
+"""Planted bugs of KV that leaves the pool: swapping, the second level, a pool that outlives the engine, attention windows.
+
+Others of the cache are in tests/simulation/mutants.py and tests/simulation/level_mutants.py.
+"""
 
 from __future__ import annotations
 
-from backend.core import kept_block
-from backend.core.kept_block import BlockRecord, RecordFormat
+from backend.architectures.description import ModelConfig
+from backend.core.kept_block import RecordFormat
 from backend.engine import level_threads
 from backend.engine.level_rates import LevelRates
-from backend.engine.level_threads import LevelThreads
 from backend.engine.level_traffic import LevelTraffic
+from backend.kvcache.geometry import Geometry
+from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.second_level import SecondLevel
-from backend.storage import block_file
+from backend.kvcache.swap import SwapSpace
 from backend.storage.block_file import BlockFile
-from backend.worker.group import InProcessWorkerGroup
-from deploy import kv_directory
-from tests.mutants.changes import Plant, change, change_everywhere
+from backend.worker.kv_storage import KVStorage
+from kernels import paged_attention
+from tests.mutants.changes import change, change_everywhere
 
 FILE = ["tests/core/test_block_file.py"]
 ENGINE = ["tests/engine/test_second_level.py"]
@@ -21,102 +25,31 @@ RATES = ["tests/engine/test_level_rates.py"]
 THREADS = ["tests/engine/test_level_threads.py"]
 HOSTILE = ["tests/engine/test_hostile_blocks.py"]
 
-# name -> (what plants it, tests that must fail)
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
-    "a_record_has_no_checksum": (
-        change(RecordFormat, "decode", ("record[end : end + _CHECKSUM_BYTES] != checksum_of(body)", "False")),
-        FILE,
-    ),
+SWAP_ENGINE = ["tests/engine/test_swapping.py"]
+MODEL = ["tests/model/test_swapping.py"]
+
+POOL = ["tests/crashes/test_kept_pool.py"]
+
+MEMORY = ["tests/kvcache/test_window.py", "tests/model/test_window_memory.py"]
+PARITY = ["tests/model/test_attention_window.py"]
+KERNELS = ["tests/model/test_kernels.py"]
+TABLES = ["tests/kvcache/test_window.py"]
+
+MUTANTS = {
     "kv_has_no_checksum": (
         change(RecordFormat, "check", ("checksum_of(data) == kept.checksum", "True")),
         HOSTILE,
-    ),
-    "the_model_of_a_block_is_not_compared": (
-        change(RecordFormat, "check", ("kept.block[:2] != wanted[:2]", "False")),
-        FILE,
-    ),
-    "the_tokens_of_a_block_are_not_compared": (
-        change(RecordFormat, "check", ("kept.block != wanted", "False")),
-        FILE,
-    ),
-    "a_key_forgets_what_is_before_it": (
-        change(BlockRecord, "key", ("self.prefix + ", "")),
-        FILE,
-    ),
-    "the_namespace_is_no_part_of_the_chain": (
-        change_everywhere(kept_block.root_of, ("fingerprint + namespace", "fingerprint")),
-        FILE,
-    ),
-    "a_file_is_not_locked": (
-        change_everywhere(block_file._locked, ("fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")),
-        FILE,
     ),
     "a_block_is_forgotten_wherever_it_lies": (
         change(SecondLevel, "forget", ("self._places.get(block.key) == block.place", "block.key in self._places")),
         ["tests/kvcache/test_second_level.py"],
     ),
-    "links_to_files_are_followed": (
-        change_everywhere(block_file._locked, (" | os.O_NOFOLLOW", "")),
-        FILE,
-    ),
-    "files_that_others_may_read_are_used": (
-        change_everywhere(block_file._locked, ("not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)", "True")),
-        FILE,
-    ),
-    "a_file_in_use_is_removed": (
-        change_everywhere(block_file._remove_others, ("descriptor is not None", "True")),
-        FILE,
-    ),
-    "files_of_other_models_stay": (
-        change_everywhere(block_file._remove_others, ("path.unlink()", "pass")),
-        FILE,
-    ),
     "a_file_of_another_form_is_read": (
         change(BlockFile, "_has_header", ("is_whole and ", "True or ")),
         FILE,
     ),
-    "a_file_is_longer_than_its_bound": (
-        change_everywhere(block_file.num_places, ("max_bytes - HEADER_BYTES", "max_bytes")),
-        FILE,
-    ),
-    "a_block_is_written_at_every_use": (
-        change(SecondLevel, "_note", ("if key in self._places:", "if False:")),
-        ENGINE,
-    ),
-    "a_prompt_is_written_at_its_first_use": (
-        change(SecondLevel, "note_release", ("if rests else min(lost, seq.num_computed_tokens)", "")),
-        ENGINE,
-    ),
-    "what_was_lost_is_not_written_at_its_second_use": (
-        change(SecondLevel, "note_admission", ("if grant.lost:", "if False:")),
-        ENGINE,
-    ),
-    "sessions_that_rest_are_not_written": (
-        change(SecondLevel, "note_release", ("if rests else", "if False else")),
-        ENGINE,
-    ),
-    "priorities_are_ignored": (
-        change(SecondLevel, "take_offloads", ("block.priority >= self._min_priority", "True")),
-        ENGINE,
-    ),
     "the_head_of_a_prefix_goes_first": (
         change(SecondLevel, "_note", ("zip(reversed(inside), reversed(records))", "zip(inside, records)")),
-        ENGINE,
-    ),
-    "a_place_that_is_read_is_given_away": (
-        change(SecondLevel, "_take_place", ("if place not in self._readers", "if True")),
-        ENGINE,
-    ),
-    "an_engine_forgets_what_the_one_before_has_left": (
-        change(SecondLevel, "open", ("self._places[kept.block.key] = place", "pass")),
-        ENGINE,
-    ),
-    "onboard_blocks_is_ignored": (
-        change(LevelTraffic, "holds_back", ("not self._onboards or", "")),
-        ENGINE,
-    ),
-    "a_stall_is_not_remembered": (
-        change(LevelTraffic, "_gives_up", ("self._is_stalled = True", "pass")),
         ENGINE,
     ),
     "a_stall_is_never_over": (
@@ -127,24 +60,8 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(LevelTraffic, "_land", ("if load.data else", "if len(load.data) == len(load.blocks) else")),
         ENGINE,
     ),
-    "a_slow_load_is_waited_for": (
-        change(LevelTraffic, "_gives_up", ("limit_s is None or", "True or")),
-        ENGINE,
-    ),
-    "loading_may_be_slower_than_computing": (
-        change(LevelRates, "num_to_load", ("<= MARGIN * all_computed", "<= all_computed")),
-        RATES,
-    ),
-    "the_queue_of_loads_does_not_count": (
-        change(LevelRates, "num_to_load", ("begins + count * one", "count * one")),
-        RATES,
-    ),
     "the_queue_of_prompts_does_not_count": (
         change(LevelRates, "num_to_load", ("prefill * queued_tokens", "0.0")),
-        RATES,
-    ),
-    "a_slow_level_is_never_tried_again": (
-        change(LevelRates, "num_to_load", ("is_old and not queued_bytes", "False")),
         RATES,
     ),
     "an_error_of_the_disk_ends_its_thread": (
@@ -155,16 +72,44 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(level_threads._put, ("waiting.put_nowait(item)", "waiting.put(item, timeout=5)")),
         THREADS,
     ),
-    "a_thread_sleeps_for_ever_after_a_stall": (
-        change(LevelThreads, "_items", ("not (self._is_closed and waiting.empty())", "True")),
-        THREADS,
+    "places_outlive_a_failed_step": (
+        change(SwapSpace, "lose_everything", ("self._held.clear()", "return")),
+        SWAP_ENGINE,
     ),
-    "the_fingerprint_is_left_out_with_a_level_alone": (
-        change(InProcessWorkerGroup, "_moves_kv", (" or self._kv_cache.has_second_level", "")),
-        ["tests/model/test_second_level.py"],
+    "kv_comes_back_in_the_layers_of_others": (
+        change(
+            KVStorage, "swap_in", ("zip(self.pools, self._host[number]", "zip(self.pools[::-1], self._host[number]")
+        ),
+        MODEL,
     ),
-    "doctor_follows_links": (
-        change_everywhere(kv_directory.look_at, (" | os.O_NOFOLLOW", "")),
-        ["tests/deploy/test_kv_directory.py"],
+    "blocks_without_those_before_them_are_held": (
+        change(PoolRecords, "_inherit", ("self._reachable(found)", "[(key, *at) for key, at in found.items()]")),
+        POOL,
     ),
-}  # fmt: skip
+    "a_torn_record_is_not_counted": (
+        change(
+            PoolRecords,
+            "_inherit",
+            ("written.append(BlockId(block_id))", "written += [BlockId(block_id)] * (kept is not None)"),
+        ),
+        POOL,
+    ),
+    "the_gap_begins_at_the_front": (change(Geometry, "gap", ("first = self.sink_blocks", "first = 0")), MEMORY),
+    "a_lost_window_counts_as_whole": (change(Geometry, "window_is_whole", ("<= len", "<= 9 + len")), TABLES),
+    "all_layers_have_the_first_window": (
+        change(
+            ModelConfig,
+            "with_windows",
+            ("(caps if isinstance(caps, tuple) else (caps,))", "([*[caps]] if isinstance(caps, int) else caps[:1])"),
+        ),
+        PARITY,
+    ),
+    "a_chunk_does_not_see_sink_tokens": (
+        change(paged_attention, "_plan_context", ("(keys >= sink_tokens)", "(keys >= 0)")),
+        [*KERNELS, *PARITY],
+    ),
+    "a_chunk_reads_sink_blocks_of_others": (
+        change(paged_attention, "_plan_context", ("table[:sink_blocks]", "table[1 : sink_blocks + 1]")),
+        KERNELS,
+    ),
+}

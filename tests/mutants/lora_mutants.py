@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from backend.api.checkpoint import adapter_files
-from backend.engine.cache import make_cache
 from backend.engine.names import AdapterNames
 from backend.engine.read_ahead import ReadAhead
 from backend.kvcache import adapters as cached_adapters
@@ -11,13 +10,12 @@ from backend.kvcache.adapters import AdapterCache, AdapterLru
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.layers import lora as layers
 from backend.layers.lora import Stacks
-from backend.models import lora, npy
+from backend.models import lora
 from backend.scheduler.scheduler import Scheduler
-from backend.serving.wires import llmapi, named_adapters
-from backend.worker import adapter_pages, adapters
+from backend.serving.wires import llmapi
+from backend.worker import adapter_pages
 from backend.worker.adapter_pages import AdapterPages, PagePool
 from backend.worker.adapters import CopyStreams, DeviceAdapters
-from gateway.core import Gateway
 from tests.mutants.changes import change, change_everywhere
 
 CACHE = ["tests/kvcache/test_adapters.py"]
@@ -29,13 +27,8 @@ HOSTILE = ["tests/model/test_hostile_adapters.py"]
 EVENTS = ["tests/kvcache/test_events.py"]
 PAGES = ["tests/model/test_adapter_pages.py"]
 NAMED = ["tests/executor/test_named_adapters.py"]
-GATEWAY = ["tests/gateway/test_adapters.py"]
 
 MUTANTS = {
-    "adapters_get_a_share_of_what_kv_takes": (
-        change_everywhere(make_cache, ("free_bytes - num_blocks * block_bytes(config, model)", "free_bytes")),
-        WAITING,
-    ),
     "the_newest_goes": (
         change(AdapterLru, "put", ("next(each for each in self._bytes", "next(each for each in [*self._bytes][::-1]")),
         CACHE,
@@ -59,10 +52,6 @@ MUTANTS = {
         change(ReadAhead, "_has_room", ("return own < free if own else free > 0", "return True")),
         READING,
     ),
-    "more_adapters_are_prefetched_than_fit": (
-        change(AdapterCache, "put_for_all", ("if num_bytes >", "if False and num_bytes >")),
-        CACHE,
-    ),
     "blocks_tell_no_adapter": (
         change(PrefixTrie, "_tell_stored", ("_stored(entered, origin)", "_stored(entered, NO_ORIGIN)")),
         EVENTS,
@@ -72,12 +61,6 @@ MUTANTS = {
         change(llmapi, "_adapter", ("    if name:", "    if name and not task_id:")),
         ["tests/serving/test_llmapi_model.py"],
     ),
-    "the_endpoint_forgets_the_adapter": (change(Gateway, "jobs", ("request | adapter", "request")), GATEWAY),
-    "an_adapter_has_no_parent": (change(Gateway, "card", ("card if name in", "card if True or name in")), GATEWAY),
-    "files_of_another_time_are_the_same": (
-        change_everywhere(adapters._files, (", each.st_mtime_ns", "")),
-        HELD,
-    ),
     "a_place_keeps_what_it_held": (
         change_everywhere(layers._fill, ("stack.a[:, place], stack.b[place] = 0, 0", "pass")),
         HELD,
@@ -86,15 +69,9 @@ MUTANTS = {
         change(Stacks, "fill", ("self._ranks[place] = max(", "_ = max(")),
         HELD,
     ),
-    "any_alpha_is_a_number": (change(lora, "_scale", ("not abs(alpha) <= MAX_ALPHA", "False")), HOSTILE),
-    "arrays_in_fortran_s_order_are_in_c_s": (change(npy, "_read", ("if is_transposed", "if False")), HOSTILE),
     "two_tensors_of_one_name_are_one": (
         change_everywhere(adapter_files.half_tensors, ("is not half", "is None")),
         HOSTILE,
-    ),
-    "adapters_of_a_list_are_not_checked": (
-        change_everywhere(named_adapters.check_adapters, ("if lora.enabled else ()", "if False else ()")),
-        ["tests/serving/test_named_adapters.py"],
     ),
     "a_projection_lies_in_two_pages": (
         change(AdapterPages, "hold", ("self._copy(index, b)", "self._copy(0, b)")),
@@ -114,10 +91,6 @@ MUTANTS = {
     ),
     "rows_of_caches_are_those_of_the_highest_rank": (
         change_everywhere(adapter_pages.module_bytes, ("size(place, 1)", "size(place, 64)")),
-        PAGES,
-    ),
-    "projections_that_hold_others_count_again": (
-        change(lora.Projections, "smallest", ("other.n < place.n", "False")),
         PAGES,
     ),
     "caches_are_not_whole_pages": (

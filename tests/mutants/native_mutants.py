@@ -1,37 +1,38 @@
-"""Bugs planted in what the native kernels make of ordinary settings. Each function plants one with `set_attribute`."""
+"""Bugs planted in what the native kernels make of ordinary settings, and in how packed weights are kept and found again."""
 
 from __future__ import annotations
 
 from backend.executor import engine_supervisor
 from backend.kvcache import sizing
 from backend.layers.linear import QuantizedLinear
-from backend.models.linears import LinearOptions
-from backend.worker import native_tier, tier
+from backend.worker import fingerprint, kept_parts, native_tier, packed_model, tier, weight_cache
+from backend.worker.group import InProcessWorkerGroup
 from deploy import server_log
 from kernels.common import rotation, two_levels
-from kernels.cpu import attention, choices, decoder, linear, modules
+from kernels.cpu import attention, decoder, linear, modules
 from tests.mutants.changes import Plant, change, change_everywhere
 
 _SETTINGS = "tests/parity/test_ordinary_settings.py::test_replies_are_the_same_bits_alone_and_in_a_pool_that_evicts"
-_CHOICE = "tests/model/test_tier_choice.py::"
 _OUTPUTS = "tests/model/test_additional_outputs.py::"
 _HIDDEN = _OUTPUTS + "test_hidden_states_equal_a_plain_forward_with_context_rows_only_if_asked_for"
 _PROMPTS = "tests/model/test_prompt_inputs.py"
 _LINEAR = "tests/native/test_linear.py::"
-_EXECUTOR = "tests/model/test_executor.py::"
 _BLOCKS = "tests/native/test_blocks.py::test_logits_are_those_of_the_torch_tier"
 _ALONE = "tests/native/test_attention.py::"
 _ROTATION = "tests/weight_formats/test_rotation.py::"
 _LEVELS = "tests/native/test_two_levels.py::"
-_CHOICES = "tests/native/test_choices.py::"
 
 
 def _form(*replacement: tuple[str, str]) -> Plant:
     return change_everywhere(decoder._form_struct, *replacement)
 
 
-# name -> (what plants it, tests that must fail)
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+_MODELS = "tests/native/kept_weights/test_mapped_models.py::"
+_FILES = "tests/native/kept_weights/test_files.py::"
+_HOSTILE = _FILES + "test_what_was_not_written_so_is_told_in_one_line_and_made_anew"
+_CONTENT = _MODELS + "test_other_content_is_another_entry_whatever_its_times_say"
+
+MUTANTS = {
     "the_engine_keeps_the_configured_blocks": (
         change_everywhere(sizing.with_usable_blocks, ("if size else config", "if False else config")),
         [_SETTINGS + "[blocks of 16]"],
@@ -77,10 +78,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [_BLOCKS],
     ),
     "a_parallel_block_runs_as_a_sequential_one": (_form(("form.is_parallel,", "False,")), [_BLOCKS]),
-    "the_one_norm_of_a_parallel_block_is_not_the_mlp_s": (
-        change_everywhere(native_tier._native_layer, ("block.parallel and", "False and")),
-        [_BLOCKS],
-    ),
     "what_attention_yields_is_normed_as_the_mlp_s": (
         change_everywhere(
             decoder._layer_struct, ("_norm_struct(layer.attention_out_norm)", "_norm_struct(layer.mlp_out_norm)")
@@ -88,10 +85,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [_BLOCKS],
     ),
     "neighbours_are_not_rotated_together": (_form(("form.is_interleaved,", "False,")), [_BLOCKS]),
-    "all_of_a_head_is_rotated_by_half_of_the_angles": (
-        change_everywhere(decoder._layer_struct, ("2 * cos.shape[1]", "cos.shape[1]")),
-        [_BLOCKS],
-    ),
     "logits_are_not_scaled": (
         _form(("form.logit_scale,", "1.0,")),
         ["tests/native/test_blocks.py::test_capped_logits_keep_to_the_cap_and_the_greedy_token_is_theirs"],
@@ -103,10 +96,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "experts_are_added_without_weights": (
         change(modules.NativeMixture, "__call__", ("(chosen, weights))", "(chosen, None))")),
         ["tests/native/test_modules.py::test_experts_are_added_with_their_weights"],
-    ),
-    "attention_alone_sees_all_tokens": (
-        change(attention.NativeAttention, "__init__", ("window or 0", "0")),
-        [_ALONE + "test_results_are_those_of_the_formula"],
     ),
     "a_rotated_weight_is_too_large": (
         change_everywhere(rotation.round_weight, (" / block_of(w.shape[1])", "")),
@@ -120,27 +109,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(rotation.group_of, ("MOST_BLOCKS * block_of(columns), ", "")),
         [_ROTATION + "test_groups_divide_the_columns_and_span_few_blocks[448]"],
     ),
-    "a_group_that_is_asked_for_is_rotated": (
-        change(LinearOptions, "rounding", (" and self.group is None else", " else")),
-        [_ROTATION + "test_who_names_a_group_gets_no_rotation"],
-    ),
-    "rotated_groups_divide_nothing": (
-        change_everywhere(linear._check_rotated, ("group < 64 or group % 64 or columns % group", "False")),
-        [
-            _LINEAR + "test_a_rotated_layer_whose_groups_do_not_divide_its_columns_is_refused",
-            _LEVELS + "test_groups_that_do_not_divide_the_columns_are_refused",
-        ],
-    ),
-    "four_bits_are_not_rotated": (
-        change(LinearOptions, "rounding", ('format == "w4a8" and self.has_two_levels', "False")),
-        [_ROTATION + "test_four_bits_of_other_columns_are_levels_of_two"],
-    ),
-    "rotated_columns_of_four_bits_get_eight": (
-        change(
-            LinearOptions, "rounding", ('if format == "w4a8" else quantize_weight\n', "if False else quantize_weight\n")
-        ),
-        [_ROTATION + "test_four_bits_of_other_columns_are_levels_of_two"],
-    ),
     "multiples_are_never_negative": (
         change_everywhere(two_levels.levels_of, ("multiples.float()", "multiples.float().abs()")),
         [_ROTATION + "test_levels_are_values_times_a_multiple"],
@@ -149,20 +117,28 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(two_levels._round_chunks, ("(-1, 0, 1)", "(1,)")),
         [_LEVELS + "test_native_rounding_is_as_good_as_its_reference"],
     ),
-    "the_table_takes_no_heed_of_caches": (
-        change_everywhere(choices.choices_for, ("if caches.second else 2048", "if False else 2048")),
-        [_CHOICES + "test_a_small_cache_gets_short_pieces"],
+    "a_file_is_known_by_its_time_of_change_alone": (
+        change(fingerprint, "state_of", ("s.st_mtime_ns, s.st_ctime_ns", "s.st_mtime_ns, 0")),
+        [_CONTENT + "[True]"],
     ),
-    "choices_are_not_checked": (
-        change_everywhere(choices.with_named, ("if number not in allowed:", "if False:")),
-        [_CHOICES + "test_what_there_is_not_is_refused"],
+    "content_that_has_just_changed_is_noted": (
+        change_everywhere(fingerprint.content_hash, ("> SETTLED_S", "> 0.0")),
+        [_FILES + "test_there_is_no_note_of_a_file_that_has_just_changed"],
     ),
-    "instructions_have_a_data_cache": (
-        change_everywhere(choices.caches_of, ('kind != "Instruction" and ', "")),
-        [_CHOICES + "test_caches_are_read_as_linux_tells_them"],
+    "the_format_is_no_part_of_the_key": (
+        change(packed_model.PackedModels, "_key", ("self._dtype, held, ", "self._dtype, ")),
+        [_MODELS + "test_other_formats_descriptions_and_kernels_are_other_entries"],
     ),
-    "what_is_no_level_is_packed": (
-        change(linear.PackedLinear, "of_two_levels", ("if others:", "if False:")),
-        [_LEVELS + "test_weights_that_are_no_levels_of_one_multiple_are_refused"],
+    "a_file_of_anybody_is_mapped": (
+        change(weight_cache.WeightCache, "find", ("open_trusted(path)", 'path.open("rb")')),
+        [_HOSTILE + "[others may write]"],
+    ),
+    "biases_are_forgotten": (
+        change_everywhere(kept_parts._named, ("if part is not None", "if part is not None and index < 4")),
+        [_MODELS + "test_what_is_mapped_computes_the_bits_of_what_is_packed[w8a8]"],
+    ),
+    "mapped_weights_count_as_free_memory": (
+        change(InProcessWorkerGroup, "free_memory_bytes", ("- mapped", "- 0")),
+        [_FILES + "test_mapped_weights_do_not_count_as_free_memory"],
     ),
 }

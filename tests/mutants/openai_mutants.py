@@ -1,19 +1,29 @@
-"""Planted bugs of what the OpenAI endpoint does besides plain answers: scored prompts, functions in /v1/responses, parties."""
+"""Planted bugs of the OpenAI endpoint's scored prompts, functions, parties and choices, and of Anthropic's Messages API."""
 
 from __future__ import annotations
 
-# This one goes first: it brings the triton_python_backend_utils that backend.serving needs.
-from tests.serving import conftest  # noqa: F401
-
-# isort: split
-
-from backend.serving.wires import everbatch
+from backend.serving.wires import everbatch, vllm
+from backend.serving.wires.named_sampling import NamedSampling
 from backend.serving.work import Work
-from backend.text import chat
 from backend.text.chat import ChatTemplate
-from gateway import chunks, core, invalid, keys, logprobs, response_output, translate
+from gateway import (
+    anthropic_turns,
+    chunks,
+    core,
+    invalid,
+    keys,
+    logprobs,
+    middleware,
+    response_output,
+    translate,
+    triton_client,
+)
+from gateway.answers import Running
+from gateway.anthropic_answers import MessageWriter
+from gateway.chunks import Chunks, _Ids
 from gateway.triton_client import Piece
-from tests.mutants.changes import Plant, change, change_everywhere
+from tests.mutants.changes import change, change_everywhere
+from tests.serving import conftest  # noqa: F401
 
 ADAPTERS = ["tests/gateway/test_adapters.py"]
 COMPLETIONS = ["tests/gateway/test_completions.py"]
@@ -26,7 +36,15 @@ TAKEN = ["tests/gateway/test_taken_keys.py"]
 FAMILIES = ["tests/text/test_chat_families.py"]
 TEMPLATES = ["tests/text/test_text_chat.py"]
 
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+FRONTS = ["tests/serving/test_choices.py"]
+CHAT = ["tests/gateway/test_chat.py"]
+
+ANSWERS = ["tests/gateway/test_anthropic.py"]
+MESSAGES_ERRORS = ["tests/gateway/test_anthropic_errors.py"]
+IDS = ["tests/gateway/test_token_ids.py"]
+SESSION = ["tests/gateway/test_agent_session.py"]
+
+MUTANTS = {
     # Scores of prompts.
     "scores_of_the_prompt_come_behind_the_others": (
         change(
@@ -69,24 +87,12 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(ChatTemplate, "render", ('({"messages"} | own.keys())', "set()")),
         TEMPLATES,
     ),
-    "a_model_without_tools_is_told_of_none": (
-        change(ChatTemplate, "_with_tools", ("self._shows_tools or not tools", "True")),
-        FAMILIES,
-    ),
     "a_system_message_that_is_left_out_holds_the_tools": (
         lambda set_attribute: set_attribute(ChatTemplate, "_takes_system", True),
         FAMILIES,
     ),
-    "calls_of_earlier_turns_are_left_out": (
-        change(ChatTemplate, "_with_tools", ("if not self._shows_calls", "if False")),
-        FAMILIES,
-    ),
     "template_variables_are_not_counted": (
         change(ChatTemplate, "_check", ("(further, MAX_DEPTH", "(None, MAX_DEPTH")),
-        TEMPLATES,
-    ),
-    "a_continued_message_is_closed": (
-        change(chat, "_up_to_final", ("return text[: start + len(kept)]", "return text")),
         TEMPLATES,
     ),
     "the_end_token_is_shown_with_the_others": (
@@ -103,11 +109,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             ),
         ),
         TAKEN,
-    ),
-    # Functions in /v1/responses.
-    "white_space_between_calls_is_a_message": (
-        change(response_output.Output, "_add_part", ("self._blank.strip() or", "True or")),
-        RESPONSE_TOOLS,
     ),
     "later_texts_of_a_message_replace_earlier_ones": (
         change(response_output.Output, "_grown", ("item.texts.append(text)", "item.texts[:] = [text]")),
@@ -142,4 +143,53 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ADAPTERS,
     ),
     "alternatives_are_bare_bounds": (change(invalid, "_allowed", ("a number of \\\\g<0>", "\\\\g<0>")), ERRORS),
+    "the_best_keep_their_numbers": (
+        change(everbatch, "chosen", ("[delta._replace(sequence=place) for place, delta in enumerate(best)]", "best")),
+        FRONTS,
+    ),
+    "vllm_s_sequences_answer_one_by_one": (
+        change(vllm, "choices_output", ("if joint and", "if not joint and")),
+        FRONTS,
+    ),
+    "beams_stop_early": (
+        change(NamedSampling, "sampling_config", ("_EARLY_STOPPING[self.early_stopping]", "1")),
+        FRONTS,
+    ),
+    "only_the_first_cancelled_sequence_counts": (
+        change(
+            vllm, "renderer", ("for one in deltas):\n            raise", "for one in deltas[:1]):\n            raise")
+        ),
+        FRONTS,
+    ),
+    "the_first_end_is_that_of_all_replies": (
+        change(triton_client.TritonLink, "stream", ("while open_choices:", "while open_choices == job.choices:")),
+        CHAT,
+    ),
+    "only_the_first_element_is_read": (change(triton_client, "_pieces", ("data = data[end:]", "break")), CHAT),
+    "every_prompt_was_written_to_the_cache": (
+        change(MessageWriter, "__init__", ("wants_caching(message)", "True")),
+        ANSWERS,
+    ),
+    "white_space_at_the_end_is_lost": (
+        change(MessageWriter, "take", ("and self._blank and", "and False and")),
+        ANSWERS,
+    ),
+    "what_differs_from_request_to_request_is_shown_first": (
+        change(anthropic_turns, "_system", ("one.text.startswith(ACCOUNTS)", "False")),
+        SESSION,
+    ),
+    "only_one_header_has_keys": (
+        change(middleware, "_client", ('headers.get("x-api-key", "").strip()', '""')),
+        MESSAGES_ERRORS,
+    ),
+    "a_client_s_share_is_the_server_s": (
+        change(Running, "enter", ("too_many_of_one(", "overloaded(")),
+        MESSAGES_ERRORS,
+    ),
+    "the_prompt_is_told_with_each_event": (change(_Ids, "fields", ("prompt, self._prompt = b", "prompt, _ = b")), IDS),
+    "the_ids_of_one_choice_are_those_of_all": (change(Chunks, "of", ("self._ids[index]", "self._ids[0]")), IDS),
+    "only_the_first_sequence_is_told_of_the_prompt": (
+        change(everbatch, "renderer", ("untold.remove(delta.sequence)", "untold.clear()")),
+        EVERBATCH,
+    ),
 }

@@ -5,7 +5,13 @@
     a + b            a - b, a, b                a.f()                  a
     not a            a                          f(x), a.b = c          pass
     a if b else c    a, c                       return a               return None
-    7, True          8, False                   if a: ...              if True: ..., if False: ...
+    7, True          8, 6, False                if a: ...              if True: ..., if False: ...
+    f(a, ...)        a                          f(a, b=c)              f(a), f(a, b=None)
+    a.f(b)           a                          (a, b), [a, b]         (b,), (a,), [b], [a]
+    a[b:c]           a, a[b:], a[:c]            for a in b             for a in ()
+    any(a)           all(a)                     a += b                 a = b, pass
+    -a               a                          a = b                  a = None
+    continue         break                      raise, del             pass
 
 Some change nothing that can be observed, so a survivor is a question to the reader and not a failed test. These are the operators
 of mutmut and cosmic-ray, which patch files on the disk; here the process under test compiles the changed syntax tree.
@@ -36,10 +42,16 @@ SWAPPED: dict[type[ast.AST], type[Any]] = {
     ast.Sub: ast.Add,
     ast.Mult: ast.FloorDiv,
     ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
 BOUNDS = {"min": "max", "max": "min"}
+QUANTIFIERS = {"any": "all", "all": "any"}
+NOTHING = ast.Tuple([], ast.Load())
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -121,42 +133,82 @@ def _variants(node: ast.AST) -> Iterator[ast.AST]:
             yield from (ast.Constant(True), ast.Constant(False))
         case ast.BoolOp(op=operator, values=values):
             yield _with(node, op=SWAPPED[type(operator)]())
-            for index in range(len(values)):
-                rest = values[:index] + values[index + 1 :]
-                yield rest[0] if len(rest) == 1 else _with(node, values=rest)
+            yield from (rest[0] if len(rest) == 1 else _with(node, values=rest) for rest in _without_one(values))
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in SWAPPED:
             yield from (_with(node, op=SWAPPED[type(operator)]()), left, right)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield operand
         case ast.IfExp(body=body, orelse=orelse):
             yield from (body, orelse)
         case ast.Constant(value=bool() as value):
             yield ast.Constant(not value)
         case ast.Constant(value=int() as value):
-            yield ast.Constant(value + 1)
+            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
+        case ast.Call():
+            yield from _calls(node)
+        case ast.stmt():
+            yield from _statements(node)
+        case _:
+            yield from _sequences(node)
+
+
+def _sequences(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
+        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper) as bounds):
+            yield value
+            if lower and upper:
+                yield from (_with(node, slice=_with(bounds, **{side: None})) for side in ("lower", "upper"))
+        case ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values) if len(values) > 1:
+            yield from (_with(node, elts=rest) for rest in _without_one(values))
+        case ast.comprehension(ifs=conditions):
+            yield _with(node, iter=NOTHING)
+            if len(conditions) == 1:
+                yield _with(node, ifs=[])
+
+
+def _calls(node: ast.Call) -> Iterator[ast.AST]:
+    match node:
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[*arguments]):
             yield _with(node, func=ast.Name(BOUNDS[name], ast.Load()))
             yield from arguments if len(arguments) == 2 else ()
-        case ast.Call(func=ast.Attribute(value=value), args=[], keywords=[]):
+            return
+        case ast.Call(func=ast.Name(id="any" | "all" as name)):
+            yield _with(node, func=ast.Name(QUANTIFIERS[name], ast.Load()))
+        case ast.Call(func=ast.Attribute(value=value)):
             yield value
-        case ast.Call(args=[first, second]):
+    match node.args:
+        case [first, second]:
             yield _with(node, args=[second, first])
-        case ast.comprehension(ifs=[_]):
-            yield _with(node, ifs=[])
-        case _ if isinstance(node, ast.stmt):
-            yield from _statements(node)
+    yield from node.args[:1]
+    yield from (_with(node, keywords=rest) for rest in _without_one(node.keywords))
+    for index, keyword in enumerate(node.keywords):
+        others = (node.keywords[:index], node.keywords[index + 1 :])
+        yield _with(node, keywords=[*others[0], _with(keyword, value=ast.Constant(None)), *others[1]])
 
 
 def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
     match node:
         case ast.If() | ast.While():
             yield from (_with(node, test=ast.Constant(value)) for value in (True, False))
+        case ast.For():
+            yield _with(node, iter=NOTHING)
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
             yield ast.Return(ast.Constant(None))
-        case ast.Expr(value=ast.Call() | ast.Await() | ast.YieldFrom()) | ast.AugAssign():
+        case ast.Continue():
+            yield ast.Break()
+        case ast.Expr(value=ast.Call() | ast.Await() | ast.YieldFrom()) | ast.Raise() | ast.Delete():
             yield ast.Pass()
-        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
-            yield ast.Pass()
+        case ast.AugAssign(target=target, value=value):
+            yield from (ast.Pass(), ast.Assign([target], value, lineno=node.lineno))
+        case ast.Assign(targets=targets, value=value):
+            if isinstance(targets[0], ast.Attribute | ast.Subscript):
+                yield ast.Pass()
+            if not isinstance(value, ast.Constant):
+                yield _with(node, value=ast.Constant(None))
+
+
+def _without_one(values: list[Any]) -> Iterator[list[Any]]:
+    return (values[:index] + values[index + 1 :] for index in range(len(values)))
 
 
 def _with(node: Any, **fields: Any) -> Any:

@@ -20,10 +20,8 @@ PROCESSORS = "tests/model/test_post_processors.py::"
 ROWS = [LOGITS + "test_batches_chunks_and_evictions_leave_every_row_as_it_was_and_give_it_once"]
 STREAM = [LOGITS + "test_a_stream_gives_context_rows_first_and_then_a_row_for_each_token"]
 CAPS = [LOGITS + "test_tensors_beyond_the_caps_are_refused_with_the_figures"]
-FORCE = [PROCESSORS + "test_only_the_request_that_names_it_is_touched"]
 RAISES = [PROCESSORS + "test_one_that_raises_ends_its_requests_and_nobody_else"]
 PROMPT_LOG_PROBS = "tests/model/test_prompt_log_probs.py::"
-PROMPTS = "tests/model/test_prompt_inputs.py::"
 OUTPUTS = "tests/model/test_prompt_outputs.py::"
 DEBUG = "tests/model/test_debug_tensors.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
@@ -125,17 +123,9 @@ MUTANTS = {
             "tests/model/test_additional_outputs.py::test_hidden_states_equal_a_plain_forward_with_context_rows_only_if_asked_for"
         ],
     ),
-    "tables_share_kv": (
-        change(Request, "kv_origin", (", self.prompt_embeddings, self.position_ids\n", ", self.position_ids\n")),
-        [PROMPTS + "test_tables_that_differ_never_share_kv_and_equal_ones_do"],
-    ),
     "extra_ids_share_kv": (
         change(Request, "kv_origin", ("items()), extra_ids, self", "items()), self")),
         ["tests/trtllm/test_prompt_inputs.py"],
-    ),
-    "zeros_behind_extra_ids_keep_kv_apart": (
-        change(Request, "kv_origin", ("while extra_ids and not", "while False and not")),
-        ["tests/api/test_limits.py"],
     ),
     "top_p_never_decays": (
         change(SlotParameters, "decay_top_p", (".decay is not None", ".decay is False")),

@@ -1,21 +1,21 @@
-"""Planted bugs: the walls against web pages have holes, the stream of views costs too much, shows too much or ends, the files of
-the page are served loosely, and clients' keys are read as something else.
+"""Planted bugs of the page and the live view.
+
+The walls against web pages have holes, views cost too much or tell what clients wrote, files are served loosely.
 """
 
 from __future__ import annotations
 
-from gateway import app, browsers, choices, live, logprobs, middleware, page_routes, without_effect
-from gateway.answers import Running
+from backend.engine.live import LiveViews
+from backend.kvcache import block_map
+from client import top
+from gateway import choices, live, middleware, page_routes
 from gateway.browsers import Wall
 from gateway.live import LiveFeed
-from gateway.server import GatewayServer
 from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
 
 BROWSERS = ["tests/gateway/test_browsers.py"]
-KEYS = ["tests/gateway/test_without_effect.py"]
 LIVE = ["tests/gateway/test_live.py"]
 TEXT_TOKENS = ["tests/gateway/test_text_tokens.py"]
-TOKENS = ["tests/gateway/test_tokens.py"]
 PAGE = ["tests/gateway/test_page.py"]
 
 
@@ -30,24 +30,10 @@ def without_header(name: str) -> Plant:
     return plant
 
 
+LIVE_LIVE = ["tests/engine/test_live.py"]
+TOP = ["tests/client/test_top.py"]
+
 MUTANTS = {
-    "each_viewer_has_a_poller_of_its_own": (
-        change(LiveFeed, "events", ("if self._poller is None:", "if True:")),
-        LIVE,
-    ),
-    "the_engine_is_asked_though_no_viewer_is_left": (
-        change(LiveFeed, "events", ("self._poller.cancel()\n", "pass\n")),
-        LIVE,
-    ),
-    "a_poller_that_was_cancelled_is_taken_for_a_running_one": (
-        change(LiveFeed, "events", ("self._poller.cancel()\n            self._poller = None", "self._poller.cancel()")),
-        LIVE,
-    ),
-    "a_viewer_who_leaves_still_sets_the_pace": (change(LiveFeed, "events", ("self._rates.remove(hz)", "pass")), LIVE),
-    "the_slowest_viewer_sets_the_pace": (
-        change(LiveFeed, "_ask_again_and_again", ("max(self._rates)", "min(self._rates)")),
-        LIVE,
-    ),
     "a_viewer_gets_what_an_earlier_one_has_seen": (
         change(LiveFeed, "events", ("seen = self._number  # an", "seen = -1  # an")),
         LIVE,
@@ -56,15 +42,8 @@ MUTANTS = {
         change(LiveFeed, "_poll", ("await self._publish(away_event(error))", "raise")),
         LIVE,
     ),
-    "a_model_without_views_is_passed_on": (change_everywhere(live._look, ('if view == b"null":', "if False:")), LIVE),
     "a_rate_may_be_no_number": (
         change_everywhere(live.rate_of, ("not SLOWEST_HZ <= hz <= FASTEST_HZ", "hz < SLOWEST_HZ or hz > FASTEST_HZ")),
-        LIVE,
-    ),
-    "every_key_sees_the_load_of_all": (
-        change_everywhere(
-            page_routes.add_page_routes, ("gateway.check_right(READ_METRICS, visit_of(request.scope))", "pass")
-        ),
         LIVE,
     ),
     "pages_of_other_servers_are_let_in_by_their_origin": (
@@ -75,30 +54,8 @@ MUTANTS = {
         change(Wall, "_check_origin", ('("none", "same-origin")', '("none", "same-origin", "same-site")')),
         BROWSERS,
     ),
-    "any_name_of_the_server_will_do": (change(Wall, "_check_host", ("name not in self._names", "False")), BROWSERS),
-    "a_page_without_an_origin_is_the_own_one": (
-        change_everywhere(browsers._is_own, ('place != "" and ', "")),
-        BROWSERS,
-    ),
-    "preflights_of_any_origin_are_answered": (change(Wall, "check", ("is_preflight or", "")), BROWSERS),
-    "head_is_refused_where_get_is_answered": (
-        change_everywhere(app._answer_head, ('route.methods.add("HEAD")', "pass")),
-        TOKENS,
-    ),
-    "values_that_change_the_answer_are_passed_over": (
-        change_everywhere(without_effect._check, ("if not allows(key.values, value):", "if False:")),
-        KEYS,
-    ),
-    "an_answer_does_not_name_what_had_no_effect": (
-        change(middleware.Middleware, "__call__", ("_noting(send, context)", "send")),
-        KEYS,
-    ),
     "the_token_that_ends_an_answer_is_listed": (
         change_everywhere(choices._ended_by_last, ("return ended and", "return False and")),
-        TEXT_TOKENS,
-    ),
-    "half_a_character_is_listed": (
-        change(logprobs.TextTokens, "push", ("if not self._torn:", "if True:")),
         TEXT_TOKENS,
     ),
     "a_stream_never_ends": (
@@ -107,14 +64,6 @@ MUTANTS = {
     ),
     "viewers_take_the_places_of_replies": (
         change_everywhere(page_routes.add_page_routes, ("gateway.viewers", "gateway.running")),
-        LIVE,
-    ),
-    "viewers_keep_the_server_from_ending": (
-        change(GatewayServer, "shutdown", ("self.gateway.viewers.stop()", "pass")),
-        LIVE,
-    ),
-    "the_place_of_a_viewer_who_left_stays_taken": (
-        change(Running, "leave", ("self._places.give_back(namespace, choices)", "pass")),
         LIVE,
     ),
     "a_name_of_a_file_is_a_path": (
@@ -137,8 +86,29 @@ MUTANTS = {
         change(middleware.Middleware, "_answer", ("startswith(PAGE)", 'startswith("/")')),
         PAGE,
     ),
-    "the_page_asks_for_a_key_before_it_can_be_entered": (
-        change(middleware.Middleware, "_answer", (' or scope["path"].startswith(PAGE)', "")),
-        PAGE,
+    "names_of_clients_are_shown": (
+        change(
+            LiveViews,
+            "_hash",
+            ('hashlib.blake2b(name.encode(errors="replace"), digest_size=4, key=self._key).hexdigest()', "name"),
+        ),
+        LIVE_LIVE,
+    ),
+    "the_whole_queue_is_shown": (change(LiveViews, "view", ("MAX_QUEUED", "None")), LIVE_LIVE),
+    "evicted_kv_of_a_session_counts_as_cached": (
+        change(
+            LiveViews,
+            "_session",
+            ("survivors(seq, seq.num_tokens)[1]", "survivors(seq, seq.num_tokens)[1] * 0 + seq.num_tokens"),
+        ),
+        LIVE_LIVE,
+    ),
+    "the_map_grows_with_the_pool": (
+        change_everywhere(block_map.block_map, ("-(-blocks.num_blocks // MAX_CELLS)", "1")),
+        LIVE_LIVE,
+    ),
+    "an_engine_that_is_away_ends_the_watch": (
+        change_everywhere(top.watch, ("except ClientError", "except ZeroDivisionError")),
+        TOP,
     ),
 }

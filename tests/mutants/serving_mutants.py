@@ -1,35 +1,44 @@
-"""Planted bugs of the stub, each one line of it changed, with the test that must notice it."""
+"""Planted bugs of the stub, of text, and of what is told: metrics under vLLM's names and traces."""
 
 from __future__ import annotations
 
-# This one goes first: it brings the triton_python_backend_utils that backend.serving needs.
-from tests.serving import conftest  # noqa: F401
-
-# isort: split
-
+from backend.api.config import telemetry
+from backend.api.distributions import Distributions
+from backend.engine import distributions, update
+from backend.replicas import totals
+from backend.scheduler import admission
 from backend.serving.assembly import ToolsLoader
 from backend.serving.delivery import cancellation, sequence_output
-from backend.serving.delivery.outputs import BeamsOutput, JointOutput
 from backend.serving.delivery.pump import ResponsePump
 from backend.serving.intake.intake import RequestIntake
-from backend.serving.intake.text_pool import TextPool
 from backend.serving.lifecycle import environment
 from backend.serving.lifecycle.environment import RunDirectory
 from backend.serving.lifecycle.health import StubHealth
-from backend.serving.lifecycle.housekeeper import Housekeeper
-from backend.serving.observe import families, request_log
+from backend.serving.observe import families, request_log, trace_context
 from backend.serving.observe.metrics import MetricsPublisher
+from backend.serving.observe.tracing import otlp, spans
+from backend.serving.observe.tracing.export import Exporter
 from backend.serving.wires import named_sampling, trtllm_fields, trtllm_tokens
-from backend.serving.wires.front import TextTools
+from backend.text import decoding
 from backend.text.accumulator import OutputAccumulator
-from tests.mutants.changes import Plant, change, change_everywhere
+from gateway import metrics
+from tests.mutants.changes import change, change_everywhere
+from tests.serving import conftest  # noqa: F401
 
 DETAILS = "tests/serving/test_stub_details.py::"
 INPUTS = "tests/serving/test_trtllm_inputs.py::"
 SEVERAL = "tests/serving/test_several_sequences.py::"
 RACES = "tests/serving/test_pump_races.py::"
 
-MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+EDGES = "tests/text/test_text_edges.py::"
+
+COUNTS = ["tests/engine/test_distributions.py"]
+PAGE = ["tests/serving/test_vllm_page.py"]
+CONTEXT = ["tests/serving/test_trace_context.py"]
+TRACES = ["tests/serving/test_traces.py"]
+GATEWAY = ["tests/gateway/test_metrics.py"]
+
+MUTANTS = {
     "the_wire_reads_sampling_without_upstreams_rule": (
         change_everywhere(trtllm_fields.read_sampling, ("return tensorrt_llm_sampling(", "return SamplingConfig(")),
         ["tests/serving/test_token_requests.py"],
@@ -37,10 +46,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "the_operators_template_does_not_reach_the_stub": (
         change(ToolsLoader, "prepare", ("self._chat_template, self", '"", self')),
         ["tests/serving/test_text_server.py"],
-    ),
-    "messages_to_a_model_without_a_head_are_rendered": (
-        change(TextTools, "template_for", ("if not model.has_head:", "if False:")),
-        ["tests/serving/test_text_requests.py"],
     ),
     "the_models_do_not_hear_of_adapters_names": (
         change(RequestIntake, "_context", ("self._executor.adapters", "config.lora.directories")),
@@ -66,10 +71,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(RequestIntake, "_text_job", ("(parameters.namespace, session_id)", '("", session_id)')),
         [DETAILS + "test_the_same_session_number_of_another_namespace_waits_for_nobody"],
     ),
-    "what_waited_too_long_stays_in_its_line": (
-        change(TextPool, "expire", ("            self._leave_lines(job)\n", "")),
-        ["tests/serving/test_text_pool.py::test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session"],
-    ),
     "text_that_was_sent_still_counts_as_fresh": (
         change(OutputAccumulator, "take", ("    self.has_new_text = False\n", "")),
         [DETAILS + "test_text_that_is_held_back_makes_no_empty_response"],
@@ -81,10 +82,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             ("    if family.kind ==", "    self._sent[key] = value\n    if family.kind =="),
         ),
         [DETAILS + "test_growth_that_could_not_be_sent_is_sent_with_the_next"],
-    ),
-    "signals_are_written_to_a_pipe_that_was_closed": (
-        change(Housekeeper, "stop", ("        signal.set_wakeup_fd(-1)\n", "")),
-        [DETAILS + "test_a_housekeeper_that_has_stopped_leaves_no_pipe_for_signals_behind"],
     ),
     "a_stub_waits_for_a_reader_of_its_signs": (
         change(RunDirectory, "report_health", ("(BlockingIOError, BrokenPipeError)", "BrokenPipeError")),
@@ -110,14 +107,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(request_log, "_to_stderr", ("except OSError:", "except ZeroDivisionError:")),
         ["tests/serving/test_request_log.py"],
     ),
-    "a_joint_answer_goes_with_the_first_end": (
-        change(JointOutput, "render", ("all(", "any(")),
-        [SEVERAL + "test_a_joint_answer_waits_for_the_last_sequence"],
-    ),
-    "beams_that_were_told_are_told_again": (
-        change(BeamsOutput, "render", ("    self._is_fresh = False\n", "")),
-        [SEVERAL + "test_beams_are_told_from_their_beginning_in_one_response"],
-    ),
     "a_stop_string_stops_the_first_sequence": (
         change(ResponsePump, "_feed", ("response.result.sequence_index", "0")),
         [SEVERAL + "test_a_stop_string_stops_its_sequence_in_the_engine_and_the_last_end_is_final"],
@@ -130,8 +119,60 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(trtllm_tokens, "token_output", ("[len(beam) for beam in ids]", "[max(map(len, ids))] * len(ids)")),
         [INPUTS + "test_beams_are_rows_of_one_response_padded_with_minus_one"],
     ),
-    "ranges_of_retention_keep_the_clients_order": (
-        change(trtllm_tokens, "read_retention", ("sorted(ranges, key=lambda each: each.token_start)", "ranges")),
-        [INPUTS + "test_retention_ranges_are_put_in_order_and_minus_one_means_no_end"],
+    "any_token_of_that_form_is_a_byte": (
+        change(decoding, "fallback_byte", ("_BYTE_TOKEN.fullmatch(token)", 're.fullmatch("<0x(..)>", token)')),
+        [EDGES + "test_a_token_is_a_byte_exactly_where_the_library_says_so"],
+    ),
+    "first_tokens_are_measured_in_milliseconds": (
+        change_everywhere(distributions.note_first_token, ("/ 1e9", "/ 1e6")),
+        COUNTS,
+    ),
+    "a_group_of_gaps_counts_once": (change(Distributions, "add", ("+= times", "+= 1")), COUNTS),
+    "the_longest_sequence_is_the_last_one": (
+        change_everywhere(distributions.note_sequence, ("max(seq.group.most_output_tokens, num_output)", "0")),
+        COUNTS,
+    ),
+    "histograms_that_were_taken_go_on_changing": (
+        change(Distributions, "copy", ("list(of.counts)", "of.counts")),
+        COUNTS,
+    ),
+    "histograms_of_replicas_are_those_of_the_first": (
+        change_everywhere(totals._total, ("[sum(of) for of in zip(*values, strict=True)]", "values[0]")),
+        COUNTS,
+    ),
+    "a_pause_has_no_end": (
+        change_everywhere(
+            admission._note_return, ("replace(earlier[-1], returned_ns=now_ns", "replace(earlier[-1], returned_ns=0")
+        ),
+        COUNTS,
+    ),
+    "recomputation_is_never_over": (change_everywhere(update.note_recomputed, ("=now_ns", "=0")), COUNTS),
+    "the_page_waits_for_room_in_the_engine": (
+        change(RequestIntake, "_take", ("self._model.at_once(batch, self._executor)", "None")),
+        PAGE,
+    ),
+    "the_ratio_is_not_kept": (
+        change_everywhere(trace_context.begin_trace, ("round(sample_ratio * 2**64)", "2**64")),
+        CONTEXT,
+    ),
+    "traces_go_on_where_the_sdk_is_disabled": (
+        change_everywhere(telemetry.otlp_settings, ('== "true"', '== "never"')),
+        CONTEXT,
+    ),
+    "spans_that_were_not_taken_count_as_sent": (
+        change(Exporter, "_send_spans", ("num_spans if answer is None else", "0 if answer is None else")),
+        TRACES,
+    ),
+    "stages_lie_beside_their_request": (
+        change_everywhere(otlp._messages, ("number), context.span_id", "number), context.parent_id")),
+        TRACES,
+    ),
+    "times_of_another_clock_are_told": (
+        change_everywhere(spans.spans_of, ("row.received_ns <= span.start_ns <= span.end_ns <= row.ended_ns", "True")),
+        TRACES,
+    ),
+    "vllms_families_are_told_twice": (
+        change_everywhere(metrics.add_metrics_route, ('page = _VLLM_LINES.sub("", page)', "pass")),
+        GATEWAY,
     ),
 }

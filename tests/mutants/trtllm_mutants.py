@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from backend.api import sampling
 from backend.api.foreign import ForeignTable
 from backend.engine import update
 from compat.trtllm import (
@@ -24,7 +23,6 @@ CLASSES = ["tests/trtllm/test_classes.py"]
 NAMES = ["tests/trtllm/test_names.py"]
 CONVERSION = ["tests/trtllm/test_conversion.py"]
 TENSORS = ["tests/trtllm/test_tensors.py"]
-EXECUTOR = ["tests/trtllm/test_executor.py"]
 FIGURES = ["tests/trtllm/test_figures.py"]
 MANAGER = ["tests/trtllm/test_gpt_manager.py"]
 PARAMETERS = ["tests/api/test_foreign.py"]
@@ -69,20 +67,8 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(to_core, "_lora", ("tuple(map(tuple, config.tolist()))", "()")),
         VALUES,
     ),
-    "gpt_manager_forgets_its_token_limit": (
-        change(gpt_manager, "_engine_config", ("max_num_tokens=params.max_num_tokens", "max_num_tokens=None")),
-        VALUES,
-    ),
     "gpt_manager_forgets_chunking": (
         change(gpt_manager, "_engine_config", ("params.enable_chunked_context", "False")),
-        VALUES,
-    ),
-    "gpt_manager_forgets_its_adapters": (
-        change(
-            gpt_manager,
-            "_engine_config",
-            ("peft_cache_config=params.peft_cache_manager_config", "peft_cache_config=None"),
-        ),
         VALUES,
     ),
     "gpt_manager_forgets_sink_tokens": (
@@ -111,10 +97,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Response, "error_msg", ('raise RuntimeError(f"response of', 'return (f"response of')),
         NAMES,
     ),
-    "a_temperature_alone_samples": (
-        change_everywhere(sampling.tensorrt_llm_sampling, ("top_k=1", "top_k=0")),
-        ["tests/serving/test_llmapi_model.py"],
-    ),
     "a_wrong_draft_does_not_end_the_request": (
         change_everywhere(update._is_after_drafts, ("(num_output > 0", "(num_output < 0")),
         STREAMS,
@@ -138,17 +120,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "errors_name_keys_that_the_bindings_do_not_have": (
         change(engine_config, "_in_their_words", ("_NAMES.get(found[0]", "_NAMES.get(''")),
         ["tests/trtllm/test_configuration_checks.py"],
-    ),
-    "retention_in_the_order_given": (
-        change(
-            to_core,
-            "_retention",
-            (
-                "sorted(given.token_range_retention_configs, key=lambda each: each.token_start)",
-                "given.token_range_retention_configs",
-            ),
-        ),
-        CONVERSION,
     ),
     "metrics_with_the_last_response_only": (
         change(from_core, "_perf_metrics", ("given.perf_metrics is None", "not given.is_final")),
@@ -202,10 +173,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "neutral_values_are_refused": (
         change(ForeignTable, "_refuse", ("in parameter.neutral:", "in ():")),
-        PARAMETERS,
-    ),
-    "errors_repeat_whole_values": (
-        change(ForeignTable, "_named", ("repr(value)[:MAX_SHOWN]", "repr(value)")),
         PARAMETERS,
     ),
 }

@@ -129,3 +129,19 @@ def run(
     finally:
         workers.shutdown()
     return Ran([each.tokens for each in recordings], [torch.stack(each.logits) for each in recordings])
+
+
+def run_in_turns(configs: Sequence[EngineConfig], tokens: Sequence[int], num_tokens: int) -> list[list[int]]:
+    """What an engine of each configuration answers, when all of them step in turns in this process."""
+    groups = [workers_of(config) for config in configs]
+    try:
+        engines = [RecordingEngine(config, group) for config, group in zip(configs, groups, strict=True)]
+        recordings = [engine.start(tokens, num_tokens) for engine in engines]
+        while any(engine.core.has_work for engine in engines):
+            for engine, recording in zip(engines, recordings, strict=True):
+                for response in engine.core.step():
+                    recording.tokens += response.result.output_token_ids[0]
+    finally:
+        for group in groups:
+            group.shutdown()
+    return [recording.tokens for recording in recordings]

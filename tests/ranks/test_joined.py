@@ -27,7 +27,7 @@ from tests.model.adapters import make_adapter
 from tests.native.harness import Format, prompt
 from tests.parity.scenario import RecordingEngine
 from tests.ranks.conftest import SIZES
-from tests.ranks.harness import PROMPTS, Ran, engine_config, run
+from tests.ranks.harness import PROMPTS, Ran, engine_config, run, run_in_turns
 from tests.ranks.joined import joined, ranks_of, run_joined
 from tests.ranks.test_invariance import assert_same, outputs
 
@@ -97,18 +97,7 @@ def test_groups_of_one_process_run_in_turns(checkpoint: Checkpoint) -> None:
     alone = [run(config, PROMPTS[:1], num_tokens=30).tokens[0] for config in configs]
     configs = [joined(config) for config in configs]
     with ranks_of(configs[0]), ranks_of(configs[1]):
-        groups = [workers_of(config) for config in configs]
-        try:
-            engines = [RecordingEngine(config, group) for config, group in zip(configs, groups, strict=True)]
-            recordings = [engine.start(PROMPTS[0], 30) for engine in engines]
-            while any(engine.core.has_work for engine in engines):
-                for engine, recording in zip(engines, recordings, strict=True):
-                    for response in engine.core.step():
-                        recording.tokens += response.result.output_token_ids[0]
-        finally:
-            for group in groups:
-                group.shutdown()
-    assert [recording.tokens for recording in recordings] == alone
+        assert run_in_turns(configs, PROMPTS[0], 30) == alone
 
 
 def lost(config: EngineConfig, said: str) -> float:

@@ -20,7 +20,7 @@ from backend.worker.native_tier import NativeCall, NativeRows, NativeTier
 from backend.worker.rank_process import RankWorker
 from kernels.cpu.decoder import UnknownCell
 from tests.parity.scenario import RecordingEngine
-from tests.ranks.harness import PROMPTS, engine_config, run
+from tests.ranks.harness import PROMPTS, engine_config, run, run_in_turns
 
 pytestmark = pytest.mark.usefixtures("ranks_in_threads")
 Checkpoint = Callable[..., Path]
@@ -47,21 +47,9 @@ def test_random_delays_of_a_thousand_steps_change_nothing(
 
 @pytest.mark.feature("004-23")
 def test_groups_of_one_process_run_in_turns(checkpoint: Checkpoint) -> None:
-    directories = [checkpoint("llama"), checkpoint("qwen2")]
-    configs = [engine_config(directory, 2) for directory in directories]
+    configs = [engine_config(checkpoint(name), 2) for name in ("llama", "qwen2")]
     alone = [run(config, PROMPTS[:1], num_tokens=30).tokens[0] for config in configs]
-    groups = [workers_of(config) for config in configs]
-    try:
-        engines = [RecordingEngine(config, group) for config, group in zip(configs, groups, strict=True)]
-        recordings = [engine.start(PROMPTS[0], 30) for engine in engines]
-        while any(engine.core.has_work for engine in engines):
-            for engine, recording in zip(engines, recordings, strict=True):
-                for response in engine.core.step():
-                    recording.tokens += response.result.output_token_ids[0]
-    finally:
-        for group in groups:
-            group.shutdown()
-    assert [recording.tokens for recording in recordings] == alone
+    assert run_in_turns(configs, PROMPTS[0], 30) == alone
 
 
 def test_a_rank_that_does_not_come_is_lost_when_its_time_is_over(

@@ -26,32 +26,30 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_group, "physical_cores", lambda: 4)
 
 
-def refused(config: EngineConfig, said: str) -> None:
+ONE_PROCESS = "is run by transformers, in one process only; use --set workers"
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "stages", "model", "said"),
+    [
+        ("llama", 3, 1, {}, "tensor_parallel_size is 3, .* 8 attention heads; use 1 or 2 or 4"),
+        ("olmo 2", 2, 1, {}, "Olmo2ForCausalLM normalises all query heads .* use 1"),
+        ("llama", 8, 1, {}, "tensor_parallel_size is 8, .* may use 4 cores; use 4 ranks or less"),
+        ("llama", 4, 2, {}, "2.* may use 4 cores; use 4 ranks or less"),
+        ("llama", 1, 5, {}, "5.* may use 4 cores; use 4 ranks or less"),
+        ("llama", 1, 4, {}, "pipeline_parallel_size is 4, more than the model's 3 layers; use 3 or less"),
+        ("llama", 1, 2, {"implementation": "transformers"}, f"{ONE_PROCESS}.pipeline_parallel_size=1$"),
+        ("llama", 2, 1, {"implementation": "transformers"}, f"LlamaForCausalLM {ONE_PROCESS}"),
+        ("llama", 2, 1, {"kernels": "torch"}, "model.kernels is torch, .* model.kernels=native"),
+    ],
+)
+def test_what_ranks_cannot_run(
+    checkpoint: Checkpoint, family: str, size: int, stages: int, model: dict[str, str], said: str
+) -> None:
+    config = engine_config(checkpoint(family), size, stages=stages)
     with pytest.raises(ConfigError, match=said) as error:
-        workers_of(config).load()
+        workers_of(replace(config, model=replace(config.model, **model))).load()
     assert "\n" not in error.value.message
-
-
-def test_heads_that_are_not_divided(checkpoint: Checkpoint) -> None:
-    refused(engine_config(checkpoint("llama"), 3), "tensor_parallel_size is 3, .* 8 attention heads; use 1 or 2 or 4")
-
-
-def test_norms_over_all_heads(checkpoint: Checkpoint) -> None:
-    refused(engine_config(checkpoint("olmo 2"), 2), "Olmo2ForCausalLM normalises all query heads .* use 1")
-
-
-def test_more_ranks_than_cores(checkpoint: Checkpoint) -> None:
-    refused(engine_config(checkpoint("llama"), 8), "tensor_parallel_size is 8, .* may use 4 cores; use 4 ranks or less")
-
-
-@pytest.mark.parametrize("size, stages", [(4, 2), (1, 5)])
-def test_more_ranks_of_all_stages_than_cores(checkpoint: Checkpoint, size: int, stages: int) -> None:
-    refused(engine_config(checkpoint("llama"), size, stages=stages), f"{stages}.* may use 4 cores; use 4 ranks or less")
-
-
-def test_more_stages_than_layers(checkpoint: Checkpoint) -> None:
-    said = "pipeline_parallel_size is 4, more than the model's 3 layers; use 3 or less"
-    refused(engine_config(checkpoint("llama"), 1, stages=4), said)
 
 
 @pytest.mark.parametrize("key", ["pipeline_parallel_size", "micro_batches"])
@@ -59,25 +57,6 @@ def test_more_stages_than_layers(checkpoint: Checkpoint) -> None:
 def test_numbers_that_are_none(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"workers.{key}"):
         load_config(overrides=[f"workers.{key}={value}"])
-
-
-def test_stages_of_a_model_that_transformers_runs(checkpoint: Checkpoint) -> None:
-    config = engine_config(checkpoint("llama"), 1, stages=2)
-    hosted = replace(config, model=replace(config.model, implementation="transformers"))
-    refused(hosted, "is run by transformers, in one process only; use --set workers.pipeline_parallel_size=1$")
-
-
-def test_other_kernels(checkpoint: Checkpoint) -> None:
-    config = engine_config(checkpoint("llama"), 2)
-    refused(
-        replace(config, model=replace(config.model, kernels="torch")), "model.kernels is torch, .* model.kernels=native"
-    )
-
-
-def test_models_that_transformers_runs(checkpoint: Checkpoint) -> None:
-    config = engine_config(checkpoint("llama"), 2)
-    hosted = replace(config, model=replace(config.model, implementation="transformers"))
-    refused(hosted, "LlamaForCausalLM is run by transformers, in one process only; use --set workers")
 
 
 def test_tensors_in_memory() -> None:

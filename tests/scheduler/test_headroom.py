@@ -8,12 +8,22 @@ from tests.scheduler.runner import Runner
 
 
 @pytest.mark.feature("003-17", "003-20")
-@pytest.mark.parametrize("num_prompt, joins", [(4, True), (5, False)])
-def test_max_utilization_leaves_the_watermark_and_a_block_to_generate_into(num_prompt: int, joins: bool) -> None:
-    """Of 10 blocks of 2 tokens the first holds 5; 2 are the watermark: the second may need 3, one for its output."""
-    runner = Runner(num_blocks=10, block_size=2, watermark=0.2, policy="max_utilization")
-    runner.ask(0, [1] * 10, 6)
-    runner.ask(1, [2] * num_prompt, 6)
+@pytest.mark.parametrize(
+    "policy, running, num_prompt, max_tokens, joins",
+    [
+        ("max_utilization", 10, 4, 6, True),
+        ("max_utilization", 10, 5, 6, False),
+        ("guaranteed_no_evict", 5, 4, 3, True),
+        ("guaranteed_no_evict", 5, 4, 4, False),
+    ],
+)
+def test_the_watermark_and_what_is_generated_into_are_left(
+    policy: str, running: int, num_prompt: int, max_tokens: int, joins: bool
+) -> None:
+    """Of 10 blocks of 2 tokens the first request holds 5, or is promised them; 2 are the watermark, and 3 are left."""
+    runner = Runner(num_blocks=10, block_size=2, watermark=0.2, policy=policy)
+    runner.ask(0, [1] * running, 6)
+    runner.ask(1, [2] * num_prompt, max_tokens)
     runner.step()
     assert runner.seen[0].running == ([0, 1] if joins else [0])
     runner.run()
@@ -30,19 +40,6 @@ def test_alone_a_sequence_may_use_all_but_the_watermark(max_tokens: int, fits: b
         runner.assert_answers()
     else:
         assert "need 9 KV blocks, the pool has 8 of 2 tokens" in runner.responses[0][0].error_msg
-
-
-@pytest.mark.feature("003-17", "003-20")
-@pytest.mark.parametrize("max_tokens, joins", [(3, True), (4, False)])
-def test_guaranteed_no_evict_leaves_the_watermark_too(max_tokens: int, joins: bool) -> None:
-    """Of 10 blocks of 2 tokens the first is promised 5; 2 are the watermark: 3 are left, 6 cells."""
-    runner = Runner(num_blocks=10, block_size=2, watermark=0.2)
-    runner.ask(0, [1] * 5, 6)
-    runner.ask(1, [2] * 4, max_tokens)
-    runner.step()
-    assert runner.seen[0].running == ([0, 1] if joins else [0])
-    runner.run()
-    runner.assert_answers()
 
 
 @pytest.mark.feature("001-26")

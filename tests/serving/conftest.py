@@ -17,11 +17,19 @@ from backend.api.config.schema import TritonConfig  # noqa: E402
 from backend.serving.served_model import Parse, ServedModel  # noqa: E402
 from backend.serving.server import ModelServer  # noqa: E402
 from backend.serving.tensors import ModelTensors  # noqa: E402
+from backend.serving.wires.front import TextTools  # noqa: E402
 from backend.serving.wires.trtllm_tensors import TOKEN_MODEL  # noqa: E402
 from backend.serving.wires.trtllm_tokens import parse_token_requests  # noqa: E402
+from tests.serving.helpers import MODEL_DIRECTORY  # noqa: E402
 from tests.serving.scripted import ScriptedExecutor  # noqa: E402
 
 QUICK = EngineConfig(triton=TritonConfig(cancellation_check_period_ms=1, stats_period_ms=5))
+
+
+@pytest.fixture(scope="session")
+def tools() -> TextTools:
+    """The default model's tokenizer and chat template."""
+    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 @pytest.fixture

@@ -29,6 +29,10 @@ OnResponse = Callable[[Response], None]
 MODEL = ModelInfo("scripted", vocab_size=100, max_seq_len=64, eos_ids=(99,))
 
 
+def acquire(semaphore: threading.Semaphore) -> None:
+    assert semaphore.acquire(timeout=20)
+
+
 class ScriptedExecutor:
     """`submit` keeps the request; the test calls `tokens`, `end`, `error`. A cancelled request ends by itself, as in
     the engine.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from backend.serving.assembly import ToolsLoader
 from backend.serving.server import ModelServer
 from backend.serving.wires.everbatch import EVERBATCH
 from tests.serving.fake_triton import InferenceRequest
+from tests.serving.helpers import MODEL_DIRECTORY
 from tests.serving.scripted import ScriptedExecutor
 
-MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 Send = Callable[..., InferenceRequest]
 
 

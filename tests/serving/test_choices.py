@@ -14,16 +14,10 @@ from backend.serving.wires.vllm import CANCELLED, Cancelled
 from backend.serving.work import RowOutput
 from tests.serving import test_everbatch_model as everbatch
 from tests.serving import test_vllm_front as vllm
-from tests.serving.helpers import MODEL_DIRECTORY
 
 pytestmark = pytest.mark.feature("W-07")
 GOES_ON = FinishReason.NOT_FINISHED
 BEAMS = {"use_beam_search": True, "n": 2}
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def result(

@@ -30,14 +30,8 @@ from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.vectors import Unfinished
 from backend.serving.work import Work
 from tests.serving.fake_triton import Tensor
-from tests.serving.test_text_requests import MODEL_DIRECTORY
 
 WIDTH = 4
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def works(tools: TextTools, front: TextFront, *tensors: Tensor) -> list[Work]:

@@ -21,14 +21,8 @@ from backend.serving.wires.everbatch import EVERBATCH
 from backend.serving.wires.front import TextTools
 from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
-from tests.serving.test_text_requests import MODEL_DIRECTORY
 
 DEFAULTS = EngineConfig()
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def work(

@@ -9,12 +9,6 @@ import pytest
 from backend.api import FinishReason, InvalidRequest
 from backend.serving.wires.front import TextTools
 from tests.serving.test_everbatch_model import result, told, work
-from tests.serving.test_text_requests import MODEL_DIRECTORY
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def test_reasoning_is_the_engine_s_business_where_something_depends_on_it(tools: TextTools) -> None:

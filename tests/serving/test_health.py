@@ -17,11 +17,7 @@ from backend.serving.wires.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.serving.wires.trtllm_text import check_text_requests
 from backend.serving.wires.trtllm_tokens import parse_token_requests
 from tests.serving.helpers import streamed
-from tests.serving.scripted import ScriptedExecutor
-
-
-def acquire(semaphore: threading.Semaphore) -> None:
-    assert semaphore.acquire(timeout=20)
+from tests.serving.scripted import ScriptedExecutor, acquire
 
 
 def test_the_state_is_told_at_once_and_again_and_again(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -16,15 +14,10 @@ from backend.serving.server import ModelServer
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest, ResponseSender
 from tests.serving.helpers import bools, ints, streamed, token_inputs, uint64
-from tests.serving.scripted import OnResponse, ScriptedExecutor
+from tests.serving.scripted import OnResponse, ScriptedExecutor, acquire
 
-MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 Answer = TypeVar("Answer")
 NOT_UTF8 = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-
-
-def acquire(semaphore: threading.Semaphore) -> None:
-    assert semaphore.acquire(timeout=20)
 
 
 class Hostile(InferenceRequest):

@@ -18,16 +18,10 @@ from backend.serving.wires.front import TextTools
 from backend.serving.wires.llmapi import LLMAPI
 from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import InferenceRequest, Tensor, TritonError
-from tests.serving.helpers import MODEL_DIRECTORY
 from tests.serving.scripted import ScriptedExecutor
 
 TYPES = {spec.name: spec.dtype for spec in LLMAPI.tensors.inputs}
 NUMPY = {"BOOL": bool, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32}
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def arrays(**values: Any) -> dict[str, np.ndarray]:

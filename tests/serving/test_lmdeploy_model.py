@@ -15,16 +15,10 @@ from backend.serving.wires.front import TextTools
 from backend.serving.wires.lmdeploy import LMDEPLOY
 from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
-from tests.serving.test_text_requests import MODEL_DIRECTORY
 
 REQUIRED = {"max_tokens": 8, "ignore_eos": False, "stream": False}
 TYPES = {"temperature": np.float64, "top_p": np.float64, "top_k": np.int32, "repetition_penalty": np.float64}
 TYPES |= {"max_tokens": np.int32, "ignore_eos": bool, "stream": bool, "skip_special_tokens": bool}
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def work(tools: TextTools, **fields: Any) -> Work:

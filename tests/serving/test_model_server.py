@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Never
 
 import numpy as np
@@ -21,8 +20,6 @@ from backend.serving.server import ModelServer
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
 from tests.serving.helpers import bools, ints, streamed, token_inputs, token_request, uint64
 from tests.serving.scripted import ScriptedExecutor
-
-MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

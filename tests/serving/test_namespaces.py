@@ -20,16 +20,11 @@ from backend.serving.wires.trtllm_text import parse_text_requests
 from backend.serving.wires.trtllm_tokens import parse_token_requests
 from backend.serving.work import StopSession, Work
 from tests.serving.fake_triton import Tensor
-from tests.serving.helpers import MODEL_DIRECTORY, ints, strings, token_inputs, uint64
+from tests.serving.helpers import ints, strings, token_inputs, uint64
 from tests.serving.test_embedding_model import TwoWords
 
 MINE = Parameters(3.0, "mine")
 WIRES = [TOKEN_MODEL, ENSEMBLE, BLS, ENSEMBLE_UINT32]
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def works(tools: TextTools, wire: ModelTensors, **inputs: np.ndarray) -> list[Work]:

@@ -16,13 +16,8 @@ from backend.serving.server import ModelServer
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.processing import POSTPROCESSING, PREPROCESSING
 from tests.serving.fake_triton import InferenceRequest, MetricFamily, Tensor
-from tests.serving.helpers import MODEL_DIRECTORY, floats, ints, strings, tokenizer_with_bos, uint64
+from tests.serving.helpers import floats, ints, strings, tokenizer_with_bos, uint64
 from tests.serving.scripted import ScriptedExecutor
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def answered(front: TextFront, tools: TextTools, vocab_size: int = 0, **inputs: Any) -> dict[str, np.ndarray]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,13 +13,7 @@ from backend.serving.stream import OutputRow, Stream
 from backend.serving.wires.trtllm_outputs import RowSettings, token_output
 from tests.serving.fake_triton import ResponseSender
 from tests.serving.scripted import NoEngineRows
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+from tests.serving.test_pump import until
 
 
 class Gate:

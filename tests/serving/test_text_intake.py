@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,8 @@ from backend.serving.wires.trtllm_text import check_text_requests, parse_text_re
 from backend.serving.work import Work
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest
-from tests.serving.helpers import bools, ints, strings, uint64
-from tests.serving.scripted import ScriptedExecutor
-
-MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
-
-
-def acquire(semaphore: threading.Semaphore) -> None:
-    assert semaphore.acquire(timeout=20)
+from tests.serving.helpers import MODEL_DIRECTORY, bools, ints, strings, uint64
+from tests.serving.scripted import ScriptedExecutor, acquire
 
 
 class SlowFront:

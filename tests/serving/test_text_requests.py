@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,13 +22,7 @@ from backend.serving.work import Arrays, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, strings, uint64
 
-MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 DEFAULTS = TritonConfig()
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 @pytest.fixture

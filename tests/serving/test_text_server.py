@@ -18,10 +18,8 @@ from backend.serving.wires.trtllm_text import parse_text_requests
 from backend.text.tokenizer import Tokenizer
 from tests.guided.processes import all_children
 from tests.serving.fake_triton import InferenceRequest
-from tests.serving.helpers import bools, ints, strings
+from tests.serving.helpers import MODEL_DIRECTORY, bools, ints, strings
 from tests.serving.scripted import ScriptedExecutor
-
-MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 
 
 def parser(tools: ToolsLoader) -> Parse:

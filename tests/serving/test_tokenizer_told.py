@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 from backend.serving.wires.front import TextTools
-from tests.serving.test_everbatch_model import MODEL_DIRECTORY, tools, work
-
-__all__ = ["tools"]
+from tests.serving.helpers import MODEL_DIRECTORY
+from tests.serving.test_everbatch_model import work
 
 
 def test_the_tokenizer_is_told_where_that_is_asked_for(tools: TextTools) -> None:

@@ -23,15 +23,10 @@ from backend.serving.wires.trtllm_text import parse_text_requests
 from backend.serving.wires.trtllm_tokens import parse_token_requests
 from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
-from tests.serving.helpers import MODEL_DIRECTORY, bools, floats, ints, strings, token_inputs, uint64
+from tests.serving.helpers import bools, floats, ints, strings, token_inputs, uint64
 
 MODEL = ModelInfo("m", vocab_size=100, max_seq_len=64)
 LORA = LoraSection(enabled=True, adapters=("doll=/loras/doll",))
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def token_work(

@@ -14,13 +14,7 @@ from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.turbomind_text import TURBOMIND_POSTPROCESSING, TURBOMIND_PREPROCESSING
 from backend.text.tokenizer import Tokenizer
 from tests.serving.fake_triton import Tensor
-from tests.serving.helpers import strings
-from tests.serving.test_text_requests import MODEL_DIRECTORY
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
+from tests.serving.helpers import MODEL_DIRECTORY, strings
 
 
 def answer(front: TextFront, tools: TextTools, **inputs: np.ndarray) -> dict[str, np.ndarray]:

@@ -18,15 +18,9 @@ from backend.serving.wires.front import TextTools
 from backend.serving.wires.vllm import CANCELLED, FLAGS, VLLM, Cancelled, error_text
 from backend.serving.work import RowOutput, Work
 from tests.serving.fake_triton import Tensor
-from tests.serving.test_text_requests import MODEL_DIRECTORY
 
 pytestmark = pytest.mark.feature("W-07")
 MAX_SEQ_LEN = 64
-
-
-@pytest.fixture(scope="module")
-def tools() -> TextTools:
-    return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
 def tensors(text: str = "def main(", sampling: Any = None, **inputs: Any) -> dict[str, np.ndarray]:

@@ -14,8 +14,8 @@ from backend.serving.assembly import ToolsLoader, text_arguments
 from backend.serving.server import ModelServer
 from backend.serving.wires.vllm import VLLM
 from tests.serving.fake_triton import InferenceRequest, TritonError
+from tests.serving.helpers import MODEL_DIRECTORY
 from tests.serving.scripted import ScriptedExecutor
-from tests.serving.test_text_requests import MODEL_DIRECTORY
 from tests.serving.test_vllm_front import tensors
 
 pytestmark = pytest.mark.feature("W-07")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compat import trtllm
-from tests.trtllm.helpers import finish, make_config, make_executor, refused, run
+from tests.trtllm.helpers import finish, refused, run
 
 NEW = 5
 NEW_ONLY = trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True)
-
-
-@pytest.fixture(scope="module")
-def executor(model_path: Path) -> Iterator[trtllm.Executor]:
-    with make_executor(model_path, make_config()) as made:
-        yield made
 
 
 def ids_of(executor: trtllm.Executor, prompt: list[int], **fields: Any) -> list[int]:
