@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from benchmarks.served.metrics import written
+from benchmarks.harness.metrics import written
 
 WIDTH, HEIGHT = 240, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 6, 12, 26

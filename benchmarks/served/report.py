@@ -7,11 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.metrics import BY_KEY, METRICS, SHOWN, Metric, written
+from benchmarks.harness.picture import draw
+from benchmarks.harness.table import best, by_cell
 from benchmarks.served.charts import Line, Point, chart
-from benchmarks.served.metrics import BY_KEY, METRICS, SHOWN, Metric, written
 from benchmarks.served.options import OURS
-from benchmarks.served.picture import draw
-from benchmarks.served.table import best, by_cell
 
 STYLE = Path(__file__).with_name("report.css")
 MOST_COLOURS = 7  # of report.css

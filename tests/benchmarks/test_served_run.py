@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.answers import DriverFailed
+from benchmarks.harness.measure import Outcome, one
+from benchmarks.harness.work import Cell
 from benchmarks.peers import environments
 from benchmarks.peers.errors import Skipped
 from benchmarks.served import checkpoint, contestants, llamacpp, memory, report
-from benchmarks.served.answers import DriverFailed
 from benchmarks.served.contestants import Setup
-from benchmarks.served.measure import Drivers, Lane, Outcome, one
+from benchmarks.served.measure import Drivers, ServerLane
 from benchmarks.served.servers import Server, Start
-from benchmarks.served.work import Cell
 from deploy.errors import UserError
 from deploy.progress import Progress
 from tests.benchmarks.fake_server import fake_server
@@ -174,9 +175,9 @@ def test_a_driver_that_fails_leaves_its_reason_in_the_row(tmp_path: Path) -> Non
 
     outcome, cell = Outcome(), Cell(4, 2, users=1)
     with fake_server() as fake:
-        lane = Lane(Server(Start("fake", fake.url, "any"), tmp_path / "log"), "openai")
-        drivers = Drivers(failing, "aiperf")
-        one(plan(tmp_path), checkpoint.directory_of(""), cell, lane, 0, drivers, outcome, Progress())
+        server = Server(Start("fake", fake.url, "any"), tmp_path / "log")
+        lane = ServerLane(server, "openai", Drivers(failing, "aiperf"))
+        one(cell, lane, 0, plan(tmp_path).effort, 512, outcome, Progress())
     (row,) = outcome.rows.values()
     assert (row.driver, row.repeats, row.failures) == ("aiperf", [], ["AIPerf failed: no tokenizer"])
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.served.metrics import BY_KEY, METRICS, Metric, written
+from benchmarks.harness.metrics import BY_KEY, METRICS, Metric, written
 
 _COLUMNS = {
     "output_tokens_per_s": "tokens/s",
@@ -18,11 +17,13 @@ _COLUMNS = {
     "inter_token_ms_p99": "p99",
     "gap_ms_p99": "gap p99",
     "returning_first_token_ms_p50": "returning ms",
+    "recomputed_per_turn": "recomputed",
+    "speed_up": "speed-up",
 }
 
 
-def tables(document: dict[str, Any]) -> Iterator[Table]:
-    """One for all cells, with a section each."""
+def table_of(document: dict[str, Any]) -> Table:
+    """A section for each cell."""
     title = f"{document['model']['name']}: medians of {document['options']['repeats']}, the best in bold"
     table = Table(title=title)
     for name in ("cell", "server"):
@@ -34,7 +35,7 @@ def tables(document: dict[str, Any]) -> Iterator[Table]:
         for place, row in enumerate(rows):
             values = [_value(row, metric, rows) for metric in used]
             table.add_row(cell if place == 0 else "", row["lane"], *values, end_section=place == len(rows) - 1)
-    yield table
+    return table
 
 
 def by_cell(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
