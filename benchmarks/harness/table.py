@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.harness.metrics import BY_KEY, METRICS, Metric, written
 
+RATIOS = ("output_tokens_per_s", "first_token_ms_p50", "inter_token_ms_p99", "returning_first_token_ms_p50")
 _COLUMNS = {
     "output_tokens_per_s": "tokens/s",
     "goodput_per_s": "goodput /s",
@@ -36,6 +38,24 @@ def table_of(document: dict[str, Any]) -> Table:
             values = [_value(row, metric, rows) for metric in used]
             table.add_row(cell if place == 0 else "", row["lane"], *values, end_section=place == len(rows) - 1)
     return table
+
+
+def ratios(document: dict[str, Any], ours: str) -> list[str]:
+    """How many times better `ours` is than the best lane of another server: a sentence a figure, over cells with both."""
+    sentences = []
+    for key in RATIOS:
+        found = []
+        for rows in by_cell(document).values():
+            mine = next((row["median"].get(key) for row in rows if row["lane"] == ours), None)
+            theirs = best([row for row in rows if not row["lane"].startswith(ours)], key)
+            if mine and theirs:
+                found.append(mine / theirs if BY_KEY[key].more_is_better else theirs / mine)
+        if found:
+            span = f"{min(found):.2f} to {max(found):.2f} in {len(found)} cell{'s' if len(found) > 1 else ''}"
+            sentences.append(
+                f"{BY_KEY[key].title}: {statistics.geometric_mean(found):.2f} times the best peer ({span})"
+            )
+    return sentences
 
 
 def by_cell(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -20,16 +20,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.harness import results, table
+from benchmarks.harness import picture, results, table
 from benchmarks.harness.called_from import from_caller
 from benchmarks.harness.measure import Outcome
 from benchmarks.peers.__main__ import alone
 from benchmarks.peers.commands import CommandFailed
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.models import Model
-from benchmarks.served import checkpoint, drive_aiperf, drive_python, installing, memory, report
+from benchmarks.served import checkpoint, drive_aiperf, drive_python, installing, memory
 from benchmarks.served.measure import Drivers, measure
-from benchmarks.served.options import DRIVERS, INSTALLED, PAIRS, PEERS, WIRES, Plan, Raw, checked
+from benchmarks.served.options import DRIVERS, INSTALLED, OURS, PAIRS, PEERS, WIRES, Plan, Raw, checked
 from deploy.errors import UserError
 from deploy.progress import Progress
 
@@ -70,14 +70,12 @@ def main(
     second_level: Annotated[
         int, typer.Option(help="MiB for KV outside of the cache: a file here, --cache-ram of llama.cpp; 0: none.")
     ] = 0,
-    out: Annotated[Path, typer.Option(help="Directory for the JSON, the pictures and the report.")] = Path(
-        "bench-served"
-    ),
+    out: Annotated[Path, typer.Option(help="Directory for the JSON and the picture.")] = Path("bench-served"),
     install: Annotated[
         str, typer.Option(help=f"Only install: from {', '.join(INSTALLED)}, each in an environment of its own.")
     ] = "",
 ) -> None:
-    """Measure this server and its peers over the network; write JSON, pictures and a report."""
+    """Measure this server and its peers over the network; write JSON and a picture."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers are ended with us
     raw = Raw(
         model, peers, wires, scale, users, pairs, seconds, requests, repeats, conversations, turns,
@@ -132,11 +130,14 @@ def drivers_of(plan: Plan, model: Model, progress: Progress) -> Drivers:
 
 
 def show(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome) -> None:
-    """The table, the JSON, the pictures and the report."""
+    """The table, the ratios to the best peer, the JSON and the picture."""
     more = {"driver": drivers.openai_name, "left_out": list(plan.left_out), "second_level_mib": plan.second_level}
     document = results.document_of(about(model, "bfloat16"), plan.effort, outcome, **more)
+    document["ratios"] = table.ratios(document, OURS)
     console.print(table.table_of(document))
-    written = [results.write(document, plan.out, "served"), *report.write(document, plan.out)]
+    for sentence in document["ratios"]:
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    written = [results.write(document, plan.out, "served"), picture.draw(document, plan.out / "served.png")]
     for path in written:
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
 

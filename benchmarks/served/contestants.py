@@ -144,15 +144,9 @@ def openvino(setup: Setup) -> Start:
     python = installed("openvino")
     form = models.form_for(PEERS["openvino"], python, setup.model, "bf16", "bf16", setup.progress)
     (port,) = free_ports(1)
-    flags = {
-        "--form": form,
-        "--tokenizer": setup.model.directory / "tokenizer.json",
-        "--port": port,
-        "--threads": setup.threads,
-        "--kv-blocks": -(-setup.kv_tokens // _OPENVINO_BLOCK),
-        "--users": setup.users,
-    }
-    command = (str(python), "-m", "benchmarks.served.openvino_front", *words_of(flags))
+    blocks = -(-setup.kv_tokens // _OPENVINO_BLOCK)
+    words = (form, setup.model.directory / "tokenizer.json", port, setup.threads, blocks, setup.users)
+    command = (str(python), "-m", "benchmarks.served.openvino_front", *map(str, words))
     return Start(
         "openvino", f"http://127.0.0.1:{port}", MODEL_NAME, command, version=pinned("openvino", "openvino-genai")
     )
