@@ -2,11 +2,11 @@
 
     ./everbatch bench linear                                          every format, number of rows and instruction set
     ./everbatch bench linear --formats bf16,w8a8 --rows 1,256         some of them
-    ./everbatch bench linear --isas avx512bf16,amx --save linear.json --plot linear.png
+    ./everbatch bench linear --isas avx512bf16,amx --save linear.json
 
 G = 10^9 multiply-adds x 2 a second of `everbatch_linear` alone, which also rounds the inputs; the best of many calls. Each
-instruction set is measured in a process of its own. Beside them: the same product by oneDNN, as torch packs its weights, and the
-peak: a bare loop of the instruction that multiplies inputs of that type (native/peak.h). Share = G over that peak.
+instruction set is measured in a process of its own. Beside them the peak: a bare loop of the instruction that multiplies such
+inputs (native/peak.h). Share = G over that peak.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from torch import Tensor
 
 from backend.layers.linear import QuantizedWeight, Weight
 from backend.worker.native_tier import PackLinears
-from benchmarks.machine import describe
-from benchmarks.pictures import pyplot
+from benchmarks.harness.machine import describe
 from kernels.common import two_levels
 from kernels.common.four_bits import VALUES
 from kernels.common.rotation import group_of
@@ -44,7 +43,6 @@ from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8
 from kernels.w4a16 import Weight4
 
 ROOT = Path(__file__).resolve().parents[1]
-ONEDNN = "onednn"  # measured like an instruction set, and by itself
 ROUNDS = 200_000  # of the peak's loop: some milliseconds
 PEAKS = {"f32": FLOAT32, "bf16": BFLOAT16, "int8": INT8}  # type of the inputs -> format of everbatch_multiply
 console = Console() if sys.stdout.isatty() else Console(width=150)
@@ -62,13 +60,13 @@ class Rate(NamedTuple):
 
     isa: str
     format: str
-    peak: float | None  # G of the bare loop
+    peak: float  # G of the bare loop
     rates: list[float]  # for each number of rows
 
     @property
-    def share(self) -> float | None:
+    def share(self) -> float:
         """Of the peak, at the greatest number of rows."""
-        return self.rates[-1] / self.peak if self.peak else None
+        return self.rates[-1] / self.peak
 
 
 def _floats(dtype: torch.dtype) -> Callable[[int, int], Tensor]:
@@ -193,60 +191,10 @@ def _call(library: CDLL, layer: PackedLinear, inputs: str, threads: int, rows: i
     return lambda: library.everbatch_linear(byref(layer.struct), x.data_ptr(), rows, width, out.data_ptr(), threads)
 
 
-def onednn(names: Iterable[str], n: int, k: int, rows: Sequence[int], threads: int, seconds: float) -> list[Rate]:
-    """oneDNN's products with packed weights, those that run here: f32, bf16, and int8 with a scale a row and none for tokens."""
-    torch.set_num_threads(threads)
-    found = []
-    for inputs, make in (
-        ("f32", _onednn_floats(torch.float32)),
-        ("bf16", _onednn_floats(torch.bfloat16)),
-        ("int8", _onednn_int8),
-    ):
-        try:
-            with torch.inference_mode():
-                found.append(Rate(ONEDNN, inputs, None, rates_of(make(n, k), n, k, rows, seconds)))
-        except (AttributeError, NotImplementedError, RuntimeError) as error:
-            print(f"oneDNN {inputs} is skipped: {str(error).splitlines()[0]}", file=sys.stderr)
-    return found
-
-
-def _onednn_floats(dtype: torch.dtype) -> Callable[[int, int], Callable[[int], Callable[[], object]]]:
-    def make(n: int, k: int) -> Callable[[int], Callable[[], object]]:
-        weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(n, k, dtype=dtype))
-
-        def of_rows(rows: int) -> Callable[[], object]:
-            x = torch.randn(rows, k, dtype=dtype)
-            return lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-        return of_rows
-
-    return make
-
-
-def _onednn_int8(n: int, k: int) -> Callable[[int], Callable[[], object]]:
-    weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, (n, k), dtype=torch.int8), None)
-    scales, zeros = torch.rand(n), torch.zeros(n, dtype=torch.int32)
-
-    def of_rows(rows: int) -> Callable[[], object]:
-        x = torch.randint(256, (rows, k), dtype=torch.uint8)
-        no_more = (
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )  # bias, scale and zero point of the output, its type, nothing after it
-        return lambda: torch.ops.onednn.qlinear_pointwise(x, 0.1, 128, weight, scales, zeros, *no_more)
-
-    return of_rows
-
-
 def in_process(isa: str, arguments: Sequence[str]) -> list[Rate]:
-    """The rates of one instruction set, or oneDNN's, measured in a process of its own."""
+    """The rates of one instruction set, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.linear", *arguments, "--measure", isa]
-    environment = os.environ | ({} if isa == ONEDNN else {ISA_VARIABLE: isa})
+    environment = os.environ | {ISA_VARIABLE: isa}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{isa} cannot be measured, see above; leave it out by --isas")
@@ -261,42 +209,10 @@ def table_of(rates: Sequence[Rate], rows: Sequence[int], title: str) -> Table:
     for name in (*(f"{count} rows" for count in rows), "peak", f"share at {rows[-1]}"):
         table.add_column(name, justify="right", no_wrap=True)
     for rate, following in zip(rates, [*rates[1:], None], strict=True):
-        share = "-" if rate.share is None else f"{rate.share:.0%}"
-        peak = "-" if rate.peak is None else f"{rate.peak:,.1f}"
         is_last = following is not None and following.isa != rate.isa
         cells = (f"{value:,.1f}" for value in rate.rates)
-        table.add_row(rate.isa, rate.format, *cells, peak, share, end_section=is_last)
+        table.add_row(rate.isa, rate.format, *cells, f"{rate.peak:,.1f}", f"{rate.share:.0%}", end_section=is_last)
     return table
-
-
-def plot(rates: Sequence[Rate], rows: Sequence[int], path: Path, title: str) -> None:
-    """An axis for each instruction set: G over rows, peaks as dotted lines, oneDNN dashed in every axis."""
-    plt = pyplot()
-    isas = [isa for isa in dict.fromkeys(rate.isa for rate in rates) if isa != ONEDNN] or [ONEDNN]
-    theirs = [rate for rate in rates if rate.isa == ONEDNN]
-    colours = {name: plt.get_cmap("tab20")(place) for place, name in enumerate(FORMATS)}
-    figure, axes = plt.subplots(1, len(isas), figsize=(7.5 * len(isas), 5.5), squeeze=False, layout="constrained")
-    for of_isa, isa in zip(axes[0], isas, strict=True):
-        own = [rate for rate in rates if rate.isa == isa != ONEDNN]
-        for rate in own:
-            of_isa.plot(rows, rate.rates, marker="o", markersize=3, color=colours[rate.format], label=rate.format)
-        for rate in theirs:
-            label = f"oneDNN {rate.format}"
-            of_isa.plot(
-                rows, rate.rates, linestyle="--", marker="x", markersize=4, color=colours[rate.format], label=label
-            )
-        for inputs, peak in sorted({(FORMATS[rate.format].inputs, rate.peak) for rate in own}):
-            of_isa.axhline(peak, color="black", linestyle=":", linewidth=0.9)
-            of_isa.annotate(f"peak of {inputs}", (rows[0], peak), fontsize=7, va="bottom")
-        of_isa.set_xscale("log", base=2)
-        of_isa.set_xticks(rows, [str(count) for count in rows])
-        of_isa.set_ylim(bottom=0)
-        of_isa.set(title=isa, xlabel="rows", ylabel="G = 10^9 multiply-adds x 2 a second")
-        of_isa.grid(alpha=0.3)
-        of_isa.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def _names(text: str, known: Iterable[str], option: str) -> list[str]:
@@ -332,7 +248,6 @@ def main(
     threads: Annotated[int, typer.Option(help="Of a product.", min=1)] = len(os.sched_getaffinity(0)),
     seconds: Annotated[float, typer.Option(help="Of each measurement, at least.", min=0.0)] = 0.2,
     save: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
-    plot_to: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG).")] = None,
     measure: Annotated[str, typer.Option(hidden=True, help="Measure this one in this process, and print JSON.")] = "",
 ) -> None:
     """Measure one layer in every format, and print a table."""
@@ -343,13 +258,13 @@ def main(
             f"{k} is no multiple of {COLUMNS if of_256 else 128}; use {-(-k // COLUMNS) * COLUMNS}", param_hint="--k"
         )
     if measure:
-        measured = (onednn if measure == ONEDNN else ours)(names, n, k, counts, threads, seconds)
+        measured = ours(names, n, k, counts, threads, seconds)
         print(json.dumps(measured))
         return
     chosen = _names(isas, supported_isas(), "--isas") if isas else supported_isas()
     passed = {"--n": n, "--k": k, "--rows": rows, "--formats": formats, "--threads": threads, "--seconds": seconds}
     arguments = [str(word) for pair in passed.items() for word in pair]
-    rates = [rate for isa in (*chosen, ONEDNN) for rate in in_process(isa, arguments)]
+    rates = [rate for isa in chosen for rate in in_process(isa, arguments)]
     machine = describe()
     title = f"G of a layer of {n:,} x {k:,}, {threads} threads; {machine.summary}"
     console.print(table_of(rates, counts, title))
@@ -357,8 +272,6 @@ def main(
         document = {"machine": machine._asdict(), "n": n, "k": k, "threads": threads, "rows": counts}
         document["measured"] = [rate._asdict() | {"share": rate.share} for rate in rates]
         save.write_text(json.dumps(document, indent=1) + "\n")
-    if plot_to:
-        plot(rates, counts, plot_to, title)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -50,8 +50,9 @@ from backend.scheduler.lookup import Lookup
 from backend.scheduler.model_drafting import ModelDrafter
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.model_runner import ModelRunner
+from benchmarks.harness import results
 
-RESULTS = Path(__file__).parent / "results" / "speculation.json"
+RESULTS = Path(__file__).parent / "results"
 DEFAULT_MODEL = Path(__file__).parents[1] / "models" / "default"
 PROMPT_TOKENS = 64
 NAMESPACE = "bench"
@@ -71,9 +72,7 @@ class Figures:
     kind: str
     rows: int
     sampled: bool
-    speedup: float  # median of the rounds
-    least: float
-    greatest: float
+    speed_ups: list[float]  # of the rounds
     plain_tokens_per_s: float
     accepted: float
     per_step: float
@@ -200,9 +199,7 @@ class Bench:
             kind,
             rows,
             sampled,
-            round(statistics.median(ratios), 3),
-            round(min(ratios), 3),
-            round(max(ratios), 3),
+            [round(ratio, 3) for ratio in ratios],
             round(rows * (self.num_tokens - 1) / statistics.median(plain_s), 1),
             round(right / tried, 3) if tried else 0.0,
             round(rounds * (self.num_tokens - 1) / steps, 2),
@@ -228,6 +225,16 @@ class Bench:
         return drafter
 
 
+def row_of(figures: Figures) -> dict[str, Any]:
+    """A row of the results, as `bench compare` reads them."""
+    cell = f"{figures.kind}, {figures.rows} rows, {'sampled' if figures.sampled else 'greedy'}"
+    return {
+        "cell": cell,
+        "lane": "everbatch",
+        "repeats": [{"speed_up": ratio} for ratio in figures.speed_ups],
+    } | asdict(figures)
+
+
 def main(
     model: Annotated[Path, typer.Option(help="checkpoint directory")] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="model.dtype")] = "auto",
@@ -241,7 +248,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="pairs of runs in a figure")] = 5,
     source: Annotated[Source, typer.Option(help="where the earlier versions stand")] = Source.PROMPT,
     sampled: Annotated[bool, typer.Option(help="with temperature 0.7 rather than greedily")] = False,
-    save: Annotated[bool, typer.Option(help=f"write {RESULTS.name}")] = False,
+    save: Annotated[bool, typer.Option(help="write benchmarks/results/speculation.json")] = False,
 ) -> None:
     """Compare, and print a table."""
     sizes = [int(each) for each in rows.split(",")]
@@ -253,14 +260,15 @@ def main(
             print(json.dumps(asdict(figures[-1])), flush=True)
     table = Table("rows", "kind", "on : off", "least", "greatest", "accepted", "per step", "plain tokens/s", "equal")
     for each in figures:
-        ratios = (f"{ratio:.2f}" for ratio in (each.speedup, each.least, each.greatest))
+        ups = each.speed_ups
+        ratios = (f"{ratio:.2f}" for ratio in (statistics.median(ups), min(ups), max(ups)))
         table.add_row(
             str(each.rows), each.kind, *ratios, f"{each.accepted:.2f}", f"{each.per_step:.2f}",
             f"{each.plain_tokens_per_s:.0f}", "yes" if each.is_equal else "NO",
         )  # fmt: skip
     console.print(table)
     if save:
-        RESULTS.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+        results.write({"kind": results.KIND, "rows": [row_of(each) for each in figures]}, RESULTS, "speculation")
 
 
 if __name__ == "__main__":

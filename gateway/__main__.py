@@ -2,124 +2,126 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
 
 from gateway.browsers import fault_of
 from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
-from gateway.served import served_of
+from gateway.served import Served, served_of
 from gateway.server import GatewayServer
 from gateway.settings import Settings
 
 SWITCH_INTERVAL_S = 0.001  # so long the event loop waits for the thread that reads large bodies; Python's own is 0.005
-_DEFAULTS = Settings()
+PROGRAM = "python -m gateway"
+D = Settings()  # the defaults
+# The base class of all errors of parsing. Older versions of typer take it from click, newer ones have a copy of their own.
+_UsageProblem: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Every flag names a field of Settings."""
-    flags = argparse.ArgumentParser(
-        prog="python -m gateway", description="An OpenAI-compatible endpoint before Triton."
-    )
-    add = flags.add_argument
-    add("--triton", default=_DEFAULTS.triton, metavar="HOST:PORT", help="Triton's gRPC address")
-    add("--triton-model", default=_DEFAULTS.triton_model, metavar="NAME", help="the Triton model to ask")
-    add(
-        *("--model-name", "--model-names"),
-        dest="model_names",
-        action="append",
-        metavar="NAME",
-        help="a name clients may use as `model`; may be given several times",
-    )
-    add(
-        "--lora",
-        dest="adapters",
-        action="append",
-        metavar="NAME",
-        help="a LoRA adapter of the server that clients may name as `model`; may be given several times",
-    )
-    add(
-        "--other-model",
-        dest="others",
-        action="append",
-        type=served_of,
-        metavar="JSON",
-        help="a further model of the server: triton_model, names, adapters, label (gateway/served.py)",
-    )
-    add("--metrics-label", default="", metavar="NAME", help="what the metrics of the first model's engine call it")
-    add("--control", type=Path, metavar="SOCKET", help="the launcher's, for operations on models")
-    add(
-        "--prompt-adapter",
-        dest="prompt_adapters",
-        action="append",
-        metavar="NAME",
-        help="a prompt adapter of the server, likewise",
-    )
-    add(
-        "--tool-format",
-        default=_DEFAULTS.tool_format,
-        choices=TOOL_FORMATS,
-        help="how the model writes tool calls",
-    )
-    add(
-        "--reasoning-format",
-        default=_DEFAULTS.reasoning_format,
-        choices=REASONING_FORMATS,
-        help="how the model marks its reasoning; none: that is part of the content",
-    )
-    add("--host", default=_DEFAULTS.host, help="address to listen at")
-    add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
-    add("--api-keys", type=Path, metavar="FILE", help=f"lines of {FORM}; mode 0600")
-    add(
-        "--allow-origin",
-        dest="allow_origins",
-        action="append",
-        metavar="ORIGIN",
-        help="of web pages that may use the endpoint, such as https://chat.example; may be given several times",
-    )
-    add(
-        "--allow-host",
-        dest="allow_hosts",
-        action="append",
-        metavar="NAME",
-        help="a further name of the server, which it answers to without keys; may be given several times",
-    )
-    add("--server-version", default=_DEFAULTS.server_version, metavar="VERSION", help="what /version tells")
-    add("--metrics-url", metavar="URL", help="Triton's metrics page, passed on at /metrics")
-    for name, kind, help_text in (
-        ("max-body-bytes", int, "of one request"),
-        ("body-timeout-s", float, "for a body to arrive"),
-        ("request-timeout-s", float, "for a reply to be complete"),
-        ("resume-timeout-s", float, "for a server that has ended to be back, until a reply is given up; 0: at once"),
-        ("max-requests", int, "POST requests at once; more get 429"),
-        ("max-choices", int, "replies at once; more get 429"),
-        ("max-choices-per-request", int, "prompts times n, or best_of, of one request"),
-        ("shutdown-grace-s", float, "replies may run on so long after SIGTERM"),
-        ("store-count", int, "responses kept for previous_response_id, for each namespace"),
-        ("store-bytes", int, "of memory that they take"),
-        ("store-ttl-s", float, "since a response was last used"),
-    ):
-        add(f"--{name}", type=kind, default=getattr(_DEFAULTS, name.replace("-", "_")), metavar="N", help=help_text)
-    return flags
+def _option(help_text: str, metavar: str = "N", name: str = "", **more: Any) -> Any:
+    """`name`: of the flag, where it is not that of the parameter."""
+    return typer.Option(*filter(None, [name]), metavar=metavar, help=help_text, **more)
+
+
+def _several(flag: str, help_text: str, metavar: str = "NAME", **more: Any) -> Any:
+    return typer.Option(*flag.split(), metavar=metavar, help=f"{help_text}; may be given several times", **more)
+
+
+@_app.command()
+def _read(
+    triton: Annotated[str, _option("Triton's gRPC address", "HOST:PORT")] = D.triton,
+    triton_model: Annotated[str, _option("the Triton model to ask", "NAME")] = D.triton_model,
+    model_names: Annotated[
+        list[str] | None, _several("--model-name --model-names", "a name clients may use as `model`")
+    ] = None,
+    adapters: Annotated[
+        list[str] | None, _several("--lora", "a LoRA adapter of the server that clients may name as `model`")
+    ] = None,
+    others: Annotated[
+        list[Served] | None,
+        _several(
+            "--other-model",
+            "a further model of the server: triton_model, names, adapters, label (gateway/served.py)",
+            "JSON",
+            parser=served_of,
+        ),
+    ] = None,
+    metrics_label: Annotated[str, _option("what the metrics of the first model's engine call it", "NAME")] = "",
+    control: Annotated[Path | None, _option("the launcher's, for operations on models", "SOCKET")] = None,
+    prompt_adapters: Annotated[
+        list[str] | None, _several("--prompt-adapter", "a prompt adapter of the server, likewise")
+    ] = None,
+    tool_format: Annotated[
+        Literal[TOOL_FORMATS],  # type: ignore[valid-type]
+        typer.Option(help="how the model writes tool calls"),
+    ] = D.tool_format,
+    reasoning_format: Annotated[
+        Literal[REASONING_FORMATS],  # type: ignore[valid-type]
+        typer.Option(help="how the model marks its reasoning; none: that is part of the content"),
+    ] = D.reasoning_format,
+    host: Annotated[str, _option("address to listen at", "HOST")] = D.host,
+    port: Annotated[int, _option("0: any free port, which is printed", "PORT")] = D.port,
+    api_keys: Annotated[Path | None, _option(f"lines of {FORM}; mode 0600", "FILE")] = None,
+    allow_origins: Annotated[
+        list[str] | None,
+        _several("--allow-origin", "of web pages that may use the endpoint, such as https://chat.example", "ORIGIN"),
+    ] = None,
+    allow_hosts: Annotated[
+        list[str] | None,
+        _several("--allow-host", "a further name of the server, which it answers to without keys"),
+    ] = None,
+    server_version: Annotated[str, _option("what /version tells", "VERSION")] = D.server_version,
+    metrics_url: Annotated[str | None, _option("Triton's metrics page, passed on at /metrics", "URL")] = None,
+    max_body_bytes: Annotated[int, _option("of one request")] = D.max_body_bytes,
+    body_timeout_s: Annotated[float, _option("for a body to arrive")] = D.body_timeout_s,
+    request_timeout_s: Annotated[float, _option("for a reply to be complete")] = D.request_timeout_s,
+    resume_timeout_s: Annotated[
+        float, _option("for a server that has ended to be back, until a reply is given up; 0: at once")
+    ] = D.resume_timeout_s,
+    max_requests: Annotated[int, _option("POST requests at once; more get 429")] = D.max_requests,
+    max_choices: Annotated[int, _option("replies at once; more get 429")] = D.max_choices,
+    max_choices_per_request: Annotated[
+        int, _option("prompts times n, or best_of, of one request")
+    ] = D.max_choices_per_request,
+    shutdown_grace_s: Annotated[float, _option("replies may run on so long after SIGTERM")] = D.shutdown_grace_s,
+    store_count: Annotated[int, _option("responses kept for previous_response_id, for each namespace")] = D.store_count,
+    store_bytes: Annotated[int, _option("of memory that they take")] = D.store_bytes,
+    store_ttl_s: Annotated[float, _option("since a response was last used")] = D.store_ttl_s,
+) -> Settings:
+    """An OpenAI-compatible endpoint before Triton."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in locals().items()
+    }
+    values["model_names"] = values["model_names"] or D.model_names
+    for key in ("adapters", "others", "prompt_adapters", "allow_origins", "allow_hosts"):
+        values[key] = values[key] or ()
+    if (fault := fault_of(values["allow_origins"], values["allow_hosts"], api_keys is not None)) is not None:
+        raise typer.BadParameter(fault)
+    for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
+        if same := set(values["model_names"]) & set(values[key]):
+            raise typer.BadParameter(
+                f"{min(same)} is the name of a model and of a {kind} adapter; give one of them another name"
+            )
+    return Settings(**values)
 
 
 def settings_of(arguments: list[str]) -> Settings:
-    flags = parser()
-    values = vars(flags.parse_args(arguments))
-    values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
-    values["adapters"] = tuple(values["adapters"] or ())
-    values["others"] = tuple(values["others"] or ())
-    for key in ("prompt_adapters", "allow_origins", "allow_hosts"):
-        values[key] = tuple(values[key] or ())
-    if (fault := fault_of(values["allow_origins"], values["allow_hosts"], values["api_keys"] is not None)) is not None:
-        flags.error(fault)
-    for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
-        if same := set(values["model_names"]) & set(values[key]):
-            flags.error(f"{min(same)} is the name of a model and of a {kind} adapter; give one of them another name")
-    return Settings(**values)
+    """Raises SystemExit: 2 with one sentence on standard error for wrong flags, 0 after --help."""
+    try:
+        settings = _app(arguments, prog_name=PROGRAM, standalone_mode=False)
+    except _UsageProblem as error:
+        print(f"{PROGRAM}: {error.format_message()}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if not isinstance(settings, Settings):
+        raise SystemExit(0)
+    return settings
 
 
 def main(arguments: list[str]) -> int:

@@ -10,11 +10,20 @@ greater it is, the more often their likeliest tokens differ. Time and memory of 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from tools.make_random_model import FAMILIES, SHAPES, make_config, random_weights, read_overrides, write_model
+import typer
+
+from tools.make_random_model import (
+    FAMILIES,
+    SHAPE_HELP,
+    SHAPES,
+    make_config,
+    random_weights,
+    read_overrides,
+    write_model,
+)
 
 _INTO_THE_STREAM = ("self_attn.o_proj.weight", "self_attn.o_proj.bias", "mlp.down_proj.weight", "mlp.down_proj.bias")
 
@@ -55,23 +64,18 @@ def _layer(name: str) -> int:
     return int(within.partition(".")[0]) if within else -1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write a model of random weights, and a draft model that agrees with it."
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--draft-layers", type=int, required=True)
-    parser.add_argument("--epsilon", type=float, required=True, help="of what the other layers add")
-    parser.add_argument("--family", choices=list(FAMILIES), default="llama")
-    parser.add_argument("--shape", choices=list(SHAPES), help="a size of the benchmarks; tiny without it")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="a key of config.json")
-    given = parser.parse_args()
-    overrides = read_overrides(given.set)
-    make_draft_pair(
-        given.directory, given.draft_layers, given.epsilon, given.family, given.seed, given.shape, **overrides
-    )
+def main(
+    directory: Path,
+    draft_layers: Annotated[int, typer.Option()],
+    epsilon: Annotated[float, typer.Option(help="of what the other layers add")],
+    family: Annotated[Literal[tuple(FAMILIES)], typer.Option()] = "llama",  # type: ignore[valid-type]
+    shape: Annotated[Literal[tuple(SHAPES)] | None, typer.Option(help=SHAPE_HELP)] = None,  # type: ignore[valid-type]
+    seed: int = 0,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=JSON", help="a key of config.json")] = None,
+) -> None:
+    """Write a model of random weights, and a draft model that agrees with it."""
+    make_draft_pair(directory, draft_layers, epsilon, family, seed, shape, **read_overrides(set or []))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -12,14 +12,14 @@ transformers' own initialisation.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
@@ -101,6 +101,8 @@ SHAPES["M-long"] = SHAPES["M"] | dict(
     max_position_embeddings=40_960,
     rope_parameters=LLAMA3_ROPE | dict(rope_theta=10_000.0, factor=20.0, original_max_position_embeddings=2048),
 )
+
+SHAPE_HELP = "a size of the benchmarks; tiny without it"
 
 
 def make_random_model(
@@ -205,26 +207,19 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     return values.mul_(1.5 / shape[-1] ** 0.5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a Hugging Face checkpoint directory with random weights.")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--family", choices=list(FAMILIES), default="llama")
-    parser.add_argument("--shape", choices=list(SHAPES), help="a size of the benchmarks; tiny without it")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-shards", type=int, default=1)
-    parser.add_argument("--tokenizer-from", type=Path, help="checkpoint directory whose tokenizer is copied")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="a key of config.json")
-    arguments = parser.parse_args()
-    make_random_model(
-        arguments.directory,
-        arguments.family,
-        arguments.seed,
-        arguments.shape,
-        arguments.num_shards,
-        arguments.tokenizer_from,
-        **read_overrides(arguments.set),
-    )
+def main(
+    directory: Path,
+    family: Annotated[Literal[tuple(FAMILIES)], typer.Option()] = "llama",  # type: ignore[valid-type]
+    shape: Annotated[Literal[tuple(SHAPES)] | None, typer.Option(help=SHAPE_HELP)] = None,  # type: ignore[valid-type]
+    seed: int = 0,
+    num_shards: int = 1,
+    tokenizer_from: Annotated[Path | None, typer.Option(help="checkpoint directory whose tokenizer is copied")] = None,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=JSON", help="a key of config.json")] = None,
+) -> None:
+    """Write a Hugging Face checkpoint directory with random weights."""
+    overrides = read_overrides(set or [])
+    make_random_model(directory, family, seed, shape, num_shards, tokenizer_from, **overrides)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -12,7 +12,6 @@ from handing every large tensor back to the kernel after use, which makes traini
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import math
@@ -24,9 +23,10 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -294,8 +294,21 @@ def restore(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, c
     return step, seconds, tokens, mean
 
 
+class Training(NamedTuple):
+    """What main() was told."""
+
+    out: Path
+    work: Path
+    steps: int
+    minutes: float
+    batch_tokens: int
+    lr: float
+    every: int
+    precision: str
+
+
 def train(
-    args: argparse.Namespace,
+    args: Training,
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     corpus: Corpus,
@@ -344,25 +357,25 @@ def train(
     print(f"done: {step} steps, {seen} tokens, {spent / 60:.1f} min, {seen / spent:.0f} tokens/s overall")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("models/default"), help="where the model goes")
-    parser.add_argument("--work", type=Path, default=Path(".run/train"), help="where checkpoint and tokenizer go")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="wall-clock budget of training")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--every", type=int, default=250, help="steps between validations, exports and checkpoints")
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="bf16 means autocast")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
+def main(
+    out: Annotated[Path, typer.Option(help="where the model goes")] = Path("models/default"),
+    work: Annotated[Path, typer.Option(help="where checkpoint and tokenizer go")] = Path(".run/train"),
+    steps: int = 6000,
+    minutes: Annotated[float, typer.Option(help="wall-clock budget of training")] = math.inf,
+    batch_tokens: Annotated[int, typer.Option(help="tokens per step")] = 4096,
+    lr: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
+    every: Annotated[int, typer.Option(help="steps between validations, exports and checkpoints")] = 250,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="bf16 means autocast")] = "bf16",
+    threads: int = 2,
+    seed: int = 0,
+) -> None:
+    """Train the model that comes along, on the files of Python's library."""
+    args = Training(out, work, steps, minutes, batch_tokens, lr, every, precision)
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
     texts = library_texts()
     rng.shuffle(texts)
     held, held_size = 0, 0
@@ -383,4 +396,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

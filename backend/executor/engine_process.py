@@ -7,7 +7,6 @@ error. It ends when its standard input ends, so it never outlives its parent.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -21,12 +20,26 @@ from collections.abc import Callable
 from backend.api.config.file import load_config
 from backend.api.config.schema import EngineConfig
 from backend.api.errors import EverbatchError
+from backend.api.processes.arguments import arguments_of
 from backend.api.processes.setup import set_up_logging
 from backend.core.step import WorkersLost
-from backend.executor.kept_files import KeptFiles
+from backend.executor.kept_files import KeptArguments, KeptFiles
 from backend.executor.served_engine import ServedEngine, load_libraries
 
 log = logging.getLogger("everbatch.engine")
+
+
+class EngineArguments(KeptArguments, forbid_unknown_fields=True, kw_only=True):
+    """`config`: a JSON file of backend.api.config.schema; defaults without it.
+
+    `owns_directory`: remove the socket's directory if the parent dies. `spare`: load libraries only, until standard input has
+    a line.
+    """
+
+    socket: str
+    config: str | None = None
+    owns_directory: bool = False
+    spare: bool = False
 
 
 def serve_engine(config: EngineConfig, socket_path: str, kept: KeptFiles) -> None:
@@ -41,15 +54,7 @@ def main(serve: Callable[[EngineConfig, str, KeptFiles], None] = serve_engine) -
     """The program of a process that clients reach at a socket as an engine. `serve` runs until SIGTERM; its last argument is
     what the parent holds for it.
     """
-    parser = argparse.ArgumentParser(prog="everbatch-engine")
-    parser.add_argument("--config", help="JSON file of backend.api.config.schema; defaults without it")
-    parser.add_argument("--socket", required=True)
-    parser.add_argument(
-        "--owns-directory", action="store_true", help="remove the socket's directory if the parent dies"
-    )
-    KeptFiles.add_options(parser)
-    parser.add_argument("--spare", action="store_true", help="load libraries only, until standard input has a line")
-    arguments = parser.parse_args()
+    arguments = arguments_of(EngineArguments)
     set_up_logging("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the supervisor acts on it
     own = os.path.dirname(arguments.socket) if arguments.owns_directory else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import struct
 import zlib
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from backend.api.config.schema import EngineConfig
 from backend.api.request import RequestId
@@ -16,6 +17,14 @@ from backend.engine.session_files import in_memory
 POOL, TRIAL = "kv-pool", "engine-trial"  # names of the memory, as /proc shows them
 # The engine's name, the id of the request on trial plus one (0: none is), and the CRC of both.
 _TRIAL, _CRC = struct.Struct("<16sQ"), struct.Struct("<I")
+
+
+class KeptArguments(Struct):
+    """The arguments that name the descriptors of KeptFiles."""
+
+    session_files: tuple[int, ...] = ()
+    kv_pool: int | None = None
+    trial_file: int | None = None
 
 
 class KeptFiles(NamedTuple):
@@ -36,15 +45,9 @@ class KeptFiles(NamedTuple):
         )
 
     @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        """The options of `arguments`."""
-        parser.add_argument("--session-files", nargs=2, type=int, default=[], help="descriptors of the log of sessions")
-        parser.add_argument("--kv-pool", type=int, help="descriptor of memory for the KV pool")
-        parser.add_argument("--trial-file", type=int, help="descriptor of memory that tells who runs alone")
-
-    @staticmethod
-    def of(options: argparse.Namespace) -> KeptFiles:
-        return KeptFiles(tuple(options.session_files), options.kv_pool, options.trial_file)
+    def of(given: KeptArguments) -> KeptFiles:
+        """The inverse of `arguments`, in the process that has inherited the descriptors."""
+        return KeptFiles(given.session_files, given.kv_pool, given.trial_file)
 
     @property
     def descriptors(self) -> tuple[int, ...]:

@@ -6,14 +6,16 @@ It joins the rank 0 that listens there (joining.py), with the key of the environ
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
 import sys
 
+from msgspec import Struct
+
 from backend.api.config.endpoints import check_address
 from backend.api.errors import ConfigError
+from backend.api.processes.arguments import arguments_of
 from backend.api.processes.launched import key_of
 from backend.api.processes.setup import physical_cores, set_up_logging
 from backend.wire.address import NetworkAddress
@@ -25,14 +27,18 @@ log = logging.getLogger("everbatch.rank")
 REFUSED = 2  # exit status: it makes no sense to join again
 
 
+class JoinArguments(Struct, forbid_unknown_fields=True):
+    """`rank` and `num_ranks`: those of torchrun or mpirun; None: rank 0 chooses. `timeout`: in seconds."""
+
+    join: str
+    rank: int | None = None
+    num_ranks: int | None = None
+    timeout: float = 600.0
+    parent: int | None = None
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="everbatch-rank")
-    parser.add_argument("--join", required=True)
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--num-ranks", type=int)
-    parser.add_argument("--timeout", type=float, default=600.0)
-    parser.add_argument("--parent", type=int)
-    arguments = parser.parse_args()
+    arguments = arguments_of(JoinArguments)
     set_up_logging("rank" if arguments.rank is None else f"rank {arguments.rank}")
     if arguments.parent is not None:
         end_with_parent(arguments.parent)

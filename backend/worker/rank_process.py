@@ -6,7 +6,6 @@ cannot go on: rank 0 then knows that it is lost.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -16,8 +15,10 @@ from collections.abc import Callable
 from ctypes import CDLL
 
 import torch
+from msgspec import Struct
 
 from backend.api.errors import ConfigError
+from backend.api.processes.arguments import arguments_of
 from backend.api.processes.setup import set_up_logging
 from backend.architectures.shards import vocabulary
 from backend.models import loader
@@ -49,12 +50,16 @@ PR_SET_PDEATHSIG = 1
 Links = dict[int, socket.socket]  # connections to the other ranks, by their numbers
 
 
+class RankArguments(Struct, forbid_unknown_fields=True):
+    """`socket`: the descriptor of the connection to rank 0. `parent`: the id of rank 0's process."""
+
+    rank: int
+    socket: int
+    parent: int
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="everbatch-rank")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    arguments = parser.parse_args()
+    arguments = arguments_of(RankArguments)
     set_up_logging(f"rank {arguments.rank}")
     end_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the supervisor acts on it

@@ -4,8 +4,8 @@
     ./everbatch bench compare BEFORE.json AFTER.json --fail-below 0.95      exit status 1 where a ratio is lower
     ./everbatch bench compare BEFORE.json AFTER.json --only everbatch --only tokens/s     some of the lines
 
-A ratio above 1 means that AFTER is better: more tokens a second, or less time. It is read: served, peers, serving, endpoint,
-sessions, speculation.
+A ratio above 1 means that AFTER is better: more tokens a second, or less time. It reads results of served, load,
+speculation and peers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.called_from import from_caller
 from benchmarks.compare.figures import Key, read
 from benchmarks.compare.ratios import Ratio, ratios_of
-from benchmarks.served.metrics import written
+from benchmarks.harness.called_from import from_caller
+from benchmarks.harness.metrics import written
 from benchmarks.served.options import in_range
 from deploy.errors import UserError
 

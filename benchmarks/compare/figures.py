@@ -1,7 +1,7 @@
 """The figures of a file of results, whichever benchmark wrote it.
 
-Read are the results of `served`, `peers`, `serving`, `endpoint`, `sessions` and `speculation`, which hold figures by the name of
-a cell. Results of the benchmarks `gpu`, `quality`, `scheduling` and `overhead` have other keys and are refused.
+Read are the results of `served`, `load` and `speculation`, which have one form, and of `peers`. Those of `gpu`, `quality` and
+`overhead` have other keys and are refused.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.served.metrics import METRICS
-from benchmarks.served.results import KIND
+from benchmarks.harness.metrics import METRICS
+from benchmarks.harness.results import KIND
 from deploy.errors import UserError
 
 LARGEST = 64 << 20  # bytes of a file
-READABLE = "served, peers, serving, endpoint, sessions or speculation"
+READABLE = "served, load, speculation or peers"
 
 
 class Key(NamedTuple):
@@ -71,21 +71,13 @@ def is_figure(value: object) -> bool:
 def _found(document: Any) -> Found:
     """Told apart by what they hold."""
     if isinstance(document, dict) and document.get("kind") == KIND:
-        return _served(document)
-    if isinstance(document, dict) and "turn_5" in document:
-        return _endpoint(document)
-    if isinstance(document, dict) and "crowds" in document:
-        return _sessions(document)
+        return _rows(document)
     if isinstance(document, dict) and "decode_tokens_per_s" in document["rows"][0]:
         return _peers(document)
-    if isinstance(document, list) and "triton_tokens_per_s" in document[0]:
-        return _serving(document)
-    if isinstance(document, list) and "speedup" in document[0]:
-        return _speculation(document)
     return iter(())
 
 
-def _served(document: dict[str, Any]) -> Found:
+def _rows(document: dict[str, Any]) -> Found:
     for row in document["rows"]:
         for metric in METRICS:
             samples = [figures[metric.key] for figures in row["repeats"] if metric.key in figures]
@@ -99,35 +91,3 @@ def _peers(document: dict[str, Any]) -> Found:
         for phase in ("decode", "prefill"):
             key = Key(cell, f"{row['engine']} {row['setting']}", f"{phase}, tokens/s, best")
             yield key, [row.get(f"{phase}_tokens_per_s")], True
-
-
-def _serving(rows: list[dict[str, Any]]) -> Found:
-    for row in rows:
-        cell = f"{row['model']} {row['weights']}, {row['concurrency']} streams"
-        for name in ("engine", "triton"):
-            yield Key(cell, name, "decode, tokens/s, best"), [row[f"{name}_tokens_per_s"]], True
-
-
-def _endpoint(document: dict[str, Any]) -> Found:
-    for row in document["rows"]:
-        for name in ("engine", "endpoint"):
-            yield Key(f"{row['streams']} streams", name, "output, tokens/s, best"), [row[name]], True
-    for name in ("warm", "cold"):
-        yield Key("turn 5 of a chat", name, "first token, s"), [document["turn_5"][f"{name}_s"]], False
-
-
-def _sessions(document: dict[str, Any]) -> Found:
-    for kind in ("warm", "evicted"):
-        samples = [turn["first_token_ms"] for turn in document["turns"] if turn["kind"] == kind]
-        yield Key(f"{document['history']} tokens of history", kind, "first token, ms"), samples, False
-    for row in document["crowds"]:
-        cell = f"{row['users']} users, {row['oversubscription']} times the pool"
-        yield Key(cell, "everbatch", "output, tokens/s"), [row["output_tokens_per_s"]], True
-        yield Key(cell, "everbatch", "first token, ms"), [row["first_token_ms"]], False
-
-
-def _speculation(rows: list[dict[str, Any]]) -> Found:
-    """`least` and `greatest` are of the same repeats as the speed-up, which is their median."""
-    for row in rows:
-        cell = f"{row['kind']}, {row['rows']} rows, {'sampled' if row['sampled'] else 'greedy'}"
-        yield Key(cell, "everbatch", "speed-up"), [row["least"], row["speedup"], row["greatest"]], True

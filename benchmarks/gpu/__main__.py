@@ -3,21 +3,29 @@
     python -m benchmarks.gpu                     on a GPU: measures, as far as the minutes go; elsewhere: prints what is known
     python -m benchmarks.gpu --missing           only rows without a result: repeat it until none is left
 
-It needs Python 3.12, torch, triton, transformers and numpy, nothing else. Rows are run in the order of their importance, the
-file of results is written after each and merged with what is there, so runs of ten minutes add up. On an H200 all kernels
-take about five minutes, the engine 35 seconds for each of --formats. A row that fails says why; one that takes the device with
-it is noted, and a new process goes on behind it.
+    --part kernels|engine|all      all: important kernels, the engine, other kernels
+    --formats bf16,w4a8kv4         of the engine's weights and KV
+    --minutes 9                    no row is begun later
+    --only REGEX                   rows whose name has a match
+    --missing                      leave alone rows that have a result, or failed
+    --small                        tiny shapes on a CPU; kernels need TRITON_INTERPRET=1
+    --results DIR                  directory of gpu.json, gpu.md, gpu.png
+
+It needs Python 3.12, torch, triton, transformers and numpy, nothing else: hence no library for command lines.
+Rows are run in the order of their importance, the file of results is written after each and merged with what is there,
+so runs of ten minutes add up. On an H200 all kernels take about five minutes, the engine 35 seconds for each of --formats.
+A row that fails says why; one that takes the device with it is noted, and a new process goes on behind it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple, get_type_hints
 
 try:
     import torch
@@ -38,8 +46,23 @@ DIRECTORY = Path(__file__).parents[1] / "results"
 PARTS = ("kernels", "engine", "all")
 
 
+class Options(NamedTuple):
+    """`started`, `resumed`: of a process that goes on where another one had to stop."""
+
+    part: str = "all"
+    formats: str = ",".join(engine_rows.FORMATS)
+    minutes: float = 9.0
+    only: str = ""
+    missing: bool = False
+    small: bool = False
+    results: Path = DIRECTORY
+    started: float = 0.0
+    resumed: str = ""
+
+
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = read(arguments)
+    options = options._replace(started=options.started or time.time())
     cases = [case for case in all_cases(options.small) if re.search(options.only, case.name)]
     rows = [row for row in engine_rows.all_rows(options.formats) if re.search(options.only, row.name)]
     if options.small:
@@ -57,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace, cases: list[Case], rows: list[engine_rows.Row], results: Results) -> None:
+def _measure(options: Options, cases: list[Case], rows: list[engine_rows.Row], results: Results) -> None:
     budget = Budget(options.started, options.minutes)
     device = torch.device("cuda")
     found = machine.measure(device)
@@ -75,7 +98,7 @@ def _measure(options: argparse.Namespace, cases: list[Case], rows: list[engine_r
     run_cases(rest, results, run, found, device, budget, say)
 
 
-def _is_done(record: Record, options: argparse.Namespace) -> bool:
+def _is_done(record: Record, options: Options) -> bool:
     """Whether this run leaves the row as it is."""
     finished = record["status"] in (MEASURED, FAILED)
     return finished and (options.missing or (options.resumed and record["run"] >= options.resumed))
@@ -88,7 +111,7 @@ def _resumed(arguments: Sequence[str], started: float) -> list[str]:
     return [*kept, f"--started={started}", f"--resumed={name}"]
 
 
-def _finish(options: argparse.Namespace, results: Results) -> None:
+def _finish(options: Options, results: Results) -> None:
     cases, rows = all_cases(False), engine_rows.all_rows(",".join(engine_rows.FORMATS))
     results.keep({case.name for case in cases} | {row.name for row in rows})
     results.save()
@@ -134,22 +157,25 @@ def _small(cases: list[Case], rows: list[engine_rows.Row]) -> int:
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--part", choices=PARTS, default="all", help="all: important kernels, the engine, other kernels"
-    )
-    parser.add_argument("--formats", default=",".join(engine_rows.FORMATS), help="of the engine's weights and KV")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no row is begun later (9)")
-    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name has a match")
-    parser.add_argument("--missing", action="store_true", help="leave alone rows that have a result, or failed")
-    parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU; kernels need TRITON_INTERPRET=1")
-    parser.add_argument("--results", type=Path, default=DIRECTORY, help="directory of gpu.json, gpu.md, gpu.png")
-    parser.add_argument("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
-    parser.add_argument("--resumed", default="", help=argparse.SUPPRESS)
-    return parser
+def read(arguments: Sequence[str]) -> Options:
+    """`--name=value` or `--name value`, and `--name` alone for what is off by default. SystemExit for what is no option."""
+    known, found = get_type_hints(Options), {}
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while words:
+        name = words.pop(0).removeprefix("--")
+        kind = known.get(name)
+        if name == "help":
+            say(str(__doc__))
+            sys.exit(0)
+        if kind is None or (kind is not bool and not words):
+            sys.exit(f"--{name} is no option, or lacks its value; --help lists the options")
+        try:
+            found[name] = True if kind is bool else kind(words.pop(0))
+        except ValueError as error:
+            sys.exit(f"--{name}: {error}")
+    if found.get("part", "all") not in PARTS:
+        sys.exit(f"--part is {found['part']!r}; choose from {', '.join(PARTS)}")
+    return Options(**found)
 
 
 def say(text: str) -> None:

@@ -7,16 +7,18 @@ Every row that samples gets the next of a few token ids. `--step-ms`: what a ste
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import threading
 import time
 from collections import deque
 
+from msgspec import Struct
+
 from backend.api.config.file import load_config
 from backend.api.errors import InvalidRequest
 from backend.api.lora import LoraConfig
+from backend.api.processes.arguments import arguments_of
 from backend.api.processes.setup import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.core.step import MemoryUse, ModelInfo, PreparedAdapter, SampledToken, StepInput, StepOutput
@@ -74,12 +76,14 @@ class NullWorkerGroup:
         pass
 
 
+class NullArguments(Struct, forbid_unknown_fields=True):
+    config: str
+    socket: str
+    step_ms: float = 0.0
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--step-ms", type=float, default=0.0)
-    arguments = parser.parse_args()
+    arguments = arguments_of(NullArguments)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     config = load_config(arguments.config)
     core = EngineCore(config, NullWorkerGroup(arguments.step_ms / 1e3))

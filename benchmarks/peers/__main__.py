@@ -33,7 +33,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from benchmarks.machine import cpu_name
+from benchmarks.harness.machine import cpu_name
 from benchmarks.peers import collected, environments, models
 from benchmarks.peers.commands import CommandFailed
 from benchmarks.peers.engines import PEERS, EngineSpec, chosen, ours

@@ -32,11 +32,11 @@ OPENVINO_FORMS = {
     "int4-asym": _GROUPS,
     "int4-sym": (*_GROUPS, "--sym"),
 }
-# types of GGUF files that are written from a checkpoint -> options of write_gguf; others are quantised from the first one
+# types of GGUF files that are written from a checkpoint -> arguments of write_gguf; others are quantised from the first one
 GGUF_WRITTEN = {
-    "bf16": ("--type", "bf16"),
-    "q8_0": ("--type", "q8_0"),
-    "bf16-vocabulary": ("--type", "bf16", "--vocabulary"),
+    "bf16": ("bf16",),
+    "q8_0": ("q8_0",),
+    "bf16-vocabulary": ("bf16", "vocabulary"),
 }
 _KV_BYTES = 2  # bytes of one number in the KV that the roof counts
 
@@ -151,7 +151,7 @@ def _form(kind: str, family: str, python: Path, model: Model, progress: SteppedP
         command = [*writer, str(unfinished), *GGUF_WRITTEN[kind]]
     else:
         source = _form("bf16", family, python, model, progress)
-        command = [str(python), "-m", "benchmarks.peers.quantize_gguf", str(source), str(unfinished), "--type", kind]
+        command = [str(python), "-m", "benchmarks.peers.quantize_gguf", str(source), str(unfinished), kind]
     title = f"converting {model.name} to {family}, {kind} (once)"
     log = BENCH / f"convert-{family}.log"
     try:

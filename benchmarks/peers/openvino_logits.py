@@ -1,6 +1,6 @@
 """Logits of token rows by OpenVINO itself. Runs in its environment.
 
-python -m benchmarks.peers.openvino_logits MODEL_DIR ROWS.npy LOGITS.npy --threads N --setting SETTING
+python -m benchmarks.peers.openvino_logits MODEL_DIR ROWS.npy LOGITS.npy THREADS SETTING
 
 ROWS [rows, length] integers, each a text of its own -> LOGITS [rows, length, vocab] float32. SETTING is one of the runner's.
 The model runs as it was exported, without the paged attention of the runner's pipeline. Prints what the weights are held as.
@@ -8,8 +8,8 @@ The model runs as it was exported, without the paged attention of the runner's p
 
 from __future__ import annotations
 
-import argparse
 import collections
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,11 @@ def held_as(model: Any, file: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Logits of token rows by OpenVINO.")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("logits", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--setting", required=True)
-    arguments = parser.parse_args()
-    rows = numpy.load(arguments.rows)
+    directory, rows_file, logits_file, threads, setting = sys.argv[1:]
+    rows = numpy.load(rows_file)
     core = openvino.Core()
-    model = core.read_model(arguments.model / "openvino_model.xml")
-    properties = {"INFERENCE_NUM_THREADS": arguments.threads, **properties_of(arguments.setting)}
+    model = core.read_model(Path(directory, "openvino_model.xml"))
+    properties = {"INFERENCE_NUM_THREADS": int(threads), **properties_of(setting)}
     request = core.compile_model(model, "CPU", properties).create_infer_request()
     found = []
     for row in rows.astype(numpy.int64):
@@ -55,8 +49,8 @@ def main() -> None:
         }
         request.infer(inputs)
         found.append(request.get_tensor("logits").data[0].astype(numpy.float32))
-    numpy.save(arguments.logits, numpy.stack(found))
-    print(held_as(model, arguments.model / "openvino_model.bin"))
+    numpy.save(logits_file, numpy.stack(found))
+    print(held_as(model, Path(directory, "openvino_model.bin")))
 
 
 if __name__ == "__main__":

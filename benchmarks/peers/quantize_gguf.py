@@ -1,6 +1,6 @@
 """Quantise a GGUF file of bfloat16 weights with llama.cpp's own quantiser. Runs in llama.cpp's environment.
 
-    python -m benchmarks.peers.quantize_gguf BF16.gguf FILE --type q4_0|q4_k_m|iq4_nl
+    python -m benchmarks.peers.quantize_gguf BF16.gguf FILE q4_0|q4_k_m|iq4_nl
 
 llama.cpp chooses the type of each tensor: more bits for the output head and, of Q4_K_M, for some layers; and another type for
 rows that are no multiple of 256, which Q4_K needs. `tensor_types` says what it chose.
@@ -8,10 +8,10 @@ rows that are no multiple of 256, which Q4_K needs. `tensor_types` says what it 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 TYPES = {"q4_0": 2, "q4_k_m": 15, "iq4_nl": 25}  # of llama.h's llama_ftype
@@ -50,12 +50,8 @@ def shares(weights: collections.Counter[str], num_bytes: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Quantise a GGUF file.")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--type", choices=list(TYPES), required=True)
-    arguments = parser.parse_args()
-    quantize(arguments.source, arguments.file, arguments.type)
+    source, file, kind = sys.argv[1:]
+    quantize(Path(source), Path(file), kind)
 
 
 if __name__ == "__main__":

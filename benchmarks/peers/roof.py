@@ -3,12 +3,11 @@
 A shared machine's bandwidth changes from minute to minute, so it is read right before and after each measurement, by a process of
 its own whose threads sleep in between.
 
-    python -m benchmarks.peers.roof --threads N        for every line it reads, prints the bandwidth in bytes a second
+    python -m benchmarks.peers.roof THREADS        for every line it reads, prints the bandwidth in bytes a second
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ class Meter:
     """Reads the bandwidth whenever it is asked."""
 
     def __init__(self, threads: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.peers.roof", "--threads", str(threads)]
+        command = [sys.executable, "-m", "benchmarks.peers.roof", str(threads)]
         self._process = commands.start(command, {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.read()  # when it answers it has loaded, and its memory is there
 
@@ -65,13 +64,9 @@ def _best_rate(read: Callable[[], object]) -> float:
 
 def main() -> None:
     """Answer with the best of what reading one stream (sum, amax) and two streams (dot) reaches."""
-    parser = argparse.ArgumentParser(description="Measure the read bandwidth.")
-    parser.add_argument("--threads", type=int, required=True)
-    threads = parser.parse_args().threads
-
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(int(sys.argv[1]))
     values = torch.ones(BUFFER_BYTES // 4)
     halves = values.chunk(2)
     for _ in sys.stdin:

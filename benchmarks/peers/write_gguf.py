@@ -1,8 +1,8 @@
 """Write a checkpoint of the Llama family as GGUF, for measurements in which token ids go in. Runs in llama.cpp's environment.
 
-    python -m benchmarks.peers.write_gguf MODEL_DIR FILE --type bf16|q8_0 [--vocabulary]
+    python -m benchmarks.peers.write_gguf MODEL_DIR FILE bf16|q8_0 [vocabulary]
 
-Without --vocabulary token ids come out as well. With it tokens have the texts of tokenizer.json, so that llama.cpp's server can
+Without `vocabulary` token ids come out as well. With it tokens have the texts of tokenizer.json, so that llama.cpp's server can
 write them; how a text is cut into tokens is not converted, because no text goes in.
 
 Tensor names, the permutation of Llama's query and key rows, and the factors of Llama 3's rope scaling are those of llama.cpp's
@@ -11,10 +11,10 @@ own convert_hf_to_gguf.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,13 +178,8 @@ def _decoded(data: bytes, dtype: str) -> numpy.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a checkpoint as GGUF.")
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--type", choices=list(TYPES), required=True)
-    parser.add_argument("--vocabulary", action="store_true", help="with the texts of tokenizer.json")
-    arguments = parser.parse_args()
-    write(arguments.model_dir, arguments.file, arguments.type, arguments.vocabulary)
+    model_dir, file, kind, *vocabulary = sys.argv[1:]
+    write(Path(model_dir), Path(file), kind, with_vocabulary=bool(vocabulary))
 
 
 if __name__ == "__main__":

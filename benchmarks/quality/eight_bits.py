@@ -143,10 +143,9 @@ def llamacpp_logits(directory: Path, rows: Tensor) -> Iterable[Tensor]:
     with tempfile.TemporaryDirectory() as scratch:
         model, ids, logits = (str(Path(scratch) / name) for name in ("model.gguf", "rows.npy", "logits.npy"))
         np.save(ids, rows.numpy())
-        threads = ["--threads", str(torch.get_num_threads())]
         for module, *arguments in (
-            ("write_gguf", str(directory), model, "--type", "q8_0"),
-            ("llamacpp_logits", model, ids, logits, *threads),
+            ("write_gguf", str(directory), model, "q8_0"),
+            ("llamacpp_logits", model, ids, logits, str(torch.get_num_threads()), "llamacpp"),
         ):
             command = [str(LLAMACPP), "-m", f"benchmarks.peers.{module}", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

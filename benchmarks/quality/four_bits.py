@@ -84,12 +84,11 @@ class Texts:
         with tempfile.TemporaryDirectory() as scratch:
             rows, logits = Path(scratch) / "rows.npy", Path(scratch) / "logits.npy"
             np.save(rows, self.rows.numpy())
-            own = ["--setting", setting] if engine.name == "openvino" else ["--engine", engine.name]
-            module = "openvino_logits" if engine.name == "openvino" else "llamacpp_logits"
-            files = [str(form), str(rows), str(logits), "--threads", str(torch.get_num_threads())]
+            module, own = ("openvino", setting) if engine.name == "openvino" else ("llamacpp", engine.name)
+            words = [str(form), str(rows), str(logits), str(torch.get_num_threads()), own]
             title = f"{self.model.name}: {engine.name} ({setting})"
             try:
-                said = commands.run([str(python), "-m", f"benchmarks.peers.{module}", *files, *own], progress, title)
+                said = commands.run([str(python), "-m", f"benchmarks.peers.{module}_logits", *words], progress, title)
             except commands.CommandFailed as failure:
                 raise Skipped(f"{engine.name} ({setting}) on {self.model.name}: {failure}") from None
             measured = self._compare(torch.from_numpy(np.load(logits)).split(ROWS_AT_ONCE))

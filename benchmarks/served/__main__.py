@@ -20,14 +20,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.called_from import from_caller
+from benchmarks.harness import picture, results, table
+from benchmarks.harness.called_from import from_caller
+from benchmarks.harness.measure import Outcome
 from benchmarks.peers.__main__ import alone
 from benchmarks.peers.commands import CommandFailed
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.models import Model
-from benchmarks.served import checkpoint, drive_aiperf, drive_python, installing, memory, report, results, table
-from benchmarks.served.measure import Drivers, Outcome, measure
-from benchmarks.served.options import DRIVERS, INSTALLED, PAIRS, PEERS, WIRES, Plan, Raw, checked
+from benchmarks.served import checkpoint, drive_aiperf, drive_python, installing, memory
+from benchmarks.served.measure import Drivers, measure
+from benchmarks.served.options import DRIVERS, INSTALLED, OURS, PAIRS, PEERS, WIRES, Plan, Raw, checked
 from deploy.errors import UserError
 from deploy.progress import SteppedProgress
 
@@ -68,14 +70,12 @@ def main(
     second_level: Annotated[
         int, typer.Option(help="MiB for KV outside of the cache: a file here, --cache-ram of llama.cpp; 0: none.")
     ] = 0,
-    out: Annotated[Path, typer.Option(help="Directory for the JSON, the pictures and the report.")] = Path(
-        "bench-served"
-    ),
+    out: Annotated[Path, typer.Option(help="Directory for the JSON and the picture.")] = Path("bench-served"),
     install: Annotated[
         str, typer.Option(help=f"Only install: from {', '.join(INSTALLED)}, each in an environment of its own.")
     ] = "",
 ) -> None:
-    """Measure this server and its peers over the network; write JSON, pictures and a report."""
+    """Measure this server and its peers over the network; write JSON and a picture."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers are ended with us
     raw = Raw(
         model, peers, wires, scale, users, pairs, seconds, requests, repeats, conversations, turns,
@@ -130,23 +130,23 @@ def drivers_of(plan: Plan, model: Model, progress: SteppedProgress) -> Drivers:
 
 
 def show(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome) -> None:
-    """The table, the JSON, the pictures and the report."""
-    about = {"name": model.name, "weights": "bfloat16", "most_tokens": model.max_length, "shape": shape_of(model)}
-    document = results.document_of(plan, about, drivers.openai_name, outcome)
-    for each in table.tables(document):
-        console.print(each)
-    written = [results.write(document, plan.out), *report.write(document, plan.out)]
+    """The table, the ratios to the best peer, the JSON and the picture."""
+    more = {"driver": drivers.openai_name, "left_out": list(plan.left_out), "second_level_mib": plan.second_level}
+    document = results.document_of(about(model, "bfloat16"), plan.effort, outcome, **more)
+    document["ratios"] = table.ratios(document, OURS)
+    console.print(table.table_of(document))
+    for sentence in document["ratios"]:
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    written = [results.write(document, plan.out, "served"), picture.draw(document, plan.out / "served.png")]
     for path in written:
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
 
 
-def shape_of(model: Model) -> str:
-    """`30 layers, hidden size 576, vocabulary of 49,152`."""
-    config = model.config
-    return (
-        f"{config['num_hidden_layers']} layers, hidden size {config['hidden_size']:,}, "
-        f"vocabulary of {config['vocab_size']:,}"
-    )
+def about(model: Model, weights: str) -> dict[str, object]:
+    """What results say of a model. Its `shape`: `30 layers, hidden size 576, vocabulary of 49,152`."""
+    layers, hidden = model.config["num_hidden_layers"], model.config["hidden_size"]
+    shape = f"{layers} layers, hidden size {hidden:,}, vocabulary of {model.vocab_size:,}"
+    return {"name": model.name, "weights": weights, "most_tokens": model.max_length, "shape": shape}
 
 
 if __name__ == "__main__":

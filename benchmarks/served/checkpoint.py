@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.called_from import from_caller
+from benchmarks.harness.called_from import from_caller
 from benchmarks.peers import commands, models
 from benchmarks.peers.environments import BENCH
 from deploy import ROOT

@@ -30,6 +30,7 @@ class Setup:
     """What every server gets. `longest`: tokens of the longest sequence. `scratch`: for its files.
 
     `second_level`: MiB that KV may take outside of the cache, where a server has such a place; 0: none. `kv_directory`: for it.
+    `settings`: further ones of this server, section.key=value.
     """
 
     model: models.Model
@@ -40,6 +41,7 @@ class Setup:
     progress: SteppedProgress
     second_level: int = 0
     kv_directory: Path = Path()
+    settings: tuple[str, ...] = ()
 
     @property
     def threads(self) -> int:
@@ -69,6 +71,7 @@ def ours(setup: Setup) -> Start:
     }
     words = [str(word) for pair in flags.items() for word in pair]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    words += [word for text in setup.settings for word in ("--set", text)]
     return Start(
         OURS,
         f"http://127.0.0.1:{openai}",
@@ -141,15 +144,9 @@ def openvino(setup: Setup) -> Start:
     python = installed("openvino")
     form = models.form_for(PEERS["openvino"], python, setup.model, "bf16", "bf16", setup.progress)
     (port,) = free_ports(1)
-    flags = {
-        "--form": form,
-        "--tokenizer": setup.model.directory / "tokenizer.json",
-        "--port": port,
-        "--threads": setup.threads,
-        "--kv-blocks": -(-setup.kv_tokens // _OPENVINO_BLOCK),
-        "--users": setup.users,
-    }
-    command = (str(python), "-m", "benchmarks.served.openvino_front", *words_of(flags))
+    blocks = -(-setup.kv_tokens // _OPENVINO_BLOCK)
+    words = (form, setup.model.directory / "tokenizer.json", port, setup.threads, blocks, setup.users)
+    command = (str(python), "-m", "benchmarks.served.openvino_front", *map(str, words))
     return Start(
         "openvino", f"http://127.0.0.1:{port}", MODEL_NAME, command, version=pinned("openvino", "openvino-genai")
     )

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.answers import Answer, DriverFailed
+from benchmarks.harness.work import Ask, warm_asks
 from benchmarks.peers import commands
 from benchmarks.peers.environments import BENCH
-from benchmarks.served.answers import Answer, DriverFailed
 from benchmarks.served.drive_python import REQUEST_S, completion
 from benchmarks.served.servers import Start
-from benchmarks.served.work import Ask, warm_asks
 from deploy import ROOT
 from deploy.progress import SteppedProgress
 

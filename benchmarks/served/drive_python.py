@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 
-from benchmarks.served.answers import Answer
+from benchmarks.harness.answers import Answer, Stream
+from benchmarks.harness.work import Ask
 from benchmarks.served.servers import Start
-from benchmarks.served.work import Ask
 
 NAME = "python"
 REQUEST_S = 600.0  # the most that one request may take
@@ -58,26 +58,19 @@ async def _user(open_: Open, waiting: Iterator[Ask], until: float) -> list[Answe
 
 
 async def _answer(open_: Open, ask: Ask) -> Answer:
-    started = time.perf_counter()
-    times: list[float] = []
-    tokens, error = 0, ""
+    stream = Stream(ask.turn)
     try:
         async with asyncio.timeout(REQUEST_S):
             async for piece in open_(ask):
                 if piece.total is not None:
-                    tokens = piece.total
+                    stream.tokens = piece.total
                 else:
-                    times.append(time.perf_counter())
-                    tokens += piece.tokens
-        if not times:
-            error = "the answer was empty"
+                    stream.add(piece.tokens)
     except TimeoutError:
-        error = f"no whole answer within {REQUEST_S:g} s"
+        stream.error = f"no whole answer within {REQUEST_S:g} s"
     except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as failure:
-        error = f"{type(failure).__name__}: {failure}"[:300]
-    first, last = (times[0], times[-1]) if times else (started, time.perf_counter())
-    gaps = [after - before for before, after in zip(times, times[1:])]
-    return Answer(started, first, last, tokens, gaps, ask.turn, error)
+        stream.error = f"{type(failure).__name__}: {failure}"[:300]
+    return stream.answer()
 
 
 class _opened:

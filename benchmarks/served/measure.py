@@ -6,29 +6,27 @@ conversations. In a phase all servers run at the same time; those that bear it a
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from benchmarks.harness.answers import Answer
+from benchmarks.harness.measure import Outcome, alternate
+from benchmarks.harness.work import Ask, kv_tokens_for
 from benchmarks.peers.environments import BENCH
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.models import Model
 from benchmarks.served import contestants, drive_python
-from benchmarks.served.answers import Answer, DriverFailed, figures_of
 from benchmarks.served.contestants import Setup
 from benchmarks.served.options import OURS, Plan
 from benchmarks.served.servers import Server, Start
 from benchmarks.served.wire import first_model
-from benchmarks.served.work import Ask, Cell, asks_of, kv_tokens_for, warm_asks
 from deploy.progress import SteppedProgress
-
-WARM_S = 300.0
 
 
 class Drive(Protocol):
@@ -38,11 +36,20 @@ class Drive(Protocol):
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A server by one of its wires: what is compared."""
+class Drivers:
+    """`openai`: of OpenAI's wire, with its name; Triton's wires have the driver in Python."""
+
+    openai: Drive = drive_python.run
+    openai_name: str = drive_python.NAME
+
+
+@dataclass(frozen=True)
+class ServerLane:
+    """A server by one of its wires."""
 
     server: Server
     wire: str
+    drivers: Drivers = Drivers()
 
     @property
     def name(self) -> str:
@@ -50,42 +57,28 @@ class Lane:
         name = self.server.start.name
         return name if self.wire == "openai" else f"{name}-{self.wire}"
 
+    @property
+    def driver(self) -> str:
+        """The name of what sends its requests."""
+        return self.drivers.openai_name if self.wire == "openai" else drive_python.NAME
 
-@dataclass
-class Row:
-    """What one lane reached in one cell: the figures of each repeat, or why there are none."""
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The server runs within."""
+        self.server.resume()
+        try:
+            yield
+        finally:
+            self.server.pause()
 
-    cell: Cell
-    lane: str
-    driver: str
-    repeats: list[dict[str, float]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    def warm(self, asks: Sequence[Ask], users: int, seconds: float) -> None:
+        """By the driver in Python, whichever driver measures."""
+        drive_python.run(self.server.start, self.wire, asks, users, seconds)
 
-
-@dataclass
-class Outcome:
-    """`servers`: what took part, with its version. `skipped`: reasons by name. `load`: the system's, before anything started."""
-
-    rows: dict[tuple[str, str], Row] = field(default_factory=dict)
-    servers: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    load: float = field(default_factory=lambda: os.getloadavg()[0])
-
-    def row(self, cell: Cell, lane: Lane, driver: str) -> Row:
-        """The row of a cell and a lane, made if need be."""
-        return self.rows.setdefault((cell.name, lane.name), Row(cell, lane.name, driver))
-
-
-@dataclass(frozen=True)
-class Drivers:
-    """`openai`: of OpenAI's wire, with its name; Triton's wires have the driver in Python."""
-
-    openai: Drive
-    openai_name: str
-
-    def of(self, wire: str) -> tuple[Drive, str]:
-        """The driver of a wire and its name."""
-        return (self.openai, self.openai_name) if wire == "openai" else (drive_python.run, drive_python.NAME)
+    def send(self, asks: Sequence[Ask], users: int, seconds: float) -> list[Answer]:
+        """By the driver of the wire. Raises DriverFailed."""
+        drive = self.drivers.openai if self.wire == "openai" else drive_python.run
+        return drive(self.server.start, self.wire, asks, users, seconds)
 
 
 def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progress: SteppedProgress) -> None:
@@ -105,22 +98,16 @@ def measure(plan: Plan, model: Model, drivers: Drivers, outcome: Outcome, progre
                 second_level=plan.second_level,
                 kv_directory=Path(kv_directory),
             )
-            servers = started(plan, setup, outcome, stack)
-            lanes = lanes_of(servers, plan.wires)
-            for repeat in range(plan.repeats):
-                for place, cell in enumerate(cells):
-                    for lane in lanes:
-                        outcome.row(cell, lane, drivers.of(lane.wire)[1])  # so that results have them in this order
-                    turn = (repeat + place) % len(lanes)  # each server is the first in turn
-                    for lane in (*lanes[turn:], *lanes[:turn]):
-                        one(plan, model, cell, lane, repeat, drivers, outcome, progress)
+            lanes = lanes_of(started(plan, setup, outcome, stack), plan.wires, drivers)
+            alternate(cells, lanes, plan.effort, model.vocab_size, outcome, progress)
 
 
-def lanes_of(servers: Sequence[Server], wires: Sequence[str]) -> list[Lane]:
+def lanes_of(servers: Sequence[Server], wires: Sequence[str], drivers: Drivers) -> list[ServerLane]:
     """Every server by OpenAI's wire, and this one by its others."""
-    lanes = [Lane(server, "openai") for server in servers if "openai" in wires or server.start.name != OURS]
+    named = [server for server in servers if "openai" in wires or server.start.name != OURS]
     own = [server for server in servers if server.start.name == OURS]
-    return [*lanes, *(Lane(server, wire) for server in own for wire in wires if wire != "openai")]
+    lanes = [ServerLane(server, "openai", drivers) for server in named]
+    return [*lanes, *(ServerLane(server, wire, drivers) for server in own for wire in wires if wire != "openai")]
 
 
 def started(plan: Plan, setup: Setup, outcome: Outcome, stack: ExitStack) -> list[Server]:
@@ -133,7 +120,7 @@ def started(plan: Plan, setup: Setup, outcome: Outcome, stack: ExitStack) -> lis
         if name in outcome.skipped:
             continue
         try:
-            servers.append(_ready(make, setup, stack))
+            servers.append(ready(make(), setup, stack))
             outcome.servers[name] = servers[-1].start.version
         except Skipped as reason:
             if name == OURS:
@@ -143,9 +130,8 @@ def started(plan: Plan, setup: Setup, outcome: Outcome, stack: ExitStack) -> lis
     return servers
 
 
-def _ready(make: Callable[[], Start], setup: Setup, stack: ExitStack) -> Server:
+def ready(start: Start, setup: Setup, stack: ExitStack) -> Server:
     """Start one, and wait for it. Raises Skipped."""
-    start = make()
     began = time.monotonic()
     if start.command:
         setup.progress.step(f"starting {start.name}, with {setup.kv_tokens:,} tokens of KV")
@@ -164,41 +150,3 @@ def log_of(directory: Path, name: str) -> Path:
     """Where a server's process writes."""
     directory.mkdir(parents=True, exist_ok=True)
     return directory / f"served-{name}.log"
-
-
-def one(
-    plan: Plan,
-    model: Model,
-    cell: Cell,
-    lane: Lane,
-    repeat: int,
-    drivers: Drivers,
-    outcome: Outcome,
-    progress: SteppedProgress,
-) -> None:
-    """Measure one lane in one cell once, after some short requests that do not count."""
-    drive, name = drivers.of(lane.wire)
-    row = outcome.row(cell, lane, name)
-    asks = asks_of(cell, model.vocab_size, repeat, plan.per_user)
-    warm = warm_asks(cell.users, model.vocab_size, f"{cell.name} {repeat} {lane.name}")
-    seconds = plan.seconds * cell.turns if cell.conversations else plan.seconds
-    progress.note(f"{cell.name}, {lane.name}, {repeat + 1} of {plan.repeats}")
-    lane.server.resume()
-    try:
-        drive_python.run(lane.server.start, lane.wire, warm, cell.users, WARM_S)
-        answers = drive(lane.server.start, lane.wire, asks, cell.users, seconds)
-        figures = figures_of(answers, plan.limits)
-        row.repeats.append(figures)
-        progress.step(f"{cell.name}, {lane.name}: {said(figures, answers)}")
-    except DriverFailed as reason:
-        row.failures.append(str(reason))
-        progress.step(f"{cell.name}, {lane.name}: no figures, {reason}")
-    finally:
-        lane.server.pause()
-
-
-def said(figures: dict[str, float], answers: Sequence[Answer]) -> str:
-    """A measurement in a line of the terminal."""
-    text = f"{figures['output_tokens_per_s']:,.1f} tokens/s, first token {figures['first_token_ms_p50']:,.0f} ms"
-    errors = [answer.error for answer in answers if answer.error]
-    return f"{text}; {len(errors)} requests failed: {errors[0]}" if errors else text

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.harness.work import kv_tokens_for
 from benchmarks.peers.engines import GIB, PEERS, ours
 from benchmarks.peers.models import Model
 from benchmarks.served import installing
 from benchmarks.served.options import Plan
-from benchmarks.served.work import kv_tokens_for
 from deploy.errors import UserError
 
 SHARE = 0.95  # of the available memory

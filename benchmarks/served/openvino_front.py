@@ -3,13 +3,15 @@
 No registry of Python packages has OpenVINO Model Server, so this front stands in for it: one thread steps the pipeline, and each
 connection has a thread that writes what has come. It is for measurements on one machine: prompts are token ids, decoding is
 greedy, and the text of a piece is that of its tokens alone.
+
+    python -m benchmarks.served.openvino_front FORM TOKENIZER.json PORT THREADS KV_BLOCKS USERS
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -131,15 +133,11 @@ class Front(BaseHTTPRequestHandler):
 def main() -> None:
     from tokenizers import Tokenizer
 
-    parser = argparse.ArgumentParser(description="OpenAI's completions over OpenVINO GenAI.")
-    parser.add_argument("--form", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    for name in ("port", "threads", "kv-blocks", "users"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    arguments = parser.parse_args()
-    Front.engine = Engine(arguments.form, arguments.threads, arguments.kv_blocks, arguments.users)
-    Front.tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
-    ThreadingHTTPServer(("127.0.0.1", arguments.port), Front).serve_forever()
+    form, tokenizer, *numbers = sys.argv[1:]
+    port, threads, kv_blocks, users = map(int, numbers)
+    Front.engine = Engine(Path(form), threads, kv_blocks, users)
+    Front.tokenizer = Tokenizer.from_file(tokenizer)
+    ThreadingHTTPServer(("127.0.0.1", port), Front).serve_forever()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.served.work import Cell
+from benchmarks.harness.answers import Limits
+from benchmarks.harness.measure import Effort
+from benchmarks.harness.work import Cell
 from deploy.errors import UserError
 
 PEERS = ("vllm", "llamacpp", "openvino")
@@ -24,16 +26,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}\Z")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """A request is good if it meets both, in milliseconds."""
-
-    first_token_ms: float
-    inter_token_ms: float
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The options of a run, checked. `urls`: peers that run already, by name. `seconds`: a cell sends no request later.
+    """The options of a run, checked. `urls`: peers that run already, by name.
 
     `second_level`: MiB for KV outside of the cache, 0: none.
     """
@@ -45,10 +39,7 @@ class Plan:
     single: tuple[Cell, ...]
     turns: tuple[Cell, ...]
     left_out: tuple[str, ...]
-    seconds: float
-    per_user: int
-    repeats: int
-    limits: Limits
+    effort: Effort
     driver: str
     second_level: int
     out: Path
@@ -114,10 +105,9 @@ def checked(raw: Raw, most_tokens: int) -> Plan:
         single=tuple(cell for cell in fitting if not cell.conversations),
         turns=tuple(cell for cell in fitting if cell.conversations),
         left_out=tuple(left_out),
-        seconds=raw.seconds,
-        per_user=raw.requests,
-        repeats=raw.repeats,
-        limits=Limits(raw.first_token_limit_ms, raw.inter_token_limit_ms),
+        effort=Effort(
+            raw.repeats, raw.requests, raw.seconds, Limits(raw.first_token_limit_ms, raw.inter_token_limit_ms)
+        ),
         driver=raw.driver,
         second_level=raw.second_level,
         out=writable(raw.out),

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import socket
 
 import msgspec
 
 from backend.api import EverbatchError
+from backend.api.processes.arguments import arguments_of
 from backend.api.processes.setup import set_up_logging
 from backend.text.tokenizer import Tokenizer
 from compat.llm.postprocessing import Pipe, PostprocInput, PostprocWorker, Ready
 
 
+class PostprocArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """`fd`: the descriptor of the socket. `tokenizer`: its directory."""
+
+    fd: int
+    tokenizer: str
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="everbatch-postproc")
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--tokenizer", required=True)
-    arguments = parser.parse_args()
+    arguments = arguments_of(PostprocArguments)
     set_up_logging("postproc")
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

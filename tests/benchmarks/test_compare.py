@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.figures import Figure, Key, read
 from benchmarks.compare.ratios import ratios_of
-from benchmarks.served.results import KIND
+from benchmarks.harness.results import KIND
 from deploy.errors import UserError
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -99,9 +99,7 @@ def test_a_limit_that_is_no_ratio_is_refused(tmp_path: Path, limit: str) -> None
     assert (done.exit_code, "--fail-below is" in done.output) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "name", ["peers-M-bf16", "peers-L-int4", "serving-L-bf16", "endpoint-S-none", "sessions-M", "speculation"]
-)
+@pytest.mark.parametrize("name", ["peers-M-bf16", "peers-L-int4", "served-M", "speculation"])
 def test_results_of_other_benchmarks_are_read(name: str) -> None:
     file = RESULTS / f"{name}.json"
     done = compare(file, file, "--fail-below", 1)
@@ -109,9 +107,9 @@ def test_results_of_other_benchmarks_are_read(name: str) -> None:
     assert len(read(file)) > 2
 
 
-@pytest.mark.parametrize("name", ["gpu", "quality", "overhead", "scheduling"])
+@pytest.mark.parametrize("name", ["gpu", "quality", "overhead", "sessions-M"])
 def test_results_of_another_shape_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match="holds no figures that can be compared; give results of served, peers"):
+    with pytest.raises(UserError, match="holds no figures that can be compared; give results of served, load"):
         read(RESULTS / f"{name}.json")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,12 +229,29 @@ def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path: Path, monkeypa
 def test_a_new_process_goes_on_behind_the_rows_of_its_run() -> None:
     arguments = command._resumed(["--part", "kernels", "--started=1.0"], 60.0)
     assert arguments == ["--part", "kernels", "--started=60.0", "--resumed=1970-01-01 00:01:00"]
-    options = command._parser().parse_args(arguments)
+    options = command.read(arguments)
     assert command._is_done({"status": "failed", "run": "1970-01-01 00:01:05"}, options)
     assert not command._is_done({"status": "measured", "run": "1969-12-31 00:00:00"}, options)
     assert not command._is_done({"status": "not run", "run": "1970-01-01 00:01:05"}, options)
-    missing = command._parser().parse_args(["--missing"])
+    missing = command.read(["--missing"])
     assert command._is_done({"status": "measured", "run": "1969-12-31 00:00:00"}, missing)
+
+
+def test_options_are_read_without_a_library_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    options = command.read(["--results", str(tmp_path), "--minutes=2.5", "--small", "--only", "a=b"])
+    assert (options.results, options.minutes, options.small, options.only) == (tmp_path, 2.5, True, "a=b")
+    assert (options.part, options.missing, options.resumed) == ("all", False, "")
+    for words, named in (
+        (["--minuets", "2"], "--minuets is no option"),
+        (["--minutes"], "--minutes is no option, or lacks its value"),
+        (["--minutes", "soon"], "--minutes: could not convert"),
+        (["--part", "some"], "--part is 'some'; choose from kernels, engine, all"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(named)):
+            command.read(words)
+    with pytest.raises(SystemExit) as ended:
+        command.read(["--help"])
+    assert ended.value.code == 0
 
 
 class FakeDevice:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.answers import Answer, DriverFailed, Limits, figures_of, percentile
+from benchmarks.harness.work import Ask, Cell, asks_of
 from benchmarks.served import drive_aiperf, drive_python
-from benchmarks.served.answers import Answer, DriverFailed, figures_of, percentile
-from benchmarks.served.options import Limits
 from benchmarks.served.servers import Start
-from benchmarks.served.work import Ask, Cell, asks_of
 from tests.benchmarks.fake_server import fake_server
 
 WIDE = Limits(1e6, 1e6)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.work import Cell, asks_of, kv_tokens_for
 from benchmarks.served.options import PAIRS, Plan, Raw, checked
-from benchmarks.served.work import Cell, asks_of, kv_tokens_for
 from deploy.errors import UserError
 
 MOST_TOKENS = 2048

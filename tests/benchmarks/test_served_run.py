@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.harness import table
+from benchmarks.harness.answers import DriverFailed
+from benchmarks.harness.measure import Outcome, one
+from benchmarks.harness.work import Cell
 from benchmarks.peers import environments
 from benchmarks.peers.errors import Skipped
-from benchmarks.served import checkpoint, contestants, llamacpp, memory, report
-from benchmarks.served.answers import DriverFailed
+from benchmarks.served import checkpoint, contestants, llamacpp, memory
 from benchmarks.served.contestants import Setup
-from benchmarks.served.measure import Drivers, Lane, Outcome, one
+from benchmarks.served.measure import Drivers, ServerLane
 from benchmarks.served.servers import Server, Start
-from benchmarks.served.work import Cell
 from deploy.errors import UserError
 from deploy.progress import SteppedProgress
 from tests.benchmarks.fake_server import fake_server
@@ -76,27 +76,29 @@ def test_every_cell_has_every_server_and_wire_with_all_tokens(measured: Path) ->
         assert ("returning_first_token_ms_p50" in row["median"]) == bool(row["conversations"])
 
 
-def test_the_report_is_one_file_that_asks_for_nothing(measured: Path) -> None:
-    page = (measured / "served.html").read_text()
-    wanted: list[tuple[str, str]] = []
-
-    class Reader(HTMLParser):
-        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-            wanted.extend((tag, name) for name, _ in attributes if name in ("src", "href", "srcset", "data"))
-            assert tag not in ("script", "link", "img", "iframe", "object"), tag
-
-    Reader().feed(page)
-    assert wanted == []
-    assert re.search(r"url\(|@import", page) is None
-    assert page.count("<svg") == 10
+def test_the_ratios_to_the_best_peer_are_of_this_servers_own_lane(measured: Path) -> None:
+    document = json.loads((measured / "served.json").read_text())
+    assert [sentence.partition(":")[0] for sentence in document["ratios"]] == [
+        "output",
+        "first token, median",
+        "inter-token latency, p99",
+        "first token when returning, median",
+    ]
+    assert "in 4 cells" in document["ratios"][0] and "in 2 cells" in document["ratios"][3]
     assert (measured / "served.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_names_in_the_results_cannot_become_markup(measured: Path) -> None:
-    document = json.loads((measured / "served.json").read_text())
-    document["model"]["name"] = document["skipped"]["x"] = "<script>alert(1)</script>"
-    document["rows"][1]["lane"] = '"><script>alert(1)</script>'
-    assert "<script" not in report.html_of(document)
+def test_a_ratio_above_one_means_that_this_server_is_better() -> None:
+    medians = {"everbatch": (200.0, 10.0), "everbatch-grpc": (900.0, 1.0), "a": (100.0, 30.0), "b": (50.0, 20.0)}
+    rows = [
+        {"cell": "c", "lane": lane, "median": {"output_tokens_per_s": rate, "first_token_ms_p50": ms}}
+        for lane, (rate, ms) in medians.items()
+    ]
+    assert table.ratios({"rows": rows}, "everbatch") == [
+        "output: 2.00 times the best peer (2.00 to 2.00 in 1 cell)",
+        "first token, median: 2.00 times the best peer (2.00 to 2.00 in 1 cell)",
+    ]
+    assert table.ratios({"rows": rows[:2]}, "everbatch") == []
 
 
 def test_a_wrong_option_ends_with_one_sentence_before_anything_is_started(tmp_path: Path) -> None:
@@ -174,9 +176,9 @@ def test_a_driver_that_fails_leaves_its_reason_in_the_row(tmp_path: Path) -> Non
 
     outcome, cell = Outcome(), Cell(4, 2, users=1)
     with fake_server() as fake:
-        lane = Lane(Server(Start("fake", fake.url, "any"), tmp_path / "log"), "openai")
-        drivers = Drivers(failing, "aiperf")
-        one(plan(tmp_path), checkpoint.directory_of(""), cell, lane, 0, drivers, outcome, SteppedProgress())
+        server = Server(Start("fake", fake.url, "any"), tmp_path / "log")
+        lane = ServerLane(server, "openai", Drivers(failing, "aiperf"))
+        one(cell, lane, 0, plan(tmp_path).effort, 512, outcome, SteppedProgress())
     (row,) = outcome.rows.values()
     assert (row.driver, row.repeats, row.failures) == ("aiperf", [], ["AIPerf failed: no tokenizer"])
 

@@ -7,7 +7,6 @@ the least time of a step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import secrets
@@ -17,12 +16,13 @@ import threading
 import time
 
 from backend.api.config.file import load_config
+from backend.api.processes.arguments import arguments_of
 from backend.core.messages import Hello
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.engine.restoring import restore_sessions
-from backend.executor.kept_files import KeptFiles
+from backend.executor.kept_files import KeptArguments, KeptFiles
 from backend.wire.engine_server import EngineServer
 from tests.fakes.hash_worker import HashWorkerGroup
 
@@ -40,14 +40,13 @@ class HangingWorkerGroup(HashWorkerGroup):
         super().submit(step)
 
 
+class HashArguments(KeptArguments, kw_only=True):
+    config: str
+    socket: str
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-m", dest="module")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--owns-directory", action="store_true")
-    KeptFiles.add_options(parser)
-    arguments = parser.parse_args()
+    arguments = arguments_of(HashArguments)
     config = load_config(arguments.config)
     kept = KeptFiles.of(arguments)
     core = EngineCore(

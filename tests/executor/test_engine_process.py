@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from backend.api.processes.arguments import arguments_of
 from backend.executor import engine_process
+from backend.executor.engine_process import EngineArguments
+from backend.executor.kept_files import KeptFiles
 
 
 def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(
@@ -41,3 +44,26 @@ def test_a_parent_that_is_killed_leaves_no_directory_that_was_made_for_the_engin
         arguments = [sys.executable, "-c", program, "--socket", str(directory / "s"), *flags]
         subprocess.run(arguments, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (own.exists(), given.exists()) == (False, True)
+
+
+def test_what_the_supervisor_writes_on_the_command_line_is_what_the_process_reads() -> None:
+    for kept in (KeptFiles(), KeptFiles((7, 8), 9, 10), KeptFiles((), None, 3)):
+        words = ["python", "-m", "module", "--socket", "/a b/s", "--config", "c.json", *kept.arguments, "--spare"]
+        given = arguments_of(EngineArguments, words)
+        assert (given.socket, given.config, given.spare, given.owns_directory) == ("/a b/s", "c.json", True, False)
+        assert KeptFiles.of(given) == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "missing required field `socket`"),
+        (["--socket", "s", "--kv-pol", "3"], "unknown field `kv_pol`"),
+        (["--socket", "s", "--kv-pool", "x"], "kv_pool"),
+        (["--socket", "s", "t"], "socket"),
+        (["--socket", "s", "--config"], "config"),
+    ],
+)
+def test_a_wrong_argument_of_a_process_is_named_in_one_sentence(words: list[str], named: str) -> None:
+    with pytest.raises(SystemExit, match=f"^wrong arguments: .*{named}[^\n]*$"):
+        arguments_of(EngineArguments, words)

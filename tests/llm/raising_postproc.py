@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 
+from backend.api.processes.arguments import arguments_of
 from backend.text.tokenizer import Tokenizer
-from compat.llm.postproc_process import serve
+from compat.llm.postproc_process import PostprocArguments, serve
 from compat.llm.postprocessing import Pipe, PostprocWorker
 
 RAISES, ENDS = 13, 17  # token ids
@@ -23,10 +23,7 @@ class RaisingTokenizer(Tokenizer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int)
-    parser.add_argument("--tokenizer")
-    given = parser.parse_args()
+    given = arguments_of(PostprocArguments)
     serve(Pipe(socket.socket(fileno=given.fd)), PostprocWorker(RaisingTokenizer.from_directory(given.tokenizer)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.layers import attention, norm, rotary
+from backend.models import decoder
 from backend.models.decoder import Decoder
 from backend.quant import smoothing
 from kernels import kv_append, rope

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 from collections.abc import Callable
 from random import Random
@@ -12,6 +11,7 @@ import msgspec
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable, Request, Response, SamplingConfig
 from backend.api.errors import EverbatchError
+from backend.api.processes.arguments import arguments_of
 from backend.core.step import WorkersLost
 from backend.executor import Executor, engine_process
 from backend.executor.kept_files import KeptFiles
@@ -35,10 +35,8 @@ LONG_TEXT_S = 5.0  # for which the tokenizer hangs over a text that is to show i
 
 def engine_program(arguments: list[str]) -> Callable[[], int]:
     """What `python -m backend.executor.engine_process` runs, without its reading of the command line."""
-    parser = argparse.ArgumentParser()
-    KeptFiles.add_options(parser)
-    kept = KeptFiles.of(parser.parse_known_args(arguments)[0])
-    config_path, socket_path = (arguments[arguments.index(name) + 1] for name in ("--config", "--socket"))
+    given = arguments_of(engine_process.EngineArguments, arguments)
+    kept, config_path, socket_path = KeptFiles.of(given), given.config, given.socket
 
     def main() -> int:
         config = msgspec.json.decode(here().written[config_path], type=EngineConfig)

@@ -18,7 +18,8 @@ FIRST_ID = 16  # smaller ids are often special tokens
 class Cell:
     """`prompt` and `new`: tokens of a request (of a turn, where there are conversations). `users`: requests at a time.
 
-    `conversations`: 0 for requests that have nothing to do with each other.
+    `conversations`: 0 for requests that have nothing to do with each other. `history`: tokens more in the prompt of a
+    conversation's first turn. `others`: prompts of further lengths, which take turns with the first.
     """
 
     prompt: int
@@ -26,28 +27,39 @@ class Cell:
     users: int
     conversations: int = 0
     turns: int = 1
+    history: int = 0
+    others: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """Stands for the cell in a table and in the results: `512:512, 4 users`."""
         users = f"{self.users} user{'s' if self.users > 1 else ''}"
-        several = f", {self.conversations} conversations of {self.turns} turns" if self.conversations else ""
-        return f"{self.prompt}:{self.new}, {users}{several}"
+        words = f"{self.conversations} conversation{'s' if self.conversations > 1 else ''}"
+        several = f", {words} of {self.turns} turns" if self.conversations else ""
+        after = f" after {self.history}" if self.history else ""
+        return f"{','.join(map(str, self.lengths))}:{self.new}, {users}{several}{after}"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of prompts that requests take in turn."""
+        return (self.prompt, *self.others)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence: all turns with their answers."""
-        return (self.prompt + self.new) * self.turns
+        return self.history + (max(self.lengths) + self.new) * self.turns
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. `turn` counts from 0."""
+    """One request. `turn` counts from 0. `conversation`: its number, from 1; `fresh`: the last tokens of it, which are new."""
 
     name: str
     prompt: list[int]
     new: int
     turn: int = 0
+    conversation: int = 0
+    fresh: int = 0
 
 
 def asks_of(cell: Cell, vocab_size: int, repeat: int, per_user: int) -> list[Ask]:
@@ -55,13 +67,16 @@ def asks_of(cell: Cell, vocab_size: int, repeat: int, per_user: int) -> list[Ask
     rng = random.Random(f"{cell.name} {repeat}")
     draw = lambda number: [rng.randrange(FIRST_ID, vocab_size) for _ in range(number)]
     if not cell.conversations:
-        return [Ask(f"r{place}", draw(cell.prompt), cell.new) for place in range(cell.users * per_user)]
+        lengths = cell.lengths
+        number = cell.users * per_user
+        return [Ask(f"r{place}", draw(lengths[place % len(lengths)]), cell.new) for place in range(number)]
     histories: list[list[int]] = [[] for _ in range(cell.conversations)]
     asks = []
     for turn in range(cell.turns):
+        fresh = cell.prompt + (0 if turn else cell.history)
         for place, history in enumerate(histories):  # every other conversation comes between two turns of one
-            history += draw(cell.prompt)
-            asks.append(Ask(f"c{place}t{turn}", list(history), cell.new, turn))
+            history += draw(fresh)
+            asks.append(Ask(f"c{place}t{turn}", list(history), cell.new, turn, place + 1, fresh))
             history += draw(cell.new)
     return asks
 

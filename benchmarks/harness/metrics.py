@@ -24,6 +24,8 @@ METRICS = (
     Metric("inter_token_ms_p99", "inter-token latency, p99", "ms"),
     Metric("gap_ms_p99", "longest gaps, p99", "ms"),
     Metric("returning_first_token_ms_p50", "first token when returning, median", "ms"),
+    Metric("recomputed_per_turn", "computed again in a turn", "tokens"),
+    Metric("speed_up", "speed-up", "times", more_is_better=True),
 )
 SHOWN = ("output_tokens_per_s", "first_token_ms_p50", "inter_token_ms_p50", "inter_token_ms_p99", "goodput_per_s")
 BY_KEY = {metric.key: metric for metric in METRICS}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.served.metrics import BY_KEY, METRICS, Metric, written
+from benchmarks.harness.metrics import BY_KEY, METRICS, Metric, written
 
+RATIOS = ("output_tokens_per_s", "first_token_ms_p50", "inter_token_ms_p99", "returning_first_token_ms_p50")
 _COLUMNS = {
     "output_tokens_per_s": "tokens/s",
     "goodput_per_s": "goodput /s",
@@ -18,11 +19,13 @@ _COLUMNS = {
     "inter_token_ms_p99": "p99",
     "gap_ms_p99": "gap p99",
     "returning_first_token_ms_p50": "returning ms",
+    "recomputed_per_turn": "recomputed",
+    "speed_up": "speed-up",
 }
 
 
-def tables(document: dict[str, Any]) -> Iterator[Table]:
-    """One for all cells, with a section each."""
+def table_of(document: dict[str, Any]) -> Table:
+    """A section for each cell."""
     title = f"{document['model']['name']}: medians of {document['options']['repeats']}, the best in bold"
     table = Table(title=title)
     for name in ("cell", "server"):
@@ -34,7 +37,25 @@ def tables(document: dict[str, Any]) -> Iterator[Table]:
         for place, row in enumerate(rows):
             values = [_value(row, metric, rows) for metric in used]
             table.add_row(cell if place == 0 else "", row["lane"], *values, end_section=place == len(rows) - 1)
-    yield table
+    return table
+
+
+def ratios(document: dict[str, Any], ours: str) -> list[str]:
+    """How many times better `ours` is than the best lane of another server: a sentence a figure, over cells with both."""
+    sentences = []
+    for key in RATIOS:
+        found = []
+        for rows in by_cell(document).values():
+            mine = next((row["median"].get(key) for row in rows if row["lane"] == ours), None)
+            theirs = best([row for row in rows if not row["lane"].startswith(ours)], key)
+            if mine and theirs:
+                found.append(mine / theirs if BY_KEY[key].more_is_better else theirs / mine)
+        if found:
+            span = f"{min(found):.2f} to {max(found):.2f} in {len(found)} cell{'s' if len(found) > 1 else ''}"
+            sentences.append(
+                f"{BY_KEY[key].title}: {statistics.geometric_mean(found):.2f} times the best peer ({span})"
+            )
+    return sentences
 
 
 def by_cell(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

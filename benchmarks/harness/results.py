@@ -1,4 +1,4 @@
-"""The results as JSON."""
+"""The results as JSON: rows of a cell and a lane, with the figures of each repeat. `bench compare` reads this form."""
 
 from __future__ import annotations
 
@@ -11,33 +11,30 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import cpu_name
-from benchmarks.served.measure import Outcome, Row
-from benchmarks.served.options import Plan
+from benchmarks.harness.machine import cpu_name
+from benchmarks.harness.measure import Effort, Outcome, Row
 
-KIND = "everbatch bench served"
+KIND = "everbatch bench served"  # of all results in this form, whichever benchmark made them
 VERSION = 1
 
 
-def document_of(plan: Plan, model: dict[str, Any], driver: str, outcome: Outcome) -> dict[str, Any]:
-    """`model`: what is said of it. Each row names the driver that made its figures."""
+def document_of(model: dict[str, Any], effort: Effort, outcome: Outcome, **more: Any) -> dict[str, Any]:
+    """`model`: what is said of it. `more`: further entries, such as what was left out."""
     return {
         "kind": KIND,
         "version": VERSION,
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": {"cpu": cpu_name(), "cores": _cores(), "load": outcome.load},
+        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "load": outcome.load},
         "model": model,
-        "driver": driver,
         "options": {
-            "seconds": plan.seconds,
-            "requests_per_user": plan.per_user,
-            "repeats": plan.repeats,
-            "limits": asdict(plan.limits),
-            "second_level_mib": plan.second_level,
+            "seconds": effort.seconds,
+            "requests_per_user": effort.per_user,
+            "repeats": effort.repeats,
+            "limits": asdict(effort.limits),
         },
         "servers": outcome.servers,
         "skipped": outcome.skipped,
-        "left_out": list(plan.left_out),
+        **more,
         "rows": [_row(row) for row in outcome.rows.values()],
     }
 
@@ -60,12 +57,8 @@ def medians(repeats: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(figures[key] for figures in repeats if key in figures) for key in keys}
 
 
-def write(document: dict[str, Any], directory: Path) -> Path:
-    """served.json of the directory."""
-    path = directory / "served.json"
+def write(document: dict[str, Any], directory: Path, name: str) -> Path:
+    """NAME.json in the directory."""
+    path = directory / f"{name}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

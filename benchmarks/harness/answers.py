@@ -1,12 +1,11 @@
-"""What came back for each request, and the figures of a cell."""
+"""The one collector of streams: what came back for each request, and the figures of a cell."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from benchmarks.served.options import Limits
 
 
 class DriverFailed(Exception):
@@ -14,8 +13,19 @@ class DriverFailed(Exception):
 
 
 @dataclass(frozen=True)
+class Limits:
+    """A request is good if it meets both, in milliseconds."""
+
+    first_token_ms: float = 2000
+    inter_token_ms: float = 100
+
+
+@dataclass(frozen=True)
 class Answer:
-    """One request. Times in seconds on one clock of the driver; `gaps_s`: from each piece of the answer to the next."""
+    """One request. Times in seconds on one clock of the driver; `gaps_s`: from each piece of the answer to the next.
+
+    `recomputed`: tokens that were computed again because their KV had been evicted, where the driver learns of them.
+    """
 
     started_s: float
     first_s: float
@@ -24,6 +34,7 @@ class Answer:
     gaps_s: list[float] = field(default_factory=list)
     turn: int = 0
     error: str = ""
+    recomputed: int | None = None
 
     @property
     def first_token_ms(self) -> float:
@@ -34,6 +45,31 @@ class Answer:
     def inter_token_ms(self) -> float:
         """Mean time from one token to the next: from the first piece to the last, over the tokens but one (as AIPerf has it)."""
         return (self.ended_s - self.first_s) * 1e3 / max(1, self.tokens - 1)
+
+
+class Stream:
+    """Notes the pieces of one answer as they come. Its clock runs from when it is made."""
+
+    def __init__(self, turn: int = 0) -> None:
+        self.tokens = 0
+        self.error = ""
+        self.recomputed: int | None = None
+        self._turn = turn
+        self._started = time.perf_counter()
+        self._times: list[float] = []
+
+    def add(self, tokens: int) -> None:
+        """A piece with so many tokens has come just now."""
+        self._times.append(time.perf_counter())
+        self.tokens += tokens
+
+    def answer(self) -> Answer:
+        """What has come until now; an answer without a piece is an error."""
+        error = self.error or ("" if self._times else "the answer was empty")
+        now = time.perf_counter()
+        first, last = (self._times[0], self._times[-1]) if self._times else (self._started, now)
+        gaps = [after - before for before, after in zip(self._times, self._times[1:])]
+        return Answer(self._started, first, last, self.tokens, gaps, self._turn, error, self.recomputed)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -66,7 +102,8 @@ def figures_of(answers: Sequence[Answer], limits: Limits) -> dict[str, float]:
     figures |= _percentiles("inter_token_ms", [answer.inter_token_ms for answer in good if answer.tokens > 1])
     figures |= _percentiles("gap_ms", [gap * 1e3 for answer in good for gap in answer.gaps_s])
     figures |= _percentiles("returning_first_token_ms", [answer.first_token_ms for answer in good if answer.turn])
-    return figures
+    recomputed = [answer.recomputed for answer in good if answer.turn and answer.recomputed is not None]
+    return figures | ({"recomputed_per_turn": sum(recomputed) / len(recomputed)} if recomputed else {})
 
 
 def _percentiles(name: str, values: list[float]) -> dict[str, float]:

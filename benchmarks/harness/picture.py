@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pictures
-from benchmarks.served.metrics import BY_KEY, SHOWN
+from benchmarks.harness.metrics import BY_KEY, SHOWN
 
 COLOURS = ("#1d7a5a", "#4f6db0", "#c1802a", "#8a5a9e", "#2f98a8", "#6fae7d", "#8c8c8c")
 

@@ -1,1 +1,0 @@
-"""What guided decoding gets right, and what it costs."""
