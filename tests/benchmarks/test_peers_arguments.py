@@ -110,7 +110,7 @@ def test_llamacpp_and_ik_llamacpp_read_the_same_files_and_openvino_one_for_each_
 
     def pretend(command: list[str], *rest: object, **options: object) -> None:
         ran.append(command)
-        out = command[-1] if "optimum-cli" in command[0] else command[-3]
+        out = command[-1] if "optimum-cli" in command[0] else command[-2]
         Path(out).write_text("")
 
     monkeypatch.setattr(models.commands, "run", pretend)
