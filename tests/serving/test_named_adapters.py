@@ -18,14 +18,14 @@ from backend.serving.wires.named_adapters import check_adapters, named_adapter, 
 from backend.serving.wires.vllm import VLLM, error_text
 from tests.fakes.adapter_files import write_adapter
 from tests.serving.fake_triton import Tensor
-from tests.serving.test_vllm_front import MAX_SEQ_LEN, tensors, tools  # noqa: F401 (fixture)
+from tests.serving.test_vllm_front import MAX_SEQ_LEN, tensors
 
 pytestmark = pytest.mark.feature("W-07")
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_an_adapter_is_named_by_the_models_own_list(
-    tools: TextTools,  # noqa: F811 (fixture)
+    tools: TextTools,
     is_enabled: bool,
 ) -> None:
     """The texts are those of Triton's vLLM backend."""

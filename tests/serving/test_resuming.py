@@ -14,7 +14,7 @@ from backend.serving.intake.submit import resume_of
 from backend.serving.wires.front import TextTools
 from backend.serving.work import RowOutput, Work
 from tests.serving.helpers import bools, ints, token_inputs
-from tests.serving.test_everbatch_model import result, tools, work  # noqa: F401
+from tests.serving.test_everbatch_model import result, work
 from tests.serving.test_token_requests import works
 
 TEXT = "return ö🌍 self.x;y"
@@ -42,7 +42,7 @@ def streamed(output: RowOutput, ids: list[int], start: int, is_final: bool = Tru
     [{}, {"logprobs": 0}, {"echo": True}, {"stop": [";y!", "self.z"]}, {"skip_special_tokens": False}],
 )
 def test_a_stream_of_text_goes_on_with_the_same_responses_wherever_it_was_cut(
-    tools: TextTools,  # noqa: F811
+    tools: TextTools,
     fields: dict[str, Any],
 ) -> None:
     ids = tools.tokenizer.encode(TEXT, add_special_tokens=False)
@@ -55,7 +55,7 @@ def test_a_stream_of_text_goes_on_with_the_same_responses_wherever_it_was_cut(
         assert streamed(resumed.output, ids, cut) == whole[cut:], cut
 
 
-def test_of_several_sequences_those_that_have_ended_say_no_more(tools: TextTools) -> None:  # noqa: F811
+def test_of_several_sequences_those_that_have_ended_say_no_more(tools: TextTools) -> None:
     asked = {"prompt": "a", "stream": True, "seed": 3, "n": 3}
     entries = [{"token_ids": [5, 6], "ended": True}, {"token_ids": [7]}, {}]
     output = work(tools, **asked, resume=entries).output
@@ -66,7 +66,7 @@ def test_of_several_sequences_those_that_have_ended_say_no_more(tools: TextTools
     assert ends == {1: 2, 2: None}
 
 
-def test_the_seed_that_was_chosen_is_told_once_and_must_come_back(tools: TextTools) -> None:  # noqa: F811
+def test_the_seed_that_was_chosen_is_told_once_and_must_come_back(tools: TextTools) -> None:
     first = work(tools, prompt="a", stream=True)
     responses = streamed(first.output, [5, 6], 0)
     assert responses[0]["seed"] == first.request.sampling_config.seed and "seed" not in responses[1]
@@ -95,7 +95,7 @@ def test_the_seed_that_was_chosen_is_told_once_and_must_come_back(tools: TextToo
     ],
 )
 def test_what_cannot_have_come_is_refused(
-    tools: TextTools,  # noqa: F811
+    tools: TextTools,
     resume: Any,
     fields: dict[str, Any],
     message: str,
@@ -104,7 +104,7 @@ def test_what_cannot_have_come_is_refused(
         work(tools, **{"prompt": "a", "stream": True, "seed": 1, "max_tokens": 50, "resume": resume, **fields})
 
 
-def test_an_output_with_a_stop_string_has_ended(tools: TextTools) -> None:  # noqa: F811
+def test_an_output_with_a_stop_string_has_ended(tools: TextTools) -> None:
     ids = tools.tokenizer.encode("x;y", add_special_tokens=False)
     asked = {"prompt": "a", "stream": True, "seed": 1, "stop": [";"]}
     with pytest.raises(InvalidRequest, match="^resume has output with the stop string ';', which ends it"):
