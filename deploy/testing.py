@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deploy import ROOT
 
-# Random schedules of the engine simulation, of which a full run has 600, and random texts, of which it has 2,000.
+# Random schedules of the engine simulation, of which a full run has 500, and random texts, of which it has 2,000.
 QUICK_SEARCHES = {"EVERBATCH_SCHEDULES": "300", "EVERBATCH_EXAMPLES": "500"}
 MOST_TEST_WORKERS = 4  # some tests take turns at what all share: more processes would wait
 WAITING_WORKERS = 1  # more than cores: tests of real servers wait for a third of their time

@@ -20,7 +20,7 @@ from tests.samples import EVERY, left_of_samples, sampled, wants_all
 SLOW = {
     "tests/e2e/": "real tritonservers",
     "tests/hostile/": "real tritonservers under fire",
-    "tests/mutants/": "planted bugs, a pytest process each",
+    "tests/mutants/": "planted bugs, a run of pytest each",
     "tests/benchmarks/": "the benchmarks' own tests",
     "tests/engine/test_session_memory.py": "thousands of sessions",
     "tests/executor/test_watchdog.py": "waits for limits of silence",

@@ -1,6 +1,6 @@
 """The figures of a file of results, whichever benchmark wrote it.
 
-Read are the results of `served`, `load` and `speculation`, which have one form, and of `peers`. Those of `gpu`, `quality` and
+This module reads the results of `served`, `load` and `speculation`, which have one form, and of `peers`. Those of `gpu`, `quality` and
 `overhead` have other keys and are refused.
 """
 

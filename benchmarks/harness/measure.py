@@ -16,7 +16,7 @@ WARM_S = 300.0
 
 
 class Lane(Protocol):
-    """What is compared. `driver`: the name of what sends its requests."""
+    """A server by one of its wires, or an engine, that is measured beside others. `driver`: the program that sends it requests."""
 
     @property
     def name(self) -> str: ...
@@ -25,7 +25,7 @@ class Lane(Protocol):
     def driver(self) -> str: ...
 
     def at_work(self) -> AbstractContextManager[object]:
-        """It is measured within; outside of it, it leaves the cores to others."""
+        """Within this context the lane runs and is measured; outside of it the lane leaves the cores to the other lanes."""
         ...
 
     def warm(self, asks: Sequence[Ask], users: int, seconds: float) -> None:

@@ -176,7 +176,7 @@ def test_the_projects_own_client_embeds_any_number_of_texts(
     assert np.array_equal(asyncio.run(in_a_loop()), expected)
 
 
-# What is wrong with one text alone is looked at in tests/gateway/test_vectors.py and tests/serving/test_embedding_model.py.
+# Refusals of a single text: tests/gateway/test_vectors.py and tests/serving/test_embedding_model.py have the tables.
 HOSTILE: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ["a", "", "b"]}, "input[1]", "input[1] is empty; give at least one character"),
     (

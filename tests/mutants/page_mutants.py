@@ -1,6 +1,7 @@
 """Planted bugs of the page and the live view.
 
-The walls against web pages have holes, views cost too much or tell what clients wrote, files are served loosely.
+Among them: checks of Host and Origin that let foreign web pages in, a live view that costs too much or shows texts of clients,
+and files outside of the page's directory that are served.
 """
 
 from __future__ import annotations

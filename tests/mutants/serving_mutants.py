@@ -1,4 +1,4 @@
-"""Planted bugs of the stub, of text, and of what is told: metrics under vLLM's names and traces."""
+"""Planted bugs of the stub, of its text processing, of metrics under vLLM's names, and of traces."""
 
 from __future__ import annotations
 
