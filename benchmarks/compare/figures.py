@@ -1,7 +1,7 @@
 """The figures of a file of results, whichever benchmark wrote it.
 
-This module reads the results of `served`, `load` and `speculation`, which have one form, and of `peers`. Those of `gpu`, `quality` and
-`overhead` have other keys and are refused.
+This module reads the results of `served`, `load` and `speculation`, which have one form, and of `peers`. Those of `gpu`,
+`quality` and `overhead` have other keys and are refused.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ WARM_S = 300.0
 
 
 class Lane(Protocol):
-    """A server by one of its wires, or an engine, that is measured beside others. `driver`: the program that sends it requests."""
+    """A server by one of its wires, or an engine, measured beside others. `driver`: the program that sends it requests."""
 
     @property
     def name(self) -> str: ...
