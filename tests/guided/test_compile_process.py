@@ -106,13 +106,13 @@ def test_a_process_outlives_no_engine_that_is_killed() -> None:
         import threading
         from backend.api.guide import Guide, GuideType
         from backend.core.limited_messages import Limits
-        from backend.core.limited_process import Job
-        from backend.guided.compile_jobs import CompileProcess, Setup
+        from backend.core.limited_process import LimitedJob
+        from backend.guided.compile_jobs import CompileProcess, CompileSetup
         from backend.guided.compile_jobs import Materials
-        process = CompileProcess(Setup(Materials("llguidance", {VOCAB}, (2,), {str(MODEL)!r}), Limits(60, 1 << 32)))
+        process = CompileProcess(CompileSetup(Materials("llguidance", {VOCAB}, (2,), {str(MODEL)!r}), Limits(60, 1 << 32)))
         process.start()
         print(process.process._running._process.pid, flush=True)
-        process.run(Job(), Guide(GuideType.JSON_SCHEMA, '{{"type": "integer", "multipleOf": 99999989}}'))
+        process.run(LimitedJob(), Guide(GuideType.JSON_SCHEMA, '{{"type": "integer", "multipleOf": 99999989}}'))
     """
     arguments = [sys.executable, "-c", program]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=limited_process.ROOT) as engine:
