@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from backend.api.sampling import PLAIN
 from gateway.origin import GuideOrigin
 
 RETRY_OVERLOAD_S = 1
@@ -43,8 +44,9 @@ _DEAD_STUB = re.compile(r"Stub process '.*' is not healthy")  # Triton's words u
 _CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
 # keys of the Triton model that clients know, and what OpenAI calls those that have another name there
 _SAME_NAME = (
-    *("messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words"),
+    *(field.name for field in PLAIN),
+    *("messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words"),
     *(
         "logit_bias",
         "logprobs",

@@ -7,10 +7,12 @@ the truth, and is refused by name otherwise (gateway/invalid.py).
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
+
+from backend.api.sampling import PLAIN
 
 MOST_KEYS = 100  # in one object; twice as many as the largest message has
 
@@ -116,16 +118,24 @@ class ModelRequest(Wire):
     model: Annotated[str, Field(max_length=256)]
 
 
-class Sampling(ModelRequest):
-    """How tokens are chosen: what all that generate share."""
+if TYPE_CHECKING:
+    _PlainFields = ModelRequest
+else:
+    _PlainFields = create_model(
+        "_PlainFields",
+        __base__=ModelRequest,
+        **{field.name: (Annotated[float, Field(ge=field.least, le=field.greatest)] | None, None) for field in PLAIN},
+    )
+
+
+class Sampling(_PlainFields):
+    """How tokens are chosen: what all that generate share, beside PLAIN of backend/api/sampling.py."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     # vLLM's additions.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
     stop: str | Words | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from backend.api.sampling import PLAIN
 from gateway.dialect import DEFAULT, Dialect
 from gateway.errors import GatewayError
 from gateway.formats import asked_form
@@ -15,7 +16,8 @@ from gateway.tools import form_of_answer, form_of_tools, shown_tools, template_f
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of /v1/completions
 _SAME_NAME = (
-    *("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "bad_words"),
+    *(field.name for field in PLAIN),
+    *("min_tokens", "ignore_eos", "bad_words"),
     *("stop_token_ids", "presence_penalty", "frequency_penalty", "logit_bias"),
 )
 NO_LIMIT = -1  # a value of max_tokens

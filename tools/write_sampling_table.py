@@ -1,4 +1,4 @@
-"""Writes the table of fields in docs/sampling.md from backend/api/sampling_fields.py, between two markers.
+"""Writes the table of fields in docs/sampling.md from backend/api/sampling.py, between two markers.
 
 .venv/bin/python -m tools.write_sampling_table          rewrite it
 .venv/bin/python -m tools.write_sampling_table --check  fail when it is not up to date
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from backend.api.sampling_fields import SAMPLING_FIELDS, WIRES, SamplingField
+from backend.api.sampling import SAMPLING_FIELDS, WIRES, SamplingField
 from tools.marked_part import MarkedPart
 
 PART = MarkedPart(

@@ -14,9 +14,10 @@ from backend.api.errors import (
     Unsupported,
     session_status,
 )
+from backend.api.outputs import AdditionalOutput, OutputConfig
 from backend.api.request import Request, RequestId, SessionConfig, SessionId
 from backend.api.response import FinishReason, PerfMetrics, PromptLogProb, Response, Result, TopLogProb
-from backend.api.sampling import AdditionalOutput, OutputConfig, SamplingConfig
+from backend.api.sampling import SamplingConfig
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats
 from backend.api.tensor import TensorData
 

@@ -1,11 +1,10 @@
-"""Checks of requests with beams. Fields which sampling alone heeds are refused beside them (sampling_fields.py)."""
+"""Checks of requests with beams. Fields which sampling alone heeds are refused beside them (`with_beams` in sampling.py)."""
 
 from __future__ import annotations
 
 from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
-from backend.api.sampling import SamplingConfig
-from backend.api.sampling_fields import SAMPLING_FIELDS
+from backend.api.sampling import SAMPLING_FIELDS, SamplingConfig
 
 MAX_ENDS = 64  # each end makes every row return `beam_width` more candidates
 _NOT_OF_BEAMS = {"top_log_probs": 0, "prompt_log_probs": None, "prompt_hidden_states": None, "prompt_logits_of": ()}

@@ -26,8 +26,7 @@ from backend.api.output_limits import (
 )
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
-from backend.api.sampling import SamplingConfig
-from backend.api.sampling_fields import SAMPLING_FIELDS
+from backend.api.sampling import SAMPLING_FIELDS, SamplingConfig
 
 UINT64 = 1 << 64
 MAX_END_IDS = 256  # each sampled token is compared with them

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backend.api.errors import InvalidRequest, Unsupported
+from backend.api.outputs import OutputConfig
 from backend.api.request import Request
-from backend.api.sampling import OutputConfig
 
 NO_HEAD = "this checkpoint has no output head and generates nothing; ask for embeddings (/v1/embeddings)"
 MAX_LOGITS = 256  # tokens whose logits behind the prompt one request may ask for

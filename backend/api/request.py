@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from backend.api.guide import Guide, Thinking
 from backend.api.lora import LoraConfig
-from backend.api.sampling import OutputConfig, SamplingConfig
+from backend.api.outputs import OutputConfig
+from backend.api.sampling import SamplingConfig
 from backend.api.tensor import TensorData
 
 RequestId = NewType("RequestId", int)  # uint64, unique among the live requests of one engine

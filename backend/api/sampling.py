@@ -1,17 +1,166 @@
-"""Sampling controls, and the outputs that a request asks for. Unset fields read as None, as in TensorRT-LLM's bindings.
+"""Sampling controls: SamplingConfig, and the table of its fields: limits, what asks for nothing, beams, and names on each wire.
 
-docs/sampling.md lists what fields mean that a client leaves out, by the rule of each protocol.
+Checks, neutral values, tensors and docs/sampling.md follow from it, and so do the structs of the JSON wires and of the OpenAI
+endpoint, and the cases of tests, for a field of PLAIN. The other fields are written out in the structs of the wires that take
+them; tests/serving/test_sampling_fields.py compares them with this table.
+
+To add a field: a row and a field of SamplingConfig here, and what computes it in backend/sampling. All tiers read the same
+backend/sampling/slots.py, so each of them honours every field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from backend.api.sampling_fields import SAMPLING_FIELDS
+INT31 = (1 << 31) - 1
+UINT64 = (1 << 64) - 1
+
+Wire = Literal[
+    "tensorrt_llm", "ensemble", "llmapi", "turbomind", "lmdeploy", "json", "openai", "client", "bindings", "llm"
+]
+WIRES: dict[Wire, str] = {
+    "tensorrt_llm": "`tensorrt_llm`",
+    "ensemble": "`ensemble`, `tensorrt_llm_bls`",
+    "llmapi": "`llmapi`, behind `sampling_param_`",
+    "turbomind": "`turbomind`",
+    "lmdeploy": "`lmdeploy_model`",
+    "json": "`vllm_model`, `everbatch`",
+    "openai": "OpenAI's API",
+    "client": "Python client",
+    "bindings": "TensorRT-LLM's bindings",
+    "llm": "`LLM`",
+}
+_ALL_TENSORS = "ensemble tensorrt_llm"
+_NAMED = "json openai client bindings llm"
+
+
+class SamplingField(NamedTuple):
+    """One field of SamplingConfig. `on` lists the wires on which it has its own name, `names` its names on others.
+
+    Several names on one wire are aliases, separated by spaces; the first one counts.
+    """
+
+    name: str
+    dtype: str  # Triton's type of its tensor; empty for lists and maps
+    on: str
+    names: dict[Wire, str] = {}
+    least: float | None = None  # smallest allowed value; None: not checked by this table
+    greatest: float | None = None  # None: the greatest token id, if there is a `least`
+    unset: float | None = None  # TensorRT-LLM's clients send this value, or less, for a field that they leave unset
+    with_beams: tuple[float, ...] | None = None  # the only values that beams allow; None: they allow all
+    asks_for_sampling: bool = False
+    other_names: str | None = None  # in other APIs; None: a request parameter of this name is unknown
+    plain: float | None = (
+        None  # a number that changes the output: on JSON wires the field is an optional number as it is here
+    )
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.unset == 0
+
+    def names_on(self, wire: Wire) -> list[str]:
+        """All names on a wire; empty if the wire does not have the field."""
+        return [self.name] if wire in self.on.split() else self.names.get(wire, "").split()
+
+
+# The order is that of the tensors in config.pbtxt.
+SAMPLING_FIELDS = (
+    SamplingField(
+        "top_k", "INT32", f"ensemble llmapi lmdeploy {_NAMED}", {"tensorrt_llm": "runtime_top_k", "turbomind": "runtime_top_k"},
+        least=0, greatest=INT31, with_beams=(0, 1), asks_for_sampling=True, other_names="runtime_top_k",
+    ),
+    SamplingField(
+        "top_p", "FP32", f"ensemble llmapi lmdeploy {_NAMED}", {"tensorrt_llm": "runtime_top_p", "turbomind": "runtime_top_p"},
+        least=0.0, greatest=1.0, unset=0.0, with_beams=(1.0,), asks_for_sampling=True, other_names="runtime_top_p",
+    ),
+    SamplingField(
+        "top_p_decay", "FP32", "turbomind bindings llm", {"tensorrt_llm": "runtime_top_p_decay"},
+        least=0.0, greatest=1.0, unset=0.0,
+    ),
+    SamplingField(
+        "top_p_min", "FP32", "turbomind bindings llm", {"tensorrt_llm": "runtime_top_p_min"},
+        least=0.0, greatest=1.0, unset=0.0,
+    ),
+    SamplingField(
+        "top_p_reset_ids", "INT32", "turbomind bindings llm", {"tensorrt_llm": "runtime_top_p_reset_ids"},
+        least=0, unset=-1,
+    ),
+    SamplingField(
+        "temperature", "FP32", f"{_ALL_TENSORS} llmapi turbomind lmdeploy {_NAMED}",
+        least=0.0, greatest=100.0, with_beams=(1.0,), asks_for_sampling=True, other_names="",
+    ),
+    SamplingField(
+        "repetition_penalty", "FP32", f"{_ALL_TENSORS} turbomind lmdeploy {_NAMED}",
+        least=0.01, greatest=100.0, with_beams=(1.0,), other_names="", plain=1.5,
+    ),
+    SamplingField(
+        "presence_penalty", "FP32", f"{_ALL_TENSORS} llmapi {_NAMED}",
+        least=-100.0, greatest=100.0, with_beams=(0.0,), other_names="",
+    ),
+    SamplingField(
+        "frequency_penalty", "FP32", f"{_ALL_TENSORS} llmapi {_NAMED}",
+        least=-100.0, greatest=100.0, with_beams=(0.0,), other_names="",
+    ),
+    SamplingField(
+        "min_tokens", "INT32", _NAMED, {"tensorrt_llm": "min_tokens min_length", "ensemble": "min_tokens min_length"},
+        least=0, greatest=INT31, other_names="min_length min_new_tokens",
+    ),
+    SamplingField(
+        "seed", "UINT64", f"llmapi {_NAMED}",
+        {"tensorrt_llm": "seed random_seed", "ensemble": "seed random_seed", "turbomind": "random_seed"},
+        least=0, greatest=UINT64, other_names="random_seed",
+    ),
+    SamplingField(
+        "num_return_sequences", "INT32", f"{_ALL_TENSORS} bindings",
+        {"llmapi": "best_of", "json": "n best_of", "openai": "n best_of", "client": "n", "llm": "n best_of"},
+        other_names="n best_of",
+    ),
+    SamplingField(
+        "beam_width", "INT32", f"{_ALL_TENSORS} llmapi client bindings",
+        {"json": "use_beam_search", "openai": "use_beam_search", "llm": "use_beam_search"},
+        other_names="num_beams use_beam_search",
+    ),
+    SamplingField("early_stopping", "BOOL", f"{_ALL_TENSORS} json openai bindings llm", other_names=""),
+    SamplingField(
+        "beam_search_diversity_rate", "FP32", f"{_ALL_TENSORS} bindings llm",
+        least=-100, greatest=100, other_names="diversity_penalty",
+    ),
+    SamplingField(
+        "length_penalty", "FP32", f"ensemble {_NAMED}", {"tensorrt_llm": "len_penalty"},
+        least=-50, greatest=50, other_names="len_penalty",
+    ),
+    SamplingField(
+        "min_p", "FP32", "json openai bindings llm",
+        least=0.0, greatest=1.0, with_beams=(0.0,), asks_for_sampling=True, other_names="", plain=0.5,
+    ),
+    SamplingField(
+        "no_repeat_ngram_size", "INT32", "bindings llm",
+        least=0, greatest=INT31, with_beams=(0,),
+    ),
+    SamplingField(
+        "logit_bias", "", "json openai",
+        {
+            "tensorrt_llm": "embedding_bias", "ensemble": "embedding_bias_words embedding_bias_weights", "llm": "embedding_bias"
+        },
+        with_beams=(), other_names="embedding_bias_words embedding_bias",
+    ),
+    SamplingField("beam_width_array", "", "bindings llm", with_beams=()),  # refused in this version
+)  # fmt: skip
+
+
+def on_wire(wire: Wire) -> Iterator[tuple[SamplingField, str]]:
+    """The fields that a wire has, with each of their names on it."""
+    for field in SAMPLING_FIELDS:
+        for name in field.names_on(wire):
+            yield field, name
+
+
+PLAIN = tuple(field for field in SAMPLING_FIELDS if field.plain is not None)
+ASKING = tuple(field.name for field in SAMPLING_FIELDS if field.asks_for_sampling)
 
 
 class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -56,13 +205,12 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def is_greedy(self) -> bool:
-        asked = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return all(value is None for value in asked) or self.temperature == 0 or self.top_k == 1
+        return all(getattr(self, name) is None for name in ASKING) or self.temperature == 0 or self.top_k == 1
 
     @property
     def cuts_distribution(self) -> bool:
         """True if only some of the tokens can be drawn."""
-        return bool(self.top_k or self.top_p or self.min_p)
+        return any(getattr(self, name) for name in ASKING if name != "temperature")
 
     @property
     def decays_top_p(self) -> bool:
@@ -75,33 +223,6 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             or self.presence_penalty not in (None, 0.0)
             or self.frequency_penalty not in (None, 0.0)
         )
-
-
-HiddenRows = Literal["last", "all"]
-
-
-class AdditionalOutput(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tensor of the model that comes back with the tokens."""
-
-    name: str  # one of model.additional_outputs
-    gather_context: bool = False  # for the prompt's positions too
-
-
-class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Outputs of a Result; everything not asked for is None."""
-
-    return_log_probs: bool = False  # log-probability of each output token under the model's own distribution
-    top_log_probs: int = 0  # number of most likely tokens to return for each output token
-    # Log-probabilities of the prompt's tokens from the second on, with the k most likely tokens of each position.
-    prompt_log_probs: int | None = None
-    prompt_hidden_states: HiddenRows | None = None  # input of the output head, for the prompt's last token or for all
-    prompt_logits_of: tuple[int, ...] = ()  # ids of tokens whose logits behind the whole prompt are returned
-    exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
-    return_perf_metrics: bool = False
-    return_context_logits: bool = False  # logits of the prompt's positions; needs model.gather_context_logits
-    return_generation_logits: bool = False  # logits that output tokens came from; needs model.gather_generation_logits
-    additional_outputs: tuple[AdditionalOutput, ...] = ()
-    return_history: bool = False  # turns of sessions: the token ids before this turn, once, with its first response
 
 
 _ZERO_IS_UNSET = frozenset(field.name for field in SAMPLING_FIELDS if field.excludes_zero)

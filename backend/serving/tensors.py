@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from backend.api.sampling_fields import Wire, on_wire
+from backend.api.sampling import Wire, on_wire
 
 # Triton's name of each type, and numpy's name of the same type.
 NUMPY_TYPES = {

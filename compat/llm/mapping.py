@@ -17,7 +17,7 @@ from backend.api import AdditionalOutput, EverbatchError, OutputConfig, Request,
 from backend.api.guide import Guide, GuideType, choice_guide
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
-from backend.api.sampling_fields import on_wire
+from backend.api.sampling import on_wire
 from backend.api.tensor import TensorData
 from backend.core.step import ModelInfo
 from backend.executor.own_processors import OF_REQUEST

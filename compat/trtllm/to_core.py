@@ -10,8 +10,7 @@ from backend.api.draft_limits import drafts_of_lookahead
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
-from backend.api.sampling import tensorrt_llm_sampling
-from backend.api.sampling_fields import on_wire
+from backend.api.sampling import on_wire, tensorrt_llm_sampling
 from backend.executor.own_processors import OF_REQUEST
 from compat.tensorrt_llm import as_data
 from compat.trtllm import request as theirs

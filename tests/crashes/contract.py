@@ -13,8 +13,9 @@ from msgspec import Struct
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
 from backend.api.guide import Guide, GuideType, Thinking
 from backend.api.lora import LoraConfig
+from backend.api.outputs import AdditionalOutput
 from backend.api.request import RetentionConfig, TokenRangeRetention
-from backend.api.sampling import AdditionalOutput
+from backend.api.sampling import PLAIN
 from backend.api.tensor import TensorData
 
 PROMPT = [40, 300, 17, 923, 40, 300, 17]
@@ -85,14 +86,13 @@ def cases(adapter: Path) -> dict[str, Request]:
         "kv_state": plain(),  # the test puts the state in that a context_only request has given
     }
     of_sampling = {
+        **{field.name: sampled(**{field.name: field.plain}, temperature=1.5, seed=1) for field in PLAIN},
         "beam_width": sampled(beam_width=3),
         "num_return_sequences": sampled(num_return_sequences=3, **SEEDED),
         "temperature": sampled(temperature=0.8, top_k=20, seed=2),
         "top_k": sampled(top_k=7, temperature=1.5, seed=1),
         "top_p": sampled(top_p=0.9, temperature=1.5, seed=1),
-        "min_p": sampled(min_p=0.01, temperature=1.5, seed=1),
         "seed": sampled(temperature=1.5, seed=1 << 63),
-        "repetition_penalty": sampled(repetition_penalty=1.7),
         "presence_penalty": sampled(presence_penalty=1.5),
         "frequency_penalty": sampled(frequency_penalty=1.5),
         "min_tokens": plain(sampling_config=SamplingConfig(min_tokens=8), end_ids=tuple(range(0, 4096, 17))),

@@ -6,9 +6,9 @@ from backend.api import ErrorCode, Request, SessionConfig
 from backend.api.config.schema import LimitsConfig
 from backend.api.errors import EngineUnavailable, InvalidRequest
 from backend.api.guide import Guide, GuideType
+from backend.api.outputs import OutputConfig
 from backend.api.request import RequestId, SessionId
 from backend.api.response import FinishReason
-from backend.api.sampling import OutputConfig
 from backend.core.step import OnCompiled
 from backend.engine.core import EngineCore
 from tests.engine.driver import Driver

@@ -26,6 +26,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backend.api.sampling import PLAIN
 from tests.gateway.views import view
 
 WORDS = ["Hello", " wörld", " 🌍", "!"]
@@ -37,8 +38,9 @@ ENDS = {
 TOKENIZER = {"eos_token": "</s>", "chat_template": "{{ messages }}"}
 PROMPT_IDS = [11, 12, 13, 14, 15, 16, 17]
 KEYS = {
-    *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
-    *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
+    *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k"),
+    *(field.name for field in PLAIN),
+    *("seed", "presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
     *(
         "n",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from backend.api.sampling import PLAIN
 from gateway import translate
 from gateway.dialect import Dialect
 from gateway.errors import GatewayError
@@ -46,7 +47,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 # A value of each parameter that asks for something, in OpenAI's API or vLLM's.
 VALUES: dict[str, Any] = {
-    **dict.fromkeys(("length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
+    **dict.fromkeys(("length_penalty", "temperature", "top_p", "presence_penalty", "frequency_penalty"), 0.5),
     **dict.fromkeys(
         ("top_k", "min_tokens", "n", "max_tokens", "max_completion_tokens", "min_new_tokens", "max_output_tokens"), 2
     ),
@@ -63,7 +64,7 @@ VALUES: dict[str, Any] = {
     **dict.fromkeys(("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"), 7),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar"), "[]"),
     "guided_choice": ["a", "b"],
-    "repetition_penalty": 1.5,
+    **{field.name: field.plain for field in PLAIN},
     "logit_bias": {"5": 1},
     "stop": list("abcde"),
     "stop_token_ids": [5],

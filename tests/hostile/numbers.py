@@ -22,8 +22,9 @@ from msgspec import Struct
 from backend.api.config.schema import EngineConfig
 from backend.api.guide import Guide, GuideType, Thinking
 from backend.api.lora import LoraConfig
+from backend.api.outputs import AdditionalOutput, OutputConfig
 from backend.api.request import Request, RetentionConfig, SessionConfig, SessionId, TokenRangeRetention
-from backend.api.sampling import AdditionalOutput, OutputConfig, SamplingConfig
+from backend.api.sampling import SamplingConfig
 from backend.api.tensor import TensorData
 from compat import trtllm
 

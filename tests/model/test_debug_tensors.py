@@ -14,7 +14,7 @@ import torch
 from backend.api import OutputConfig
 from backend.api.config.schema import DEBUG_INPUTS, EngineConfig, RecordsConfig
 from backend.api.errors import ConfigError
-from backend.api.sampling import AdditionalOutput
+from backend.api.outputs import AdditionalOutput
 from backend.api.stats import DebugTensors
 from backend.worker import extra_outputs
 from backend.worker.debug_tensors import DebugFetch

@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from backend.api import SamplingConfig
-from backend.api.sampling_fields import SAMPLING_FIELDS, WIRES, Wire, on_wire
+from backend.api.sampling import SAMPLING_FIELDS, WIRES, Wire, on_wire
 from backend.serving.tensors import ModelTensors
 from backend.serving.wires import llmapi, lmdeploy, trtllm_tensors, turbomind
 from backend.serving.wires.everbatch import Generate

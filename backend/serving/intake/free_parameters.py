@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from backend.api import InvalidRequest
-from backend.api.sampling_fields import SAMPLING_FIELDS
+from backend.api.sampling import SAMPLING_FIELDS
 from backend.serving.tensors import ModelTensors
 
 log = logging.getLogger("everbatch.serving")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import msgspec.inspect
@@ -13,7 +13,7 @@ from msgspec import Struct
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
 from backend.api.errors import without_long_values
 from backend.api.guide import A_CHOICE
-from backend.api.sampling_fields import SAMPLING_FIELDS
+from backend.api.sampling import PLAIN, SAMPLING_FIELDS
 from backend.serving.intake.free_parameters import MAX_SHOWN, did_you_mean
 from backend.serving.intake.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
@@ -24,8 +24,15 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
 _PLACE = re.compile(r"\.(\w+)")  # a name in msgspec's path of an error
 _EARLY_STOPPING: dict[bool | str, int] = {True: 1, False: 0, "never": 2}  # as the engine has it
 
+if TYPE_CHECKING:
+    _PlainFields = Struct
+else:
+    _PlainFields = msgspec.defstruct(
+        "_PlainFields", [(field.name, float | None, None) for field in PLAIN], frozen=True, kw_only=True
+    )
 
-class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class NamedSampling(_PlainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names, defaults and meaning follow vLLM's SamplingParams, as far as the engine knows them.
 
     Without a temperature there is sampling at 1.0; 0 is greedy. Without a seed each request has a random one. Of `best_of`
@@ -38,11 +45,9 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None  # 0 and -1: off
-    min_p: float | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
