@@ -94,7 +94,7 @@ TABLE: tuple[Key, ...] = (
     *_keys("SGLang", GENERATE, {"stream_reasoning": bool, "rid": str}),
     *_keys("llama.cpp", BOTH, {"cache_prompt": bool, "id_slot": int, "n_keep": int, "n_cache_reuse": int}),
     *_keys("llama.cpp", BOTH, {"timings_per_token": bool, "return_progress": bool, "return_tokens": bool}),
-    *_keys("llama.cpp", BOTH, {"typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1, 0)}),
+    *_keys("llama.cpp", BOTH, {"typical_p": (1,), "typ_p": (1,), "tfs_z": (1,)}),
     *_keys("llama.cpp", BOTH, {"dynatemp_range": (0,), "dynatemp_exponent": float}),
     *_keys("llama.cpp", BOTH, {"xtc_probability": (0,), "xtc_threshold": float}),
     *_keys("llama.cpp", BOTH, {"dry_multiplier": (0,), "dry_base": float, "dry_allowed_length": int}),
