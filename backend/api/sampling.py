@@ -138,6 +138,10 @@ SAMPLING_FIELDS = (
         least=0.0, greatest=1.0, with_beams=(0.0,), asks_for_sampling=True, other_names="", plain=0.5,
     ),
     SamplingField(
+        "top_n_sigma", "FP32", "json openai",
+        least=-1.0, greatest=100.0, with_beams=(-1.0, 0.0), asks_for_sampling=True, other_names="", plain=1.0,
+    ),
+    SamplingField(
         "no_repeat_ngram_size", "INT32", "bindings llm",
         least=0, greatest=INT31, with_beams=(0,),
     ),
@@ -166,10 +170,11 @@ ASKING = tuple(field.name for field in SAMPLING_FIELDS if field.asks_for_samplin
 class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling controls of one request.
 
-    Decoding is greedy unless at least one of `temperature`, `top_k`, `top_p`, `min_p` asks for sampling; `temperature` 0 and
-    `top_k` 1 are greedy too. Order of application: bad words, repeated n-grams, logit bias and min_tokens on the logits;
-    repetition, presence and frequency penalties; temperature; top-k, top-p, min-p on the distribution; one uniform number per
-    token, drawn from (seed, number of tokens sampled so far), so that neither batch order nor eviction changes the choice.
+    Decoding is greedy unless at least one of `temperature`, `top_k`, `top_p`, `min_p`, `top_n_sigma` asks for sampling;
+    `temperature` 0 and `top_k` 1 are greedy too. Order of application: bad words, repeated n-grams, logit bias and min_tokens on
+    the logits, then top-n-sigma; repetition, presence and frequency penalties; temperature; top-k, top-p, min-p on the
+    distribution; one uniform number per token, drawn from (seed, number of tokens sampled so far), so that neither batch order
+    nor eviction changes the choice.
 
     `num_return_sequences` n without beams: n sequences, each with a random stream of its own, derived from (seed, index); that
     of the first is the seed's own.
@@ -188,6 +193,9 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     top_k: int | None = None  # >= 0; 0 = off
     top_p: float | None = None  # (0, 1]
     min_p: float | None = None  # [0, 1]
+    top_n_sigma: float | None = (
+        None  # standard deviations below the greatest logit that a token may lie; 0 and -1 = off
+    )
     seed: int | None = None  # uint64; unset = 0, as in TensorRT-LLM
     repetition_penalty: float | None = None  # > 0; counts tokens of prompt and output
     presence_penalty: float | None = None  # counts tokens of the output only

@@ -1,4 +1,6 @@
-"""NativeChoice: chooses tokens on a CPU, in one native call for all rows (kernels/cpu/sampling.py). Logits stay unchanged."""
+"""NativeChoice: chooses tokens on a CPU, in one native call for all rows (kernels/cpu/sampling.py) but those with top-n-sigma,
+for which torch operators choose. Logits stay unchanged.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from backend.core.step import SampledToken, SlotId
 from backend.sampling.slots import SlotOptions, SlotParameters
+from backend.sampling.torch_choice import TorchChoice
 from kernels.cpu.sampling import NativeLogProbs, NativeSampling
 
 
@@ -16,6 +19,7 @@ class NativeChoice:
     def __init__(self, parameters: SlotParameters, library: CDLL) -> None:
         self._slots = parameters
         self._native = NativeSampling(library)
+        self._torch = TorchChoice(parameters)
 
     def choose(
         self, logits: Tensor, rows: list[int], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
@@ -24,6 +28,21 @@ class NativeChoice:
 
         slots and num_tokens are parallel to `rows`; every slot has a row.
         """
+        cut = [bool(self._slots.options[slot].n_sigma) for slot in slots]
+        if not any(cut):
+            return self._choose(logits, rows, slots, token_ids, num_tokens)
+        result: list[SampledToken] = []
+        for i, is_cut in enumerate(cut):
+            own = logits[rows[i] : rows[i] + 1]
+            if is_cut:
+                result += self._torch.choose(own.clone(), [0], [slots[i]], token_ids, [num_tokens[i]])
+            else:
+                result += self._choose(own, [0], [slots[i]], token_ids, [num_tokens[i]])
+        return result
+
+    def _choose(
+        self, logits: Tensor, rows: list[int], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
+    ) -> list[SampledToken]:
         parameters = self._slots
         samples = np.array([rows, slots, num_tokens], dtype=np.int64)
         widths = parameters.log_prob_widths[samples[1]]

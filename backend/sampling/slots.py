@@ -50,6 +50,7 @@ class SlotOptions(Struct, frozen=True):
     end_ids: Tensor | None = None  # [ends] int64
     bias: tuple[Tensor, Tensor] | None = None  # ids [entries] int64, values [entries] float32
     words: tuple[Tensor, Tensor] | None = None  # bad words [words, width] int64 aligned to the right, lengths [words]
+    n_sigma: float = 0.0  # top-n-sigma of a row that samples; 0 = off
     ngram: int = 0  # no run of so many tokens may occur twice; 0 = off
     decay: TopPDecay | None = None
     return_log_probs: bool = False
@@ -73,6 +74,7 @@ class SlotOptions(Struct, frozen=True):
             or self.bias
             or self.words
             or self.ngram
+            or self.n_sigma
             or self.decay
             or self.wants_log_probs
             or self.is_guided
@@ -124,6 +126,7 @@ class SlotParameters:
             end_ids=self._ids(row.end_ids) if row.end_ids and config.min_tokens else None,
             bias=self._bias(config.logit_bias) if config.logit_bias else None,
             words=self._words(row.bad_words) if any(row.bad_words) else None,
+            n_sigma=0.0 if config.is_greedy else max(_value(config.top_n_sigma, 0.0), 0.0),
             ngram=config.no_repeat_ngram_size or 0,
             decay=_decay(config, top_p) if config.decays_top_p and not config.is_greedy else None,
             return_log_probs=row.return_log_probs,

@@ -1,8 +1,8 @@
 """TorchChoice: chooses tokens with torch operators on any device. It is the reference of kernels/cpu/sampling.py.
 
 Order of side effects in `choose`: log-softmax of the rows that ask for log-probabilities is taken from the model's own logits;
-then the logits are changed in place (bad words, bias and min_tokens as sparse additions, then penalties); then the tokens are
-chosen; then the results go to the host in one copy. The token buffer is only read.
+then the logits are changed in place (bad words, bias and min_tokens as sparse additions, top-n-sigma, penalties); then the
+tokens are chosen; then the results go to the host in one copy. The token buffer is only read.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TorchChoice:
 def add_sparse(
     logits: Tensor, rows: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int], is_own: bool
 ) -> Tensor:
-    """Add the logit bias, and -inf for bad words, repeated n-grams and end ids before min_tokens.
+    """Add the logit bias, and -inf for bad words, repeated n-grams and end ids before min_tokens; then apply top-n-sigma.
 
     Each logit gets at most one finite term that is not 0.
 
@@ -150,10 +150,29 @@ def add_sparse(
             where += [i] * len(part_ids)
             ids.append(part_ids)
             values.append(part_values)
-    if not where:
+    cut = [i for i, row in enumerate(rows) if row.n_sigma]
+    if not where and not cut:
         return logits
     logits = logits if is_own else logits.clone()
-    return logits.index_put_((place(np.array(where), device), torch.cat(ids)), torch.cat(values), accumulate=True)
+    if where:
+        logits.index_put_((place(np.array(where), device), torch.cat(ids)), torch.cat(values), accumulate=True)
+    for i in cut:
+        keep_top_n_sigma(logits[i], rows[i].n_sigma)
+    return logits
+
+
+def keep_top_n_sigma(logits: Tensor, n: float) -> None:
+    """Set logits [vocab] to -inf that are below the greatest one less n standard deviations of all finite ones, in place.
+
+    A row by itself, so that rows beside it cannot change the rounding of its sums. As llama.cpp's sampler of this name, of
+    Tang et al. 2024, Top-n-sigma: Not All Logits Are You Need.
+    """
+    finite = logits.isfinite()
+    count = finite.sum()
+    values = logits.double()
+    mean = torch.where(finite, values, 0.0).sum() / count
+    variance = torch.where(finite, (values - mean) ** 2, 0.0).sum() / count
+    logits.masked_fill_(values < values.max() - n * variance.sqrt(), -torch.inf)
 
 
 def _bad_words(words: Tensor, lengths: Tensor, tokens: Tensor, known: int) -> tuple[Tensor, Tensor]:
