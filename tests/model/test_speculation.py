@@ -26,6 +26,7 @@ WITH_STATE = {
     "greedy": SamplingConfig(),
     "sampled": SamplingConfig(temperature=1.3, seed=7),
     "filtered": SamplingConfig(temperature=1.1, top_k=20, top_p=0.9, min_p=0.01, seed=8),
+    "top-n-sigma": SamplingConfig(temperature=1.3, top_n_sigma=0.8, seed=9),
     "penalties": SamplingConfig(
         temperature=0.9, seed=9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
     ),
