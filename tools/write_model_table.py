@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from backend.architectures.gguf.families import GGUF_FAMILIES
 from backend.architectures.hosted import ENCODERS, HOSTED, PARTS, REASONS
-from backend.architectures.registry import FAMILIES, GGUF_ARCHITECTURES, HEADLESS, Family
+from backend.architectures.registry import FAMILIES, HEADLESS, Family
 from tools.marked_part import MarkedPart
 
 PART = MarkedPart(
@@ -18,7 +19,8 @@ PART = MarkedPart(
     "<!-- families: written by tools/write_model_table.py -->",
     "<!-- end of families -->",
 )
-_GGUF = {*GGUF_ARCHITECTURES.values(), "MistralForCausalLM"}  # Mistral's files say llama
+_VARIANTS = ("MistralForCausalLM", "Olmo3ForCausalLM")  # files that say llama and olmo2
+_GGUF = {*_VARIANTS, *(family.architecture for family in GGUF_FAMILIES.values())}
 
 
 def table() -> str:

@@ -13,10 +13,11 @@ from backend.api.checkpoint.quantised import FILE, KvDtype
 from backend.api.checkpoint.weight_files import tensor_shapes, weight_files
 from backend.api.config.schema import EngineConfig, Implementation
 from backend.api.errors import ConfigError
-from backend.architectures import gguf_held
 from backend.architectures.description import ModelConfig
+from backend.architectures.gguf import held
+from backend.architectures.gguf.families import GGUF_FAMILIES, gguf_architecture
 from backend.architectures.hosted import ENCODERS, implementation_of, sizes_of
-from backend.architectures.registry import GGUF_ARCHITECTURES, HEADLESS, gguf_architecture, read_config
+from backend.architectures.registry import HEADLESS, read_config
 from backend.architectures.sizes import check_hosted_sizes, check_sizes
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -101,10 +102,10 @@ def _of_gguf(header: GgufHeader) -> Checkpoint:
     heads = need("attention.head_count")
     kinds = {place.type.name for place in header.tensors.values() if len(place.shape) > 1}
     dtype = "float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16"
-    gguf_held.check_sizes(header, need("block_count"), need("embedding_length"))
+    held.check_sizes(header, need("block_count"), need("embedding_length"))
     return Checkpoint(
-        GGUF_ARCHITECTURES[name],
-        gguf_held.memory_bytes(header, VALUE_BYTES["float32" if dtype == "float16" else dtype]),
+        GGUF_FAMILIES[name].architecture,
+        held.memory_bytes(header, VALUE_BYTES["float32" if dtype == "float16" else dtype]),
         need("block_count"),
         header.get(f"{name}.attention.head_count_kv", _Count) or heads,
         header.get(f"{name}.attention.key_length", _Count) or _head_dim(header.name, need("embedding_length"), heads),

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from backend.api.checkpoint.gguf import GgufHeader
 from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
@@ -64,8 +63,6 @@ HEADLESS = {
     "Qwen2Model": "Qwen2ForCausalLM",
     "Qwen3Model": "Qwen3ForCausalLM",
 }
-# general.architecture of a GGUF file -> the architecture of config.json
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def read_config(content: dict[str, Any]) -> ModelConfig:
@@ -87,17 +84,6 @@ def architecture(content: dict[str, Any]) -> str:
         place = f"{FILE}: architectures {shown(names)}" if names[0] else FILE
         raise ConfigError(refusal(place, names[0], shown(names[0]), known, "use a model of one of them"))
     return names[0]
-
-
-def gguf_architecture(header: GgufHeader) -> str:
-    """general.architecture of a GGUF file. Raises ConfigError for one that is not supported."""
-    name = header.need("general.architecture", str)
-    if name not in GGUF_ARCHITECTURES:
-        raise ConfigError(
-            f"{header.name}: general.architecture {shown(name)} is not supported; supported are "
-            f"{', '.join(GGUF_ARCHITECTURES)}: use a model of one of them"
-        )
-    return name
 
 
 _ENDING = re.compile(r"(ForCausalLM|ForConditionalGeneration|ForMaskedLM|Model|LMHeadModel)$")

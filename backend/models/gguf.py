@@ -7,7 +7,6 @@ Q4_K, Q5_K and Q6_K keep their super-blocks where the linear layers take them. Q
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,11 +19,13 @@ from backend.api.checkpoint.gguf import AGAIN, GgufHeader, TensorPlace
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
-from backend.architectures.gguf_held import EMBEDDING, OUTPUT, SUPER_BLOCKS, held_forms
+from backend.architectures.gguf.config import config_of
+from backend.architectures.gguf.families import TABLES
+from backend.architectures.gguf.held import EMBEDDING, SUPER_BLOCKS, held_forms
+from backend.architectures.gguf.names import as_stored, heads_in_pairs, tensors_of
 from backend.models import gguf_blocks
 from backend.models.config import of_object
 from backend.models.convert import meta_to_hf
-from backend.models.gguf_config import ROPE_FACTORS, config_of
 from backend.models.linears import LinearOptions
 from backend.models.quantized import Held, QuantizedLayers, Scheme, stack
 from backend.models.tensors import TensorSource
@@ -32,31 +33,17 @@ from kernels.common.quantize import row_slices
 
 BLOCKS = ".blocks"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HEAD = "lm_head"
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": _HEAD}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def raw_config(header: GgufHeader) -> dict[str, Any]:
     """The content of the config.json that the file stands for. Raises ConfigError."""
-    return config_of(header, _rope_factors(header))
+    tables = {name: table for name in TABLES if (table := _rope_factors(header, name)) is not None}
+    return config_of(header, tables)
 
 
 def read_config(header: GgufHeader) -> ModelConfig:
     """The model's configuration. Its `quantization` says which types are quantised, if any. Raises ConfigError."""
-    config = of_object(raw_config(header))
+    config = as_stored(of_object(raw_config(header)), header)
     _check_tensors(header, config)
     types = {place.type.name for place in header.tensors.values()}
     if types <= set(_FLOATS):
@@ -68,7 +55,7 @@ def read_config(header: GgufHeader) -> ModelConfig:
 class GgufLayers(QuantizedLayers):
     """Projections that keep their stored numbers. The others of the file are floats."""
 
-    kinds: Mapping[str, str]  # projection -> its type, one of gguf_held's INT8 or SUPER_BLOCKS
+    kinds: Mapping[str, str]  # projection -> its type, one of gguf/held.py's INT8 or SUPER_BLOCKS
     four_bits: frozenset[str] = frozenset()  # names of the Q4_0 tensors that are held with 4 bits, not as int8
 
     scheme: ClassVar[Scheme] = "int8"  # type: ignore[misc]
@@ -96,16 +83,15 @@ class GgufTensors(Mapping[str, Tensor]):
         self.header = header
         self._dtype = dtype
         self._places: dict[str, tuple[str, TensorPlace]] = {}
+        self._hf = {name: tensor.hf for name, tensor in tensors_of(config, header).items()}
         for name, place in header.tensors.items():
-            if name != ROPE_FACTORS:
-                own = _hf_name(name)
-                held = own.removesuffix(".weight")
-                self._places[held + BLOCKS if held in layers.kinds else own] = name, place
-        if config.tied_embeddings and _HEAD in layers.kinds:
-            self._places[_HEAD + BLOCKS] = EMBEDDING, header.tensors[EMBEDDING]
-        # Where neighbouring rows rotate together: the number of heads whose rows are to be put in order.
-        is_llama = config.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
-        self._heads = dict(attn_q=config.num_heads, attn_k=config.num_kv_heads) if is_llama else {}
+            base, _, suffix = name.rpartition(".")
+            if (held := self._hf.get(base)) is not None:
+                self._places[held + (BLOCKS if held in layers.kinds else f".{suffix}")] = name, place
+        self._head = config.names.head
+        if config.tied_embeddings and self._head in layers.kinds:
+            self._places[self._head + BLOCKS] = EMBEDDING, header.tensors[EMBEDDING]
+        self._heads = heads_in_pairs(config, header)
 
     def __getitem__(self, name: str) -> Tensor:
         stored, place = self._places[name]
@@ -129,8 +115,15 @@ class GgufTensors(Mapping[str, Tensor]):
         """
         if options.quantization != "none":
             return msgspec.structs.replace(config, quantization=None), GgufTensors(self.header, config)
-        layers = _layers_to_hold(self.header, device, options.holds_super_blocks)
+        layers = self._layers_to_hold(device, options.holds_super_blocks)
         return msgspec.structs.replace(config, quantization=layers), GgufTensors(self.header, config, layers, dtype)
+
+    def _layers_to_hold(self, device: torch.device, holds_super_blocks: bool) -> GgufLayers:
+        """The layers of gguf/held.py, by the names of a Hugging Face checkpoint."""
+        forms = held_forms(self.header, device.type == "cuda", holds_super_blocks)
+        named = {name: self._hf.get(name.removesuffix(".weight"), self._head) for name in forms.kinds}
+        kinds = {named[name]: kind for name, kind in forms.kinds.items()}
+        return GgufLayers(kinds, frozenset(named[name] for name in forms.four_bits))
 
     def _read(self, place: TensorPlace, name: str, as_blocks: bool) -> Tensor:
         kind, rows, columns = place.type.name, place.shape[0], place.shape[-1]
@@ -164,44 +157,31 @@ class GgufTensors(Mapping[str, Tensor]):
         return content
 
 
-def _layers_to_hold(header: GgufHeader, device: torch.device, holds_super_blocks: bool) -> GgufLayers:
-    """The layers of gguf_held.py, by the names of a Hugging Face checkpoint."""
-    forms = held_forms(header, device.type == "cuda", holds_super_blocks)
-    named = {name: _hf_name(name).removesuffix(".weight") for name in forms.kinds}
-    kinds = {named[name]: kind for name, kind in forms.kinds.items()}
-    return GgufLayers(kinds, frozenset(named[name] for name in forms.four_bits))
-
-
-def _hf_name(name: str) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` for `blk.3.attn_q.weight`."""
-    base, _, suffix = name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
-    return f"{_NAMES[base]}.{suffix}" if layer is None else f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}"
-
-
-def _rope_factors(header: GgufHeader) -> list[float] | None:
+def _rope_factors(header: GgufHeader, name: str) -> list[float] | None:
     """Divisors of the rotary frequencies; None if the file has no such tensor. Raises ConfigError."""
-    place = header.tensors.get(ROPE_FACTORS)
+    place = header.tensors.get(name)
     if place is None:
         return None
     if place.type.name != "F32" or len(place.shape) != 1 or place.shape[0] > 1 << 20:
         raise ConfigError(
-            f"{header.name}: tensor {ROPE_FACTORS} is {place.type.name} of shape {shown(list(place.shape))}, float32 in one "
-            f"dimension is needed; {AGAIN}"
+            f"{header.name}: tensor {name} is {place.type.name} of shape {shown(list(place.shape))}, float32 in one dimension "
+            f"is needed; {AGAIN}"
         )
     with header.path.open("rb") as file:
         file.seek(place.offset)
         factors = torch.frombuffer(bytearray(file.read(place.num_bytes)), dtype=torch.float32)
     if not ((factors > 0) & factors.isfinite()).all():
-        raise ConfigError(f"{header.name}: tensor {ROPE_FACTORS} holds a number that is no divisor; {AGAIN}")
+        raise ConfigError(f"{header.name}: tensor {name} holds a number that is no divisor; {AGAIN}")
     return [float(factor) for factor in factors]
 
 
 def _check_tensors(header: GgufHeader, config: ModelConfig) -> None:
     """Raise ConfigError, before any memory is taken, if the tensors are not those of the model that the settings describe."""
-    needed = _shapes(config)
-    if config.ropes[0].factors:
-        needed[ROPE_FACTORS] = (config.head_dim // 2,)
+    needed: dict[str, tuple[int, ...]] = {}
+    for base, tensor in tensors_of(config, header).items():
+        needed[f"{base}.weight"] = tensor.shape
+        if tensor.has_bias:
+            needed[f"{base}.bias"] = tensor.shape[:1]
     for name, shape in needed.items():
         place = header.tensors.get(name)
         if place is None:
@@ -213,37 +193,8 @@ def _check_tensors(header: GgufHeader, config: ModelConfig) -> None:
             )
         if len(shape) == 1 and place.type.name not in _FLOATS:
             raise ConfigError(f"{header.name}: tensor {name} is {place.type.name}, a float type is needed; {AGAIN}")
-    if left := set(header.tensors) - set(needed):
+    if left := set(header.tensors) - set(needed) - set(TABLES):
         raise ConfigError(
             f"{header.name} has {len(left)} tensors that a model of its architecture does not use, {shown(min(left))} among "
             f"them, which is not supported; use another model"
         )
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that a file with this configuration has."""
-    hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), "output_norm.weight": (hidden,)}
-    if not config.tied_embeddings:
-        shapes[OUTPUT] = (config.vocab_size, hidden)
-    matrices = dict(
-        attn_q=(q, hidden, config.block.qkv_bias),
-        attn_k=(kv, hidden, config.block.qkv_bias),
-        attn_v=(kv, hidden, config.block.qkv_bias),
-        attn_output=(hidden, q, config.block.out_bias),
-        ffn_gate=(inter, hidden, config.block.mlp_bias),
-        ffn_up=(inter, hidden, config.block.mlp_bias),
-        ffn_down=(hidden, inter, config.block.mlp_bias),
-    )
-    norms = dict(attn_norm=hidden, ffn_norm=hidden)
-    if config.block.qk_norm != "none":
-        norms |= dict(attn_q_norm=head, attn_k_norm=head)
-    for index in range(config.num_layers):
-        for name, size in norms.items():
-            shapes[f"blk.{index}.{name}.weight"] = (size,)
-        for name, (n, k, has_bias) in matrices.items():
-            shapes[f"blk.{index}.{name}.weight"] = (n, k)
-            if has_bias:
-                shapes[f"blk.{index}.{name}.bias"] = (n,)
-    return shapes

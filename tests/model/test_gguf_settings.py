@@ -117,5 +117,5 @@ def test_positions_are_not_scaled_where_the_file_says_none(directory: Path, tmp_
 
 
 def test_a_scaling_of_another_kind_is_refused(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rope.scaling.type is yarn, which is not supported"):
-        rope_of(directory, tmp_path / "model.gguf", **{"scaling.type": "yarn"})
+    with pytest.raises(ConfigError, match="rope.scaling.type is dynamic, which is not supported"):
+        rope_of(directory, tmp_path / "model.gguf", **{"scaling.type": "dynamic"})

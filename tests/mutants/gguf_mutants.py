@@ -6,8 +6,10 @@ from typing import Any
 
 from backend.api.checkpoint import gguf as header
 from backend.architectures import llama, rope
-from backend.architectures.gguf_held import held_forms
-from backend.models import compressed_tensors, gguf, gguf_blocks, gguf_config
+from backend.architectures.gguf import config as gguf_config
+from backend.architectures.gguf import settings as gguf_settings
+from backend.architectures.gguf.held import held_forms
+from backend.models import compressed_tensors, gguf, gguf_blocks
 from backend.quant import checkpoint
 from backend.text import gguf_tokenizer, tokenizer
 from deploy import model_source
@@ -42,8 +44,8 @@ def forgotten(key: str) -> Plant:
     """The GGUF setting `key` is not looked at."""
 
     def plant(set_attribute: SetAttribute) -> None:
-        others = {name: values for name, values in gguf_config._NEUTRAL.items() if name != key}
-        set_attribute(gguf_config, "_NEUTRAL", others)
+        others = {name: values for name, values in gguf_settings._NEUTRAL.items() if name != key}
+        set_attribute(gguf_settings, "_NEUTRAL", others)
 
     return plant
 
@@ -125,7 +127,7 @@ MUTANTS = {
         [READER_VALUES + "test_each_number_of_a_config_json_reaches_the_model"],
     ),
     "norms_of_files_add_what_most_models_do": (
-        change(gguf_config, "config_of", ('settings.need("attention.layer_norm_rms_epsilon", Epsilon)', "1e-6")),
+        change(gguf_config, "config_of", ('settings.need(f"attention.{epsilon}", Epsilon)', "1e-6")),
         [_SETTINGS + "test_the_number_below_the_root_of_a_norm_is_the_file_s"],
     ),
     "scaled_positions_have_the_usual_base": (

@@ -15,7 +15,9 @@ INT8 = {"Q8_0", "Q5_0", "Q4_0"}  # int8 and a scale for each 32 columns
 SUPER_BLOCKS = {"Q4_K", "Q5_K", "Q6_K"}  # as they are, where the linear layers take them
 _INT8_BITS = 8.5
 _FUSED = dict(
-    attn_q="qkv", attn_k="qkv", attn_v="qkv", attn_output="out", ffn_gate="gate_up", ffn_up="gate_up", ffn_down="down"
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "qkv"),
+    **dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up"),
+    **dict(attn_output="out", ffn_down="down"),
 )
 _PROJECTION = re.compile(rf"(blk\.\d+\.)({'|'.join(_FUSED)})\.weight")
 

@@ -1,0 +1,294 @@
+"""The architectures of GGUF files: a row for each `general.architecture` that is served.
+
+A row names the family of config.json that the file is one of, what its settings say beyond those of all
+(backend/architectures/gguf/config.py), and how its numbers differ from those of a Hugging Face checkpoint. Source: llama.cpp's
+converter (`conversion/`) and what its `src/models/` read; where llama.cpp leaves out what a published model has, such as the
+window of Phi-3, the published model counts.
+
+To add an architecture: a row here; `python -m tools.write_model_table` writes docs/models.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from backend.api.checkpoint.gguf import GgufHeader
+from backend.api.checkpoint.model_files import shown
+from backend.api.errors import ConfigError
+from backend.architectures.gguf.settings import GgufSettings
+from backend.architectures.settings import Cap, Factor, Size
+
+Keys = dict[str, Any]  # of config.json
+
+
+class GgufFamily(NamedTuple):
+    """`architecture`: of config.json. `keys`: what its config.json has besides the keys of all."""
+
+    architecture: str
+    keys: Callable[[GgufSettings], Keys] = lambda settings: {}
+    epsilon: str = "rms_norm_eps"  # the key of config.json; layer norms have another
+    rotates_pairs: bool = False  # rows of queries and keys are put in pairs by llama.cpp's converter
+    adds_one: bool = False  # the weights of norms are stored with the 1 that the family adds to them
+    mlp_norm: str = "ffn_norm"  # the tensor of the norm before the mlp
+    local_theta: float | None = None  # of layers with a window, where the file says none; 0: that of the others
+
+
+def _biases(settings: GgufSettings) -> Keys:
+    return dict(
+        attention_bias=settings.has_tensor("attn_q.bias") or settings.has_tensor("attn_qkv.bias"),
+        mlp_bias=settings.has_tensor("ffn_gate.bias"),
+    )
+
+
+def _llama(settings: GgufSettings) -> Keys:
+    """Mistral's files say llama as well; with a window they are read as Mistral's."""
+    window = _window(settings)
+    return _biases(settings) | (dict(architectures=["MistralForCausalLM"], sliding_window=window) if window else {})
+
+
+def _mistral3(settings: GgufSettings) -> Keys:
+    """Ministral 3 has YaRN and queries that grow; without them it is a Mistral, as in Mistral Small 3.1."""
+    if _beta(settings):
+        return {}
+    return dict(architectures=["MistralForCausalLM"], sliding_window=_window(settings))
+
+
+def _beta(settings: GgufSettings) -> float:
+    return settings.get("attention.temperature_scale", float) or 0.0
+
+
+def _qwen3(settings: GgufSettings) -> Keys:
+    return dict(attention_bias=settings.has_tensor("attn_q.bias"))
+
+
+def _gemma2(settings: GgufSettings) -> Keys:
+    return dict(
+        sliding_window=_window(settings) or 4096,
+        query_pre_attn_scalar=_query_scalar(settings, layers_of_27b=46),
+        attn_logit_softcapping=settings.get("attn_logit_softcapping", Cap),
+        final_logit_softcapping=settings.get("final_logit_softcapping", Cap),
+    )
+
+
+def _gemma3(settings: GgufSettings) -> Keys:
+    """Without a window all layers attend to everything."""
+    window = _window(settings)
+    layers = settings.need("block_count", Size)
+    types = _layer_types(settings) if window else ["full_attention"] * layers
+    return dict(
+        sliding_window=window,
+        layer_types=types,
+        query_pre_attn_scalar=_query_scalar(settings, layers_of_27b=62),
+        final_logit_softcapping=settings.get("final_logit_softcapping", Cap),
+    )
+
+
+def _query_scalar(settings: GgufSettings, layers_of_27b: int) -> int:
+    """The files do not say it: in the model of 27 B it is the width of a head, in all others the dimension of one."""
+    heads, hidden = settings.need("attention.head_count", Size), settings.need("embedding_length", Size)
+    if settings.need("block_count", Size) == layers_of_27b:
+        return hidden // heads
+    return settings.get("attention.key_length", Size) or hidden // heads
+
+
+def _phi3(settings: GgufSettings) -> Keys:
+    original = settings.get("rope.scaling.original_context_length", Size)
+    return dict(sliding_window=_window(settings), original_max_position_embeddings=original)
+
+
+def _glm(settings: GgufSettings) -> Keys:
+    return dict(attention_bias=settings.has_tensor("attn_q.bias") or settings.has_tensor("attn_qkv.bias"))
+
+
+def _granite(settings: GgufSettings) -> Keys:
+    """The `shared_mlp` of Granite 4 without experts is stored as a plain one, and a false `finetuned` turns rotation off."""
+    if settings.get("rope.scaling.finetuned", bool) is False:
+        raise settings.unsupported("rope.scaling.finetuned", "false, a model without rotation")
+    return _biases(settings) | dict(
+        embedding_multiplier=settings.get("embedding_scale", Factor),
+        residual_multiplier=settings.get("residual_scale", Factor),
+        attention_multiplier=settings.get("attention.scale", Factor),
+        logits_scaling=settings.get("logit_scale", Factor),
+    )
+
+
+def _olmo2(settings: GgufSettings) -> Keys:
+    """With a window it is OLMo 3."""
+    window = _window(settings)
+    bias = dict(attention_bias=settings.has_tensor("attn_q.bias"))
+    if not window:
+        return bias
+    return bias | dict(
+        architectures=["Olmo3ForCausalLM"],
+        sliding_window=window,
+        layer_types=_layer_types(settings),
+    )
+
+
+def _exaone4(settings: GgufSettings) -> Keys:
+    window = _window(settings)
+    return dict(sliding_window=window, layer_types=_layer_types(settings) if window else None)
+
+
+def _cohere(settings: GgufSettings) -> Keys:
+    return dict(logit_scale=settings.get("logit_scale", Factor), attention_bias=settings.has_tensor("attn_q.bias"))
+
+
+def _cohere2(settings: GgufSettings) -> Keys:
+    return _cohere(settings) | dict(sliding_window=_window(settings), layer_types=_layer_types(settings))
+
+
+def _starcoder2(settings: GgufSettings) -> Keys:
+    return dict(use_bias=settings.has_tensor("attn_q.bias"), sliding_window=_window(settings))
+
+
+def _stablelm(settings: GgufSettings) -> Keys:
+    """`use_parallel_residual` is true in files of models that have none; the norm of the mlp tells."""
+    return dict(
+        use_parallel_residual=not settings.has_tensor("ffn_norm.weight"),
+        use_qkv_bias=settings.has_tensor("attn_q.bias"),
+    )
+
+
+def _gpt_neox(settings: GgufSettings) -> Keys:
+    return dict(
+        use_parallel_residual=settings.need("use_parallel_residual", bool),
+        attention_bias=settings.has_tensor("attn_qkv.bias"),
+    )
+
+
+def _seed_oss(settings: GgufSettings) -> Keys:
+    return _biases(settings) | dict(attention_out_bias=settings.has_tensor("attn_output.bias"))
+
+
+def _ernie(settings: GgufSettings) -> Keys:
+    return dict(use_bias=settings.has_tensor("attn_q.bias"))
+
+
+def _window(settings: GgufSettings) -> int | None:
+    return settings.get("attention.sliding_window", int) or None
+
+
+def _layer_types(settings: GgufSettings) -> list[str] | None:
+    """Which layers have a window, where the file says it: a list, or every n-th has none. None: as in the family."""
+    given: Any = settings.get("attention.sliding_window_pattern", Any)
+    if given is None:
+        return None
+    layers = settings.need("block_count", Size)
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        given = [bool((layer + 1) % given) for layer in range(layers)]
+    if not isinstance(given, list) or len(given) < layers or any(each not in (0, 1) for each in given):
+        raise settings.unsupported("attention.sliding_window_pattern", f"{shown(given)} for {layers} layers")
+    return ["sliding_attention" if each else "full_attention" for each in given[:layers]]
+
+
+GGUF_FAMILIES: dict[str, GgufFamily] = {
+    "llama": GgufFamily("LlamaForCausalLM", _llama, rotates_pairs=True),
+    "mistral3": GgufFamily("Ministral3ForCausalLM", _mistral3, rotates_pairs=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM", _qwen3),
+    "gemma": GgufFamily("GemmaForCausalLM", adds_one=True),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", _gemma2, adds_one=True),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", _gemma3, adds_one=True, local_theta=10_000.0),
+    "phi3": GgufFamily("Phi3ForCausalLM", _phi3),
+    "chatglm": GgufFamily("GlmForCausalLM", _glm),
+    "glm4": GgufFamily("Glm4ForCausalLM", _glm),
+    "granite": GgufFamily("GraniteForCausalLM", _granite, rotates_pairs=True),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", _biases, rotates_pairs=True),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", _olmo2, local_theta=0.0),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", _exaone4),
+    "command-r": GgufFamily("CohereForCausalLM", _cohere, "layer_norm_eps"),
+    "cohere2": GgufFamily("Cohere2ForCausalLM", _cohere2, "layer_norm_eps"),
+    "starcoder2": GgufFamily("Starcoder2ForCausalLM", _starcoder2, "norm_epsilon"),
+    "stablelm": GgufFamily("StableLmForCausalLM", _stablelm, "layer_norm_eps"),
+    "gptneox": GgufFamily("GPTNeoXForCausalLM", _gpt_neox, "layer_norm_eps"),
+    "seed_oss": GgufFamily("SeedOssForCausalLM", _seed_oss, mlp_norm="post_attention_norm"),
+    "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", _ernie),
+}
+
+
+def gguf_architecture(header: GgufHeader) -> str:
+    """general.architecture of a GGUF file. Raises ConfigError for one that is not supported."""
+    name = header.need("general.architecture", str)
+    if name not in GGUF_FAMILIES:
+        raise ConfigError(
+            f"{header.name}: general.architecture {shown(name)} is not supported; supported are "
+            f"{', '.join(GGUF_FAMILIES)}: use a model of one of them"
+        )
+    return name
+
+
+def rope_of(settings: GgufSettings, head_dim: int, tables: dict[str, list[float]]) -> Keys:
+    """The `rope_parameters` of config.json. `tables`: the divisors of frequencies that the file holds, by the tensor's name."""
+    theta = settings.get("rope.freq_base", Factor) or 10_000.0
+    rope: Keys = dict(rope_theta=theta)
+    if (local := GGUF_FAMILIES[settings.architecture].local_theta) is not None and _window(settings):
+        local = settings.get("rope.freq_base_swa", Factor) or local or theta
+        kinds = dict(sliding_attention=dict(rope_type="default", rope_theta=local))
+        return kinds | dict(full_attention=_rope_of(settings, head_dim, tables, rope))
+    return _rope_of(settings, head_dim, tables, rope)
+
+
+def _rope_of(settings: GgufSettings, head_dim: int, tables: dict[str, list[float]], rope: Keys) -> Keys:
+    rotated = settings.get("rope.dimension_count", Size) or head_dim
+    if rotated > head_dim or rotated % 2:
+        raise settings.unsupported("rope.dimension_count", f"{rotated}, an even number up to {head_dim} is needed")
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    for name, table in tables.items():
+        if len(table) != rotated // 2:
+            raise settings.unsupported("rope.dimension_count", f"{rotated}, and {name} has {len(table)} values")
+    kind = settings.get("rope.scaling.type", str) or "linear"
+    factor = settings.get("rope.scaling.factor", float) or settings.get("rope.scale_linear", float) or 1.0
+    if LONG in tables and SHORT in tables:
+        return rope | _longrope(settings, tables)
+    if kind == "yarn":
+        return rope | _yarn(settings, factor)
+    if kind not in ("none", "linear", "longrope"):
+        raise settings.unsupported("rope.scaling.type", kind)
+    if kind != "linear":
+        factor = 1.0
+    if FREQUENCIES in tables:
+        return rope | dict(rope_type="factors", factors=[factor * each for each in tables[FREQUENCIES]])
+    return rope | (dict(rope_type="default") if factor == 1.0 else dict(rope_type="linear", factor=factor))
+
+
+FREQUENCIES = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+TABLES = (FREQUENCIES, LONG, SHORT)
+
+
+def _longrope(settings: GgufSettings, tables: dict[str, list[float]]) -> Keys:
+    positions = settings.need("context_length", Size)
+    original = settings.get("rope.scaling.original_context_length", Size) or positions
+    return dict(
+        rope_type="longrope",
+        long_factor=tables[LONG],
+        short_factor=tables[SHORT],
+        original_max_position_embeddings=original,
+        attention_factor=settings.get("rope.scaling.attn_factor", Factor) or 1.0,
+    )
+
+
+def _yarn(settings: GgufSettings, factor: float) -> Keys:
+    """llama.cpp multiplies YaRN's own factor of cos and sin, or the quotient that `yarn_log_multiplier` asks for, by
+    `attn_factor`.
+    """
+    keys: Keys = dict(
+        rope_type="yarn",
+        factor=factor,
+        original_max_position_embeddings=settings.need("rope.scaling.original_context_length", Size),
+        beta_fast=settings.get("rope.scaling.yarn_beta_fast", Factor) or 32.0,
+        beta_slow=settings.get("rope.scaling.yarn_beta_slow", Factor) or 1.0,
+    )
+    all_dims = settings.get("rope.scaling.yarn_log_multiplier", float) or 0.0
+    own = settings.get("rope.scaling.attn_factor", Factor) or settings.get("rope.scaling.yarn_attn_factor", Factor)
+    if own is not None and own != 1.0:
+        keys["attention_factor"] = own * (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
+    elif all_dims:
+        keys |= dict(mscale=1.0, mscale_all_dim=all_dims)
+    if beta := _beta(settings):
+        keys["llama_4_scaling_beta"] = beta
+    return keys

@@ -1,0 +1,94 @@
+"""The tensors of a GGUF file and the Hugging Face checkpoint's that they stand for, by what they are in a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from backend.api.checkpoint.gguf import GgufHeader
+from backend.architectures.description import LayerNames, ModelConfig
+from backend.architectures.gguf.families import GGUF_FAMILIES, GgufFamily, gguf_architecture
+from backend.architectures.gguf.held import EMBEDDING, OUTPUT
+
+HEAD = "lm_head"
+_QKV, _GATE_UP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")
+_FUSED_QKV, _FUSED_GATE_UP = "attn_qkv", "ffn_up"
+
+
+class Named(NamedTuple):
+    """A tensor without its `.weight` or `.bias`."""
+
+    hf: str
+    shape: tuple[int, ...]  # of the weight
+    has_bias: bool = False
+
+
+def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
+    """The configuration with the names and the norms of what the file holds: some projections are fused there, others not."""
+    family, block = GGUF_FAMILIES[gguf_architecture(header)], config.block
+    plain, layer = LayerNames(), config.names.layer
+    changes: dict[str, Any] = dict(qkv_by_head=False)
+    is_fused = f"blk.0.{_FUSED_QKV}.weight" in header.tensors
+    if is_fused != (len(layer.qkv) == 1):
+        changes["qkv"] = ("self_attn.qkv_proj",) if is_fused else plain.qkv
+    if block.gated:
+        is_fused = "blk.0.ffn_gate.weight" not in header.tensors
+        if is_fused != (len(layer.gate_up) == 1):
+            changes["gate_up"] = ("mlp.gate_up_proj",) if is_fused else plain.gate_up
+    if family.adds_one:
+        block = replace(block, norm_offset=0.0)
+    return replace(config, names=replace(config.names, layer=replace(layer, **changes)), block=block)
+
+
+def tensors_of(config: ModelConfig, header: GgufHeader) -> dict[str, Named]:
+    """The tensors that a file with a configuration (`as_stored`) has, by their names in it."""
+    family = GGUF_FAMILIES[gguf_architecture(header)]
+    names, block, hidden = config.names, config.block, config.hidden_size
+    found = {
+        EMBEDDING.removesuffix(".weight"): Named(names.embedding, (config.vocab_size, hidden)),
+        "output_norm": Named(names.norm, (hidden,), block.norm_bias),
+    }
+    if not config.tied_embeddings:
+        found[OUTPUT.removesuffix(".weight")] = Named(names.head, (config.vocab_size, hidden))
+    for index in range(config.num_layers):
+        for name, tensor in _of_layer(config, family):
+            found[f"blk.{index}.{name}"] = tensor._replace(hf=f"{names.layers}{index}.{tensor.hf}")
+    return found
+
+
+def _of_layer(config: ModelConfig, family: GgufFamily) -> Iterator[tuple[str, Named]]:
+    names, block = config.names.layer, config.block
+    hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * head, config.num_kv_heads * head
+    sizes = (q, kv, kv) if len(names.qkv) > 1 else (q + 2 * kv,)
+    for stored, hf, size in zip(_QKV if len(names.qkv) > 1 else (_FUSED_QKV,), names.qkv, sizes, strict=True):
+        yield stored, Named(hf, (size, hidden), block.qkv_bias)
+    yield "attn_output", Named(names.out, (hidden, q), block.out_bias)
+    if len(names.gate_up) > 1:
+        for stored, hf in zip(_GATE_UP, names.gate_up, strict=True):
+            yield stored, Named(hf, (inter, hidden), block.mlp_bias)
+    else:
+        yield _FUSED_GATE_UP, Named(names.gate_up[0], (inter * (2 if block.gated else 1), hidden), block.mlp_bias)
+    yield "ffn_down", Named(names.down, (hidden, inter), block.mlp_bias)
+    norms = (
+        ("attn_norm", names.attention_norm),
+        ("post_attention_norm", names.attention_out_norm),
+        (family.mlp_norm, names.mlp_norm),
+        ("post_ffw_norm", names.mlp_out_norm),
+    )
+    for stored, hf_norm in norms:
+        if hf_norm is not None:
+            yield stored, Named(hf_norm, (hidden,), block.norm_bias)
+    if block.qk_norm != "none":
+        is_row = block.qk_norm == "row"
+        yield "attn_q_norm", Named(names.q_norm, (q if is_row else head,))
+        yield "attn_k_norm", Named(names.k_norm, (kv if is_row else head,))
+
+
+def heads_in_pairs(config: ModelConfig, header: GgufHeader) -> Mapping[str, int]:
+    """The projections whose rows are stored in pairs, with the number of their heads."""
+    if not GGUF_FAMILIES[gguf_architecture(header)].rotates_pairs:
+        return {}
+    return dict(attn_q=config.num_heads, attn_k=config.num_kv_heads)

@@ -1,0 +1,155 @@
+"""GGUF files of every family: the logits of the checkpoints that they were made of, and transformers'.
+
+The files are gguf_converter.py's. llama.cpp's own converter (of llama-cpp-python 0.3.36) made a file of each architecture as well,
+with an empty vocabulary, and Granite without scaled positions: the logits were those of the checkpoints, to 2e-6 for Granite and
+bit for bit for all others, and transformers' log-probabilities within 4e-5.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from backend.api import ConfigError
+from backend.api.checkpoint.gguf import read_header
+from backend.architectures.gguf.families import GGUF_FAMILIES
+from backend.models.gguf import read_config
+from backend.models.loader import load_directory
+from benchmarks.quality.perplexity import row_logits
+from tests.families.gguf_converter import ARCHITECTURES, convert
+from tests.families.tiny import FAMILIES, YARN, make
+
+ROWS = torch.randint(1, 131, (2, 40), generator=torch.Generator().manual_seed(0))
+CPU = torch.device("cpu")
+PLAIN_ROPE = dict(rope_type="default", rope_theta=500.0)
+DEFAULT_WINDOWS = dict(layer_types=None, num_hidden_layers=7)
+# What llama.cpp's files cannot say is as they take it to be.
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama gelu yarn": dict(hidden_act="silu"),
+    "mistral": dict(sliding_window=None),
+    "ministral 3": {},
+    "qwen2": dict(use_sliding_window=False),
+    "qwen3": {},
+    "gemma": {},
+    "gemma 2": dict(query_pre_attn_scalar=16),
+    "gemma 3": dict(attention_bias=False, query_pre_attn_scalar=16, **DEFAULT_WINDOWS),
+    "phi-3": dict(original_max_position_embeddings=512),
+    "phi-4-mini short": {},
+    "phi-4-mini long": {},
+    "glm": dict(head_dim=8),
+    "glm 4": {},
+    "granite": {},
+    "granite 4": {},
+    "smollm3": dict(use_sliding_window=False, sliding_window=None, no_rope_layers=None, **DEFAULT_WINDOWS),
+    "olmo 2": {},
+    "olmo 3": {},
+    "exaone 4": {},
+    "command r": {},
+    "command r7b": DEFAULT_WINDOWS,
+    "starcoder 2": dict(sliding_window=None),
+    "stablelm": {},
+    "stablelm parallel": {},
+    "gpt-neox": {},
+    "gpt-neox in sequence": dict(hidden_act="gelu"),
+    "seed-oss": {},
+    "ernie 4.5": {},
+}
+
+
+def logits(path: Path) -> Tensor:
+    return row_logits(load_directory(path, None, "float32", CPU), ROWS).log_softmax(-1)
+
+
+def test_every_architecture_has_a_case() -> None:
+    made = {gguf.MODEL_ARCH_NAMES[ARCHITECTURES[FAMILIES[name][1]]] for name in CASES}
+    assert made == set(GGUF_FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_has_the_logits_of_the_checkpoint_that_it_was_made_of(tmp_path: Path, name: str) -> None:
+    directory = make(tmp_path / "checkpoint", name, **CASES[name])
+    measured = logits(convert(directory, tmp_path / "model.gguf"))
+    # Granite's factors of frequencies are rounded to float32 in the file.
+    torch.testing.assert_close(measured, logits(directory), rtol=0, atol=1e-5)
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        torch.testing.assert_close(measured, model(ROWS).logits.log_softmax(-1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["glm", "glm 4", "qwen2"])
+def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) -> None:
+    directory = make(tmp_path / "checkpoint", name, **CASES[name])
+    plain = convert(directory, tmp_path / "plain.gguf")
+    fused = convert(directory, tmp_path / "fused.gguf", fuses_qkv=True)
+    names = [set(read_header(file).tensors) for file in (plain, fused)]
+    assert "blk.0.attn_qkv.weight" in names[1] - names[0]
+    assert torch.equal(logits(fused), logits(plain))
+
+
+def changed(tmp_path: Path, name: str, key: str, value: object, **overrides: Any) -> Path:
+    """A file of a family with one setting more, or another one."""
+    directory = make(tmp_path / "checkpoint", name, **CASES[name] | overrides)
+    file = convert(directory, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(file)
+    written = gguf.GGUFWriter(tmp_path / "changed.gguf", str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.")) and field.name != key:
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            written.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+    add = {bool: written.add_bool, int: written.add_uint32, float: written.add_float32, list: written.add_array}
+    add[type(value)](key, value)
+    for tensor in reader.tensors:
+        written.add_tensor(tensor.name, tensor.data)
+    written.write_header_to_file()
+    written.write_kv_data_to_file()
+    written.write_tensors_to_file()
+    written.close()
+    return tmp_path / "changed.gguf"
+
+
+def test_one_number_for_each_layer_is_read_where_they_are_alike(tmp_path: Path) -> None:
+    """As in files of Granite 4."""
+    key = "granite.attention.head_count_kv"
+    assert read_config(read_header(changed(tmp_path, "granite", key, [2, 2, 2]))).num_kv_heads == 2
+    with pytest.raises(
+        ConfigError, match=r"granite.attention.head_count_kv is \[2, 1, 2\], and differs between layers"
+    ):
+        read_config(read_header(changed(tmp_path / "other", "granite", key, [2, 1, 2])))
+
+
+@pytest.mark.parametrize(
+    "name, key, value, message",
+    [
+        ("qwen2", "qwen2.attention.sliding_window", 24, "attention.sliding_window is 24, which is not supported"),
+        (
+            "qwen2",
+            "qwen2.rope.dimension_sections",
+            [2, 1, 1, 0],
+            "rope.dimension_sections is .* models that read images",
+        ),
+        ("granite", "granite.rope.scaling.finetuned", False, "a model without rotation, which is not supported"),
+        ("exaone 4", "exaone4.attention.sliding_window_pattern", [True], r"sliding_window_pattern is .* for 3 layers"),
+        ("glm 4", "glm4.nextn_predict_layers", 1, "nextn_predict_layers is 1, which is not supported"),
+        ("phi-3", "phi3.rope.dimension_count", 7, "rope.dimension_count is 7, an even number up to 8 is needed"),
+    ],
+)
+def test_what_a_file_cannot_be_served_with_is_named(
+    tmp_path: Path, name: str, key: str, value: object, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(read_header(changed(tmp_path, name, key, value)))
+
+
+def test_a_factor_of_yarn_s_own_is_multiplied_with_that_of_its_length(tmp_path: Path) -> None:
+    """llama.cpp's rope_attn_factor, which mscale and its quotient are not."""
+    file = changed(tmp_path, "llama gelu yarn", "llama.rope.scaling.attn_factor", 0.5)
+    plain = read_config(read_header(convert(tmp_path / "checkpoint", tmp_path / "plain.gguf"))).ropes[0]
+    assert read_config(read_header(file)).ropes[0].attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert plain.factor == YARN["factor"]
