@@ -35,7 +35,7 @@ from benchmarks.harness.machine import describe
 from kernels.common import two_levels
 from kernels.common.four_bits import VALUES
 from kernels.common.rotation import group_of
-from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks
+from kernels.common.super_blocks import FORMS, NL, Kind, SuperBlocks
 from kernels.cpu.isa import ISA_VARIABLE, supported_isas
 from kernels.cpu.library import load_kernels
 from kernels.cpu.linear import PackedLinear
@@ -113,12 +113,17 @@ def _four_bits(group: int) -> Callable[[int, int], Weight4]:
 
 def _super_blocks(kind: Kind) -> Callable[[int, int], SuperBlocks]:
     def make(n: int, k: int) -> SuperBlocks:
-        bits, groups, blocks = {"Q5_K": 5, "Q6_K": 6}.get(kind, 4), (n, k // GROUP[kind]), (n, k // COLUMNS)
-        q, scales = torch.randint(2**bits, (n, k), dtype=torch.uint8), torch.randint(1, 64, groups, dtype=torch.int8)
-        if kind == "Q6_K":
-            return SuperBlocks(kind, q, scales, None, torch.rand(blocks).half(), None)
-        minima = torch.randint(64, groups, dtype=torch.uint8)
-        return SuperBlocks(kind, q, scales, minima, torch.rand(blocks).half(), torch.rand(blocks).half())
+        form = FORMS[kind]
+        groups, blocks = (n, k // form.group), (n, k // (form.columns if form.is_super else form.group))
+        return SuperBlocks(
+            kind,
+            torch.randint(2**form.bits, (n, k), dtype=torch.uint8),
+            torch.randint(1, 64, groups, dtype=torch.int8) if form.is_super else None,
+            torch.randint(64, groups, dtype=torch.uint8) if form.is_super and form.has_minima else None,
+            torch.rand(blocks).to(form.dtype),
+            torch.rand(blocks).to(form.dtype) if form.has_minima else None,
+            form.values or NL,
+        )
 
     return make
 
@@ -135,9 +140,7 @@ FORMATS = {
     "w4a8": Format("int8", _two_levels),  # as model.quantization=w4a8 makes it
     "w4a8-32": Format("int8", _values),  # of columns that are not rotated
     "awq-128": Format("int8", _four_bits(128)),
-    "q4_k": Format("int8", _super_blocks("Q4_K")),
-    "q5_k": Format("int8", _super_blocks("Q5_K")),
-    "q6_k": Format("int8", _super_blocks("Q6_K")),
+    **{kind.lower().replace(" ", "_"): Format("int8", _super_blocks(kind)) for kind in FORMS},
 }
 
 
@@ -252,11 +255,10 @@ def main(
 ) -> None:
     """Measure one layer in every format, and print a table."""
     counts, names = _numbers(rows), _names(formats, FORMATS, "--formats")
-    of_256 = [name for name in names if isinstance(FORMATS[name].make(32, COLUMNS), SuperBlocks)]
-    if k % 128 or (k % COLUMNS and of_256):
-        raise typer.BadParameter(
-            f"{k} is no multiple of {COLUMNS if of_256 else 128}; use {-(-k // COLUMNS) * COLUMNS}", param_hint="--k"
-        )
+    made = [FORMATS[name].make(32, 256) for name in names]
+    unit = max([128, *(weight.form.columns for weight in made if isinstance(weight, SuperBlocks))])
+    if k % unit:
+        raise typer.BadParameter(f"{k} is no multiple of {unit}; use {-(-k // unit) * unit}", param_hint="--k")
     if measure:
         measured = ours(names, n, k, counts, threads, seconds)
         print(json.dumps(measured))

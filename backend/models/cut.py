@@ -13,7 +13,7 @@ from backend.architectures.shards import Cut, Range, cuts, layers_of
 from backend.layers.linear import QuantizedWeight, Weight
 from kernels import int8_rows
 from kernels.common.adapter import Part
-from kernels.common.super_blocks import COLUMNS, GROUP, SuperBlocks
+from kernels.common.super_blocks import SuperBlocks
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
@@ -73,17 +73,16 @@ def _of_two_levels(weight: Weight4A8, cut: Cut, name: str) -> Weight4A8:
 
 
 def _of_super_blocks(weight: SuperBlocks, cut: Cut, name: str) -> SuperBlocks:
-    tables = [weight.q, weight.scales, weight.minima, weight.scale, weight.minimum]
+    tables, form = weight.tables, weight.form
     if cut.columns is not None:
-        _groups(cut.columns, COLUMNS, name)
-        widths = (1, GROUP[weight.kind], GROUP[weight.kind], COLUMNS, COLUMNS)
+        _groups(cut.columns, form.columns, name)
+        of_block = form.columns if form.is_super else form.group
+        widths = (1, form.group, form.group, of_block, of_block)
         first, end = cut.columns
-        tables = [
+        tables = tuple(
             None if table is None else table[:, first // width : end // width] for table, width in zip(tables, widths)
-        ]
-    q, scales, minima, scale, minimum = (None if table is None else _rows(table, cut.rows) for table in tables)
-    assert q is not None and scales is not None and scale is not None
-    return SuperBlocks(weight.kind, q, scales, minima, scale, minimum)
+        )
+    return weight.of_tables(*(None if table is None else _rows(table, cut.rows) for table in tables))
 
 
 def _groups(columns: Range, group: int, name: str) -> slice:

@@ -1,8 +1,8 @@
 """GGUF files: llama.cpp's tensors under the names, in the shapes and with the order of rows of a Hugging Face checkpoint.
 
 A tensor is read when it is asked for, and a quantised one is turned into floats a slice of rows at a time. Projections need not
-become floats (`GgufLayers`): those of Q8_0, Q5_0 and Q4_0 are int8, or 4 bits, with a scale for each 32 columns, and those of
-Q4_K, Q5_K and Q6_K keep their super-blocks where the linear layers take them. Q4_1 and Q5_1 have minima that no form holds.
+become floats (`GgufLayers`): the native kernels take blocks of every type as they are. Other linear layers take Q8_0, Q5_0 and
+Q4_0 as int8, or 4 bits, with a scale for each 32 columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.gguf.config import config_of
 from backend.architectures.gguf.families import TABLES
-from backend.architectures.gguf.held import EMBEDDING, SUPER_BLOCKS, held_forms
+from backend.architectures.gguf.held import EMBEDDING, held_forms
 from backend.architectures.gguf.names import as_stored, heads_in_pairs, tensors_of
 from backend.models import gguf_blocks
 from backend.models.config import of_object
@@ -55,7 +55,8 @@ def read_config(header: GgufHeader) -> ModelConfig:
 class GgufLayers(QuantizedLayers):
     """Projections that keep their stored numbers. The others of the file are floats."""
 
-    kinds: Mapping[str, str]  # projection -> its type, one of gguf/held.py's INT8 or SUPER_BLOCKS
+    kinds: Mapping[str, str]  # projection -> its type
+    as_blocks: bool = False  # as they are; else in eight bits
     four_bits: frozenset[str] = frozenset()  # names of the Q4_0 tensors that are held with 4 bits, not as int8
 
     scheme: ClassVar[Scheme] = "int8"  # type: ignore[misc]
@@ -64,8 +65,8 @@ class GgufLayers(QuantizedLayers):
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Held:
         kind = self.kinds[name]
         blocks = source.take_raw(name + BLOCKS, (n, gguf_blocks.num_bytes(kind, k)), (torch.uint8,))
-        if kind in SUPER_BLOCKS:
-            return stack([gguf_blocks.super_blocks(blocks[rows], kind) for rows in row_slices(n, k)])
+        if self.as_blocks:
+            return stack([gguf_blocks.as_super_blocks(blocks[rows], kind) for rows in row_slices(n, k)])
         return gguf_blocks.four_bits(blocks) if name in self.four_bits else gguf_blocks.int8(blocks, kind)
 
 
@@ -123,7 +124,7 @@ class GgufTensors(Mapping[str, Tensor]):
         forms = held_forms(self.header, device.type == "cuda", holds_super_blocks)
         named = {name: self._hf.get(name.removesuffix(".weight"), self._head) for name in forms.kinds}
         kinds = {named[name]: kind for name, kind in forms.kinds.items()}
-        return GgufLayers(kinds, frozenset(named[name] for name in forms.four_bits))
+        return GgufLayers(kinds, holds_super_blocks, frozenset(named[name] for name in forms.four_bits))
 
     def _read(self, place: TensorPlace, name: str, as_blocks: bool) -> Tensor:
         kind, rows, columns = place.type.name, place.shape[0], place.shape[-1]
@@ -134,8 +135,7 @@ class GgufTensors(Mapping[str, Tensor]):
         for part in row_slices(rows, columns):
             count = min(part.stop, rows) - part.start
             blocks = self._bytes(place, part.start * num_bytes, count * num_bytes).view(count, num_bytes)
-            scales = gguf_blocks.scales(blocks, kind)
-            if not scales.isfinite().all():
+            if not gguf_blocks.are_finite(blocks, kind):
                 raise ConfigError(
                     f"{self.header.name}: tensor {shown(name)} has a scale that is not finite; quantise the model again"
                 )

@@ -27,7 +27,7 @@ _FUNCTIONS = {
     "everbatch_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int64]),
     "everbatch_groups": (c_int64, [c_int64, c_int64]),
     "everbatch_pack": (None, [c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int32]),
-    "everbatch_pack_super": (None, [*[c_void_p] * 5, c_int64, c_int64, c_int32, c_void_p, c_int32]),
+    "everbatch_pack_super": (None, [*[c_void_p] * 6, c_float, c_int64, c_int64, c_int32, c_void_p, c_int32]),
     "everbatch_pack_levels": (c_int64, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32]),
     "everbatch_linear": (None, [POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32]),
     "everbatch_lora": (

@@ -10,19 +10,16 @@ from torch import Tensor
 from kernels.common.four_bits import VALUES
 from kernels.common.quantize import row_slices
 from kernels.common.rotation import MOST_IN_GROUP
-from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks
+from kernels.common.super_blocks import FORMS, SuperBlocks
 from kernels.cpu.memory import Arena
 from kernels.cpu.structs import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     INT8,
-    K_MIX,
     PANEL,
-    Q4_K,
-    Q5_K,
-    Q6_K,
     ROTATED,
+    SUPER_BLOCKS,
     TWO_LEVELS,
     W4A8,
     W8A8,
@@ -33,7 +30,7 @@ _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float1
 # The dtypes of inputs that each format takes; quantised ones take both.
 _INPUTS = {FLOAT32: [torch.float32], BFLOAT16: [torch.bfloat16], FLOAT16: [torch.float32]}
 _ROTATED = ROTATED, TWO_LEVELS
-_SUPER_FORMATS: dict[Kind, int] = {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "mixed": K_MIX}
+_GROUPS = {number: FORMS[kind].group for kind, number in SUPER_BLOCKS.items()}
 
 
 class PackedLinear:
@@ -58,7 +55,7 @@ class PackedLinear:
         """
         sizes = _sizes(library, n, k, kind, group)
         found = [None if part is None else part.nbytes for part in parts]
-        needed = [True, INT8 <= kind <= W4A8 or kind in _ROTATED, False, False, False]
+        needed = [True, INT8 <= kind <= TWO_LEVELS, False, False, False]
         if any(own != size and (own is not None or need) for own, size, need in zip(found, sizes, needed, strict=True)):
             raise ValueError(f"the parts have {found} bytes, a layer of {n} rows and {k} columns has {sizes}")
         return cls(library, parts, LinearStruct(*map(_pointer, parts), n, k, kind, group))
@@ -140,14 +137,18 @@ class PackedLinear:
 
     @classmethod
     def of_super_blocks(cls, library: CDLL, arena: Arena, weight: SuperBlocks, bias: Tensor | None) -> PackedLinear:
-        """Packs super-blocks without loss. Activations are quantised in groups of the weight's size."""
-        kind, group, (n, k) = _SUPER_FORMATS[weight.kind], GROUP[weight.kind], weight.q.shape
-        if k % COLUMNS:
-            raise ValueError(f"the weight has {k} columns, super-blocks have {COLUMNS}; use another form")
-        stored = (weight.q, weight.scales, weight.minima, weight.scale, weight.minimum)
-        tables = [None if table is None else table.contiguous() for table in stored]
+        """Packs blocks without loss. Activations are quantised in groups of the weight's size."""
+        kind, group, (n, k) = SUPER_BLOCKS[weight.kind], weight.form.group, weight.q.shape
+        if k % weight.form.columns:
+            raise ValueError(
+                f"the weight has {k} columns, blocks of {weight.kind} have {weight.form.columns}; use another form"
+            )
+        tables = [None if table is None else table.contiguous() for table in weight.tables]
+        tables.append(torch.tensor(weight.values, dtype=torch.int8))
         packed = arena.empty(library.everbatch_packed_bytes(n, k, kind, group))
-        library.everbatch_pack_super(*map(_pointer, tables), n, k, kind, packed.data_ptr(), torch.get_num_threads())
+        library.everbatch_pack_super(
+            *map(_pointer, tables), weight.unit, n, k, kind, packed.data_ptr(), torch.get_num_threads()
+        )
         held = packed, None, None, None, _by_columns(bias, n)
         return cls.of_parts(library, held, n, k, kind, group)
 
@@ -262,7 +263,8 @@ class RotateInBlocks:
 def _sizes(library: CDLL, n: int, k: int, kind: int, group: int) -> list[int]:
     """Bytes of the parts that a layer may have. Raises ValueError for a format that there is not."""
     if (
-        kind not in range(TWO_LEVELS + 1)
+        kind not in (*range(TWO_LEVELS + 1), *_GROUPS)
+        or (kind in _GROUPS and group != _GROUPS[kind])
         or (kind in _ROTATED and k % (group or 1))
         or (kind == TWO_LEVELS and group > MOST_IN_GROUP)
         or (kind >= INT8 and group not in (16, 32) and (group < 64 or group % 64))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
 from kernels.common.adapter import LINEARS, MAX_PARTS
+from kernels.common.super_blocks import FORMS, Kind
 
 # The enums NormKind of native/rows.h, Activation of native/activation.h and Format of native/formats.h.
 NORMS = {"rms": 0, "layer": 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, ROTATED, TWO_LEVELS = range(12)
+FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, ROTATED, TWO_LEVELS = range(8)
+SUPER_BLOCKS: dict[Kind, int] = {kind: 8 + index for index, kind in enumerate(FORMS)}
 PANEL = 32
 
 

@@ -19,7 +19,7 @@ from benchmarks.peers.write_gguf import ARCHITECTURES, gguf_name, permute, read_
 
 Kind = Callable[[str], str]  # GGUF name of a matrix -> ggml type
 Change = Callable[[gguf.GGUFWriter], object]
-K_TYPES = ("Q4_K", "Q5_K", "Q6_K")  # gguf has no quantisation to these: their blocks are random ones
+FLOATS = ("F32", "F16", "BF16")
 
 
 def write_gguf(model_dir: Path, file: Path, kind: Kind | str = "F32", change: Change = lambda writer: None) -> Path:
@@ -52,7 +52,9 @@ def write_gguf(model_dir: Path, file: Path, kind: Kind | str = "F32", change: Ch
 
 
 def encoded(values: np.ndarray, kind: Type) -> np.ndarray:
-    return random_blocks(values.shape, kind) if kind.name in K_TYPES else gguf.quants.quantize(values, kind)
+    if kind.name in FLOATS or kind.name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
+        return gguf.quants.quantize(values, kind)
+    return random_blocks(values.shape, kind)  # of many types gguf has no quantisation
 
 
 def random_blocks(shape: tuple[int, ...], kind: Type) -> np.ndarray:
@@ -60,16 +62,37 @@ def random_blocks(shape: tuple[int, ...], kind: Type) -> np.ndarray:
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(shape)
     blocks = generator.integers(0, 256, (shape[0], shape[1] // size, num_bytes), dtype=np.uint8)
-    largest = {"Q4_K": 15 * 63, "Q5_K": 31 * 63, "Q6_K": 32 * 127}.get(kind.name, 31)
+    if kind is Type.MXFP4:
+        blocks[..., 0] = generator.integers(121, 124, blocks.shape[:2])
+        return blocks.reshape(shape[0], -1)
+    start, largest, largest_minimum = _SCALES.get(kind.name, (0, 31, 0))
     scale = generator.uniform(0.5, 2, (*blocks.shape[:2], 2)) * 2 / largest / shape[1] ** 0.5
-    minimum_is_half = np.array([1, largest / 63 / 2]) if kind.name in ("Q4_K", "Q5_K") else 1
-    halves = (scale * minimum_is_half).astype(np.float16).view(np.uint8)  # [rows, blocks, 4 bytes]
-    if kind.name == "Q6_K":
-        blocks[..., -2:] = halves[..., :2]
-    else:
-        count = 4 if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
-        blocks[..., :count] = halves[..., :count]
+    scale[..., 1] *= largest / (largest_minimum or 1) / 2
+    halves = scale.astype(np.float16).view(np.uint8)  # [rows, blocks, 4 bytes]
+    count = 4 if largest_minimum else 2
+    blocks[..., start : start + count] = halves[..., :count]
     return blocks.reshape(shape[0], -1)
+
+
+# Of a type: the first byte of its float16, and the greatest numbers that they multiply; none: no minima.
+_SCALES: dict[str, tuple[int, float, float]] = {
+    "Q4_1": (0, 15, 1),
+    "Q5_1": (0, 31, 1),
+    "IQ4_NL": (0, 127, 0),
+    "Q2_K": (80, 3 * 15, 15),
+    "Q3_K": (108, 4 * 32, 0),
+    "Q4_K": (0, 15 * 63, 63),
+    "Q5_K": (0, 31 * 63, 63),
+    "Q6_K": (208, 32 * 127, 0),
+    "IQ4_XS": (0, 127 * 32, 0),
+    "IQ2_XXS": (0, 43 * 31 / 8, 0),
+    "IQ2_XS": (0, 43 * 31 / 8, 0),
+    "IQ2_S": (0, 43 * 31 / 8, 0),
+    "IQ3_XXS": (0, 62 * 31 / 4, 0),
+    "IQ3_S": (0, 15 * 31, 0),
+    "TQ1_0": (52, 1, 0),
+    "TQ2_0": (64, 1, 0),
+}
 
 
 def as_checkpoint(file: Path, model_dir: Path, output: Path) -> Path:

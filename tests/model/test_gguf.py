@@ -131,12 +131,12 @@ def _mixed_super_blocks(name: str) -> str:
     return "Q8_0" if name == "blk.1.attn_k.weight" else types.get(name.split(".")[-2], "Q4_K")
 
 
-def test_super_blocks_stay_as_they_are_where_linear_layers_take_them(model_dir: Path, tmp_path: Path) -> None:
+def test_blocks_stay_as_they_are_where_linear_layers_take_them(model_dir: Path, tmp_path: Path) -> None:
     """In float32 the logits are those of the values, and on tiers without such layers all are floats."""
     file, forms, others = write_gguf(model_dir, tmp_path / "model.gguf", _mixed_super_blocks), Forms(), Forms()
     expected = logits(as_checkpoint(file, model_dir, tmp_path / "floats"))
     torch.testing.assert_close(logits(file, make=forms, holds_super_blocks=True), expected, rtol=0, atol=1e-4)
-    assert forms.seen == ["Q6_K", "mixed", "Q4_K", "mixed", "Q6_K", "Tensor", "Q4_K", "mixed", "Q6_K"]
+    assert forms.seen == ["Q6_K", "k mix", "Q4_K", "k mix", "Q6_K", "mix 16", "Q4_K", "k mix", "Q6_K"]
     torch.testing.assert_close(logits(file, make=others), expected, rtol=0, atol=1e-4)
     assert set(others.seen) == {"Tensor"}
 

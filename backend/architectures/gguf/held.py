@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import NamedTuple
 
-from backend.api.checkpoint.gguf import AGAIN, GgufHeader
+from backend.api.checkpoint.gguf import AGAIN, TYPES, GgufHeader
 from backend.api.errors import ConfigError
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 INT8 = {"Q8_0", "Q5_0", "Q4_0"}  # int8 and a scale for each 32 columns
-SUPER_BLOCKS = {"Q4_K", "Q5_K", "Q6_K"}  # as they are, where the linear layers take them
+FLOATS = {"F32", "F16", "BF16"}
 _INT8_BITS = 8.5
+# Bits of a weight in memory where the native kernels hold blocks as they are (kernels/common/super_blocks.py), and where the
+# rows of a layer are of several types.
+_BITS = {
+    "Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625, "Q5_K": 5.625, "MXFP4": 4.5, "TQ1_0": 2.3125, "TQ2_0": 2.3125,
+    "IQ4_XS": 4.375, "IQ3_S": 4.375, "IQ3_XXS": 4.375, "IQ2_XXS": 4.375, "IQ2_XS": 4.625, "IQ2_S": 4.625,
+}  # fmt: skip
+_K_MIX = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"}
+_GROUPS_OF_16 = {"Q2_K", "Q3_K", "Q6_K", "IQ2_XS", "IQ2_S"}
+_K_MIX_BITS, _MIX_32_BITS, _MIX_16_BITS = 7.125, 10.0, 12.0
 _FUSED = dict(
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "qkv"),
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up"),
@@ -26,39 +36,58 @@ class HeldForms(NamedTuple):
     """The projections that keep their stored numbers; all others become floats. Names are those of the file."""
 
     kinds: Mapping[str, str]  # tensor -> its type; OUTPUT also where the embedding is the output head
-    four_bits: frozenset[str]  # names of the Q4_0 tensors that are held with 4 bits, not as int8
+    four_bits: frozenset[str]  # names of the Q4_0 tensors that are held with 4 bits, not as int8 or blocks
+    held_bits: Mapping[str, float]  # tensor -> bits of a weight in memory
 
-    def bits(self, name: str, float_bytes: int, type_bits: float) -> float:
-        """Bits of a weight in memory. `type_bits`: of its type in the file."""
-        kind = self.kinds.get(name)
-        if kind is None:
-            return 8 * float_bytes
-        return type_bits if kind in SUPER_BLOCKS or name in self.four_bits else _INT8_BITS
+    def bits(self, name: str, float_bytes: int) -> float:
+        """Bits of a weight in memory."""
+        return self.held_bits.get(name, 8 * float_bytes)
 
 
 def held_forms(header: GgufHeader, on_gpu: bool, holds_super_blocks: bool) -> HeldForms:
-    """Linear layers whose projections are all of types with a form of their own. On a GPU int8 in groups has no kernel.
+    """Linear layers whose projections are all of types with a form of their own.
 
-    An output head that is the embedding, in super-blocks, is held as they are, and the embedding as floats.
+    With `holds_super_blocks` these are blocks of every type; an output head that is the embedding is then held as blocks, and
+    the embedding as floats. Otherwise they are int8 and Q4_0; on a GPU int8 in groups has no kernel.
     """
     kinds: dict[str, str] = {}
-    embedding = header.tensors.get(EMBEDDING)
-    if OUTPUT not in header.tensors and holds_super_blocks and embedding is not None:
-        kinds |= {OUTPUT: embedding.type.name} if embedding.type.name in SUPER_BLOCKS else {}
+    bits: dict[str, float] = {}
     four_bits: set[str] = set()
-    fused: dict[str, dict[str, str]] = defaultdict(dict)  # linear layer -> its projections with their types
+    for of in _linear_layers(header, holds_super_blocks):
+        types = set(of.values())
+        if holds_super_blocks:
+            is_held, held_bits = not types & FLOATS, _bits_of(types)
+        else:
+            is_held, held_bits = types == {"Q4_0"} or (types <= INT8 and not on_gpu), _INT8_BITS
+            if types == {"Q4_0"}:
+                four_bits |= set(of)
+                held_bits = _bits_of(types)
+        if is_held:
+            kinds |= of
+            bits |= dict.fromkeys(of, held_bits)
+    return HeldForms(kinds, frozenset(four_bits), bits)
+
+
+def _linear_layers(header: GgufHeader, with_tied_head: bool) -> Iterable[Mapping[str, str]]:
+    """Of each linear layer its projections with their types."""
+    fused: dict[str, dict[str, str]] = defaultdict(dict)
     for name, place in header.tensors.items():
         if (found := _PROJECTION.fullmatch(name)) is not None:
             fused[f"{found[1]}{_FUSED[found[2]]}"][name] = place.type.name
-        elif name == OUTPUT:
-            fused[name][name] = place.type.name
-    for of in fused.values():
-        types = set(of.values())
-        if types == {"Q4_0"}:
-            four_bits |= set(of)
-        if types == {"Q4_0"} or (types <= INT8 and not on_gpu) or (types <= SUPER_BLOCKS and holds_super_blocks):
-            kinds |= of
-    return HeldForms(kinds, frozenset(four_bits))
+        elif name == OUTPUT or (name == EMBEDDING and OUTPUT not in header.tensors and with_tied_head):
+            fused[OUTPUT][OUTPUT] = place.type.name
+    return fused.values()
+
+
+def _bits_of(types: set[str]) -> float:
+    """Bits of a weight of a layer whose rows are of these types, held as blocks."""
+    if len(types) == 1:
+        (only,) = types
+        own = next(8 * kind.num_bytes / kind.size for kind in TYPES.values() if kind.name == only)
+        return _BITS.get(only, own)
+    if types <= _K_MIX:
+        return _K_MIX_BITS
+    return _MIX_16_BITS if types & _GROUPS_OF_16 else _MIX_32_BITS
 
 
 def check_sizes(header: GgufHeader, num_layers: int, hidden_size: int) -> None:
@@ -83,12 +112,11 @@ def memory_bytes(header: GgufHeader, float_bytes: int) -> int:
     forms = held_forms(header, on_gpu=False, holds_super_blocks=True)
     total = 0.0
     for name, place in header.tensors.items():
-        type_bits = 8 * place.type.num_bytes / place.type.size
-        values = place.num_bytes * 8 / type_bits
-        total += values * (8 * float_bytes if name == EMBEDDING else forms.bits(name, float_bytes, type_bits))
+        values = prod(place.shape)
+        total += values * (8 * float_bytes if name == EMBEDDING else forms.bits(name, float_bytes))
         is_head = name == OUTPUT or (name == EMBEDDING and OUTPUT not in header.tensors)
         if is_head and name == EMBEDDING:
-            total += values * forms.bits(OUTPUT, float_bytes, type_bits)
+            total += values * forms.bits(OUTPUT, float_bytes)
         if is_head and OUTPUT not in forms.kinds:
             total += values * 8
     return int(total / 8)

@@ -25,18 +25,24 @@ struct Linear {
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
     int64_t depth() const { return padded_depth(k, group); }
     int64_t groups() const { return group ? depth() / group : 0; }
-    bool has_super_blocks() const { return format >= Q4_K && format <= K_MIX; }
+    bool has_super_blocks() const { return format >= Q4_0; }
     bool multiplies_int8() const { return format == W8A8 || format == ROTATED; }  // as it lies in memory
     bool is_rotated() const { return format == ROTATED || format == TWO_LEVELS; }
     // Columns of the input that share a scale; 0 for inputs that are floats.
     int input_group() const { return multiplies_int8() || has_super_blocks() || format == TWO_LEVELS ? group : format == W4A8 ? PANEL : 0; }
+    // Rows of a super-block, or two blocks.
+    int64_t rows_of_block() const {
+        int64_t rows = 0;
+        with_super_blocks(format, [&](auto s) { rows = std::max<int64_t>(64, s.ROWS); });
+        return rows;
+    }
     // Bytes of `count` packed weights of a panel, where T is the type of float weights. Of super-blocks, and of groups of two
     // levels, it is a whole number.
     template <class T>
     int64_t bytes_of(int64_t count) const {
         int64_t bytes = format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(format == FLOAT16 ? sizeof(fp16) : sizeof(T));
         if (format == TWO_LEVELS) bytes = bytes_of_levels(count / PANEL);
-        with_super_blocks(format, [&](auto s) { bytes = count / (SUPER_ROWS * PANEL) * s.BYTES; });
+        with_super_blocks(format, [&](auto s) { bytes = count / (s.ROWS * PANEL) * s.BYTES; });
         return bytes;
     }
 
@@ -134,7 +140,7 @@ class Pass {
 public:
     Pass(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t panels, At& panel_at, Put& put, int threads)
         : l_(l), a_(a), row0_(row0), rows_(rows), panels_(panels), panel_at_(panel_at), put_(put) {
-        const int64_t unit = l.has_super_blocks() ? SUPER_ROWS : l.multiplies_int8() || l.format == TWO_LEVELS ? std::max(64, l.group) : 64;
+        const int64_t unit = l.has_super_blocks() ? l.rows_of_block() : l.multiplies_int8() || l.format == TWO_LEVELS ? std::max(64, l.group) : 64;
         const int64_t longest = std::max(unit, longest_piece(Format(l.format), unpacks_) / unit * unit);
         const int64_t pieces = (depth_ + longest - 1) / longest;
         piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
@@ -195,7 +201,7 @@ private:
         if (!unpacks_) return {packed, packed, scales, data + next};
         int8_t* to = reinterpret_cast<int8_t*>(unpacked);
         if (l_.has_super_blocks())
-            with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), int(count / SUPER_ROWS), to); });
+            with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), int(count / s.ROWS), to); });
         else if (l_.format == TWO_LEVELS)
             unpack_levels(static_cast<const uint8_t*>(packed), l_.group, count, to);
         else if (l_.format == INT8)
@@ -249,7 +255,7 @@ private:
         };
         if (l_.has_super_blocks())
             with_super_blocks(l_.format, [&](auto s) {
-                product_super<decltype(s)>(x, packed, int(count / SUPER_ROWS), c, PANEL, first == 0, n, next, lines());
+                product_super<decltype(s)>(x, packed, int(count / s.ROWS), c, PANEL, first == 0, n, next, lines());
             });
         else if (l_.format == TWO_LEVELS)
             product_levels(x, packed, part.scales, input_group_, groups, c, PANEL, first == 0, n, next, lines());

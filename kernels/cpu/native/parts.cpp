@@ -64,19 +64,21 @@ void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, in
     });
 }
 
-// Super-blocks of a weight [n][k], k a multiple of 256 -> packed panels: q [n][k], s and m [n][groups], d and e [n][k / 256]. m and e are null
-// without minima. Columns beyond n have the scale 0.
-void everbatch_pack_super(const uint8_t* q, const int8_t* s, const uint8_t* m, const uint16_t* d, const uint16_t* e, int64_t n, int64_t k,
-                          int32_t format, void* packed, int32_t threads) {
+// Blocks of a weight [n][k], k a multiple of their rows -> packed panels: q [n][k], s and m [n][groups], d and e [n][blocks, or groups of blocks
+// without s], `values` [16]. Tables that the format has not are null. Columns beyond n, and rows beyond k, have the scale 0.
+void everbatch_pack_super(const uint8_t* q, const int8_t* s, const uint8_t* m, const uint8_t* d, const uint8_t* e, const int8_t* values, float unit,
+                          int64_t n, int64_t k, int32_t format, void* packed, int32_t threads) {
     run_team(threads, [&](Team& team) {
         team.for_each((n + PANEL - 1) / PANEL, [&](int64_t p) {
             with_super_blocks(format, [&](auto of_format) {
                 using S = decltype(of_format);
-                const int64_t blocks = k / SUPER_ROWS, groups = k / S::GROUP;
+                const int64_t blocks = Linear::padded_depth(k, S::GROUP) / S::ROWS, groups = k / S::GROUP;
+                const int64_t row_bytes = k / S::ROWS * (S::OF_TABLE / PANEL);  // of d
                 uint8_t* panel = static_cast<uint8_t*>(packed) + p * blocks * S::BYTES;
                 memset(panel, 0, size_t(blocks) * S::BYTES);
                 for (int64_t i = p * PANEL; i < std::min<int64_t>(n, (p + 1) * PANEL); i++) {
-                    const SuperColumn column{q + i * k, s + i * groups, m ? m + i * groups : nullptr, d + i * blocks, e ? e + i * blocks : nullptr};
+                    const SuperColumn column{q + i * k,         s ? s + i * groups : nullptr,    m ? m + i * groups : nullptr,
+                                             d + i * row_bytes, e ? e + i * row_bytes : nullptr, values, unit};
                     pack_super<S>(column, k, int(i % PANEL), panel);
                 }
             });
