@@ -88,7 +88,8 @@ class GgufTensors(Mapping[str, Tensor]):
         for name, place in header.tensors.items():
             base, _, suffix = name.rpartition(".")
             if (held := self._hf.get(base)) is not None:
-                self._places[held + (BLOCKS if held in layers.kinds else f".{suffix}")] = name, place
+                in_blocks = suffix == "weight" and held in layers.kinds
+                self._places[held + (BLOCKS if in_blocks else f".{suffix}")] = name, place
         self._head = config.names.head
         if config.tied_embeddings and self._head in layers.kinds:
             self._places[self._head + BLOCKS] = EMBEDDING, header.tensors[EMBEDDING]

@@ -141,6 +141,15 @@ def test_blocks_stay_as_they_are_where_linear_layers_take_them(model_dir: Path, 
     assert set(others.seen) == {"Tensor"}
 
 
+def test_biases_stay_beside_blocks(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4)
+    model = make_random_model(tmp_path / "model", "qwen2", seed=6, **sizes)
+    file, forms = write_gguf(model, tmp_path / "model.gguf", "Q5_0"), Forms()
+    expected = logits(as_checkpoint(file, model, tmp_path / "floats"))
+    torch.testing.assert_close(logits(file, make=forms, holds_super_blocks=True), expected, rtol=0, atol=1e-4)
+    assert set(forms.seen) == {"Q5_0"}
+
+
 def test_a_head_that_is_the_embedding_is_held_in_its_super_blocks(tmp_path: Path) -> None:
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4)
     model = make_random_model(tmp_path / "tied", "llama", seed=5, tie_word_embeddings=True, **sizes)
