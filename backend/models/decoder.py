@@ -79,7 +79,11 @@ class MarkedOutput(NamedTuple):
 @dataclass(slots=True)
 class Decoder:
     config: ModelConfig
-    embedding: Tensor  # [vocab, hidden]; no rows in a stage that embeds no tokens
+    embedding: (
+        Tensor | Linear
+    )  # [vocab, hidden]; no rows in a stage that embeds no tokens; the native tier's alone may be a Linear
+    dtype: torch.dtype  # to compute in
+    device: torch.device
     layers: list[LayerWeights]
     norm: NormWeights
     lm_head: (
@@ -98,10 +102,6 @@ class Decoder:
         }
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
     def num_linear_bytes(self) -> int:
         """Bytes of all linear layers, the output head included: every step that samples reads at least these."""
         return sum(linear.num_bytes for linear in self._linears)
@@ -110,9 +110,11 @@ class Decoder:
     def memory(self) -> str:
         """A description of the memory that the weights take."""
         weights = sum(prod(linear.shape) for linear in self._linears)
+        table = self.embedding
+        own = num_bytes_of(table) if isinstance(table, Tensor) else 0 if table is self.lm_head else table.num_bytes
         return (
             f"linear layers {self.num_linear_bytes / 1e6:,.1f} MB, {8 * self.num_linear_bytes / weights:.2f} bits a weight; "
-            f"embedding {num_bytes_of(self.embedding) / 1e6:,.1f} MB"
+            f"embedding {own / 1e6:,.1f} MB"
         )
 
     @property
@@ -140,6 +142,7 @@ class Decoder:
         the last norm, [num_tokens, hidden].
         """
         block = self.config.block
+        assert isinstance(self.embedding, Tensor), "LinearOptions.holds_super_blocks is for native kernels"
         x = embedding(self.embedding, token_ids, None if block.embedding_scale == 1 else block.embedding_scale)
         if embedded is not None:
             x.index_copy_(0, *embedded)
@@ -248,9 +251,9 @@ def assemble(
 ) -> Decoder:
     """Make a model of its parts. config: of this rank. on_layer: gets how many layers are done, of how many, after each."""
     config, names, shard = _rounded(config, dtype), config.names, config.shard
-    embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+    embedding: Tensor | Linear = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
     if shard.is_first:
-        embedding = parts.take(names.embedding + ".weight", (config.vocab_size, config.hidden_size))
+        embedding = parts.embedding()
     first_token, last_token = vocabulary(config, shard)
     lm_head = parts.head(embedding, last_token - first_token) if shard.is_last else None
     layers = []
@@ -263,7 +266,7 @@ def assemble(
     rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.held_settings]
     scaling = config.block.query_scaling
     scales = None if scaling is None else query_scales(scaling, max_seq_len, device)
-    return Decoder(config, embedding, layers, last_norm, lm_head, rotary, max_seq_len, scales)
+    return Decoder(config, embedding, dtype, device, layers, last_norm, lm_head, rotary, max_seq_len, scales)
 
 
 def _rounded(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:

@@ -21,8 +21,8 @@ from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.gguf.config import config_of
 from backend.architectures.gguf.families import TABLES
-from backend.architectures.gguf.held import EMBEDDING, held_forms
-from backend.architectures.gguf.names import as_stored, heads_in_pairs, tensors_of
+from backend.architectures.gguf.held import held_forms
+from backend.architectures.gguf.names import as_stored, heads_in_pairs, norms_add_one, tensors_of
 from backend.models import gguf_blocks
 from backend.models.config import of_object
 from backend.models.convert import meta_to_hf
@@ -90,14 +90,13 @@ class GgufTensors(Mapping[str, Tensor]):
             if (held := self._hf.get(base)) is not None:
                 in_blocks = suffix == "weight" and held in layers.kinds
                 self._places[held + (BLOCKS if in_blocks else f".{suffix}")] = name, place
-        self._head = config.names.head
-        if config.tied_embeddings and self._head in layers.kinds:
-            self._places[self._head + BLOCKS] = EMBEDDING, header.tensors[EMBEDDING]
-        self._heads = heads_in_pairs(config, header)
+        self._heads, self._adds_one = heads_in_pairs(config, header), norms_add_one(header)
 
     def __getitem__(self, name: str) -> Tensor:
         stored, place = self._places[name]
         tensor = self._read(place, stored, as_blocks=name.endswith(BLOCKS))
+        if self._adds_one and name.endswith("norm.weight"):
+            return tensor.float() - 1
         heads = self._heads.get(stored.split(".")[-2])
         return tensor if heads is None else meta_to_hf(tensor, heads)
 
@@ -123,7 +122,7 @@ class GgufTensors(Mapping[str, Tensor]):
     def _layers_to_hold(self, device: torch.device, holds_super_blocks: bool) -> GgufLayers:
         """The layers of gguf/held.py, by the names of a Hugging Face checkpoint."""
         forms = held_forms(self.header, device.type == "cuda", holds_super_blocks)
-        named = {name: self._hf.get(name.removesuffix(".weight"), self._head) for name in forms.kinds}
+        named = {name: self._hf[name.removesuffix(".weight")] for name in forms.kinds}
         kinds = {named[name]: kind for name, kind in forms.kinds.items()}
         return GgufLayers(kinds, holds_super_blocks, frozenset(named[name] for name in forms.four_bits))
 

@@ -14,8 +14,8 @@
     IQ2_*, IQ3_*: gguf_codebooks.py
 
 d, m and dmin are float16; a byte of 4 bits holds value j in its low and value j + 16 (of a _K block: j + 32) in its high bits.
-Source: ggml-quants.c; kernels/common/super_blocks.py multiplies in the order of llama.cpp's own gguf.quants, so that values are the
-same bits.
+Source: ggml-quants.c; kernels/common/super_blocks.py multiplies in the order of llama.cpp's own gguf.quants, so that values are
+the same bits.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _mxfp4(blocks: Tensor) -> SuperBlocks:
 def _two_bits(q: Tensor) -> Tensor:
     """[blocks, 64] -> uint8 [blocks, 2, 4, 32]: bits 2 i of 32 bytes are the i-th 32 values of a half."""
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    return q.unflatten(1, (2, 1, 32)) >> shifts & 3
+    bits: Tensor = q.unflatten(1, (2, 1, 32)) >> shifts & 3
+    return bits
 
 
 def _q2_k(blocks: Tensor) -> SuperBlocks:

@@ -21,7 +21,10 @@ class Parts(Protocol):
     def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool) -> Linear:
         """A linear layer of several projections: name -> rows, stacked in order."""
 
-    def head(self, embedding: Tensor, rows: int) -> Linear:
+    def embedding(self) -> Tensor | Linear:
+        """The embeddings of all tokens, [vocab, hidden], in the model's dtype; or as the layer that holds them."""
+
+    def head(self, embedding: Tensor | Linear, rows: int) -> Linear:
         """The layer that yields the logits of `rows` tokens. embedding: was taken before; without rows where it was not."""
 
     def finish(self) -> None:
@@ -51,10 +54,21 @@ class CheckpointParts:
         whole = self._whole[next(iter(rows))]
         return self._linears.build(whole.rows, whole.columns, whole.has_bias, cut=whole.cut)
 
-    def head(self, embedding: Tensor, rows: int) -> Linear:
+    def embedding(self) -> Tensor | Linear:
+        config, name = self._config, self._config.names.embedding
+        if self._linears.holds(name):
+            return self._linears.build({name: config.vocab_size}, config.hidden_size)
+        return self._source.take(name + ".weight", (config.vocab_size, config.hidden_size))
+
+    def head(self, embedding: Tensor | Linear, rows: int) -> Linear:
         config, name = self._config, self._config.names.head
         part = vocabulary(config, self._shard)
-        if config.tied_embeddings and not self._linears.holds(name):
+        if config.tied_embeddings and not isinstance(embedding, Tensor) and not self._is_cut:
+            return embedding
+        if config.tied_embeddings and self._linears.holds(config.names.embedding):
+            name = config.names.embedding
+        elif config.tied_embeddings and not self._linears.holds(name):
+            assert isinstance(embedding, Tensor)
             if not self._shard.is_first:
                 embedding = self._source.take(
                     config.names.embedding + ".weight", (config.vocab_size, config.hidden_size)

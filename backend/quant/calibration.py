@@ -96,8 +96,8 @@ class Calibration:
         model = build_decoder(config, tensors, length, torch.float32, device, LinearOptions(make=make))
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
         for part in self._hidden.split(ROWS_AT_ONCE):
-            model.embedding = part.flatten(0, 1)
-            after, (pool,) = forward_rows(model, torch.arange(len(model.embedding)).view(part.shape[:2]))
+            model.embedding = rows = part.flatten(0, 1)
+            after, (pool,) = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
             part.copy_(after.view_as(part))
             keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
         if not self._hidden.isfinite().all():

@@ -166,7 +166,7 @@ class CopyStreams:
 def make_stacks(model: Decoder, max_rank: int, block_bytes: int = 0) -> Stacks:
     """Empty places for adapters of `model`."""
     config = model.config
-    return Stacks(stack_shapes(config), config.num_layers, max_rank, model.dtype, model.embedding.device, block_bytes)
+    return Stacks(stack_shapes(config), config.num_layers, max_rank, model.dtype, model.device, block_bytes)
 
 
 def stacked_adapters(stacks: Stacks, lora: LoraSection, device: torch.device) -> DeviceAdapters[int]:

@@ -96,7 +96,7 @@ class DeviceRunner(Runner):
         draft_model: DraftModel | None = None,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
-        self._device = model.embedding.device
+        self._device = model.device
         self._stacks = make_stacks(model, lora.max_rank, lora.device_pages_per_block * lora_page_bytes)
         adapters = stacked_adapters(self._stacks, lora, self._device)
         super().__init__(storage, batch, adapters, parameters.set_row, extras, guided, draft_model)

@@ -7,13 +7,14 @@ from ctypes import CDLL
 
 from torch import Tensor
 
+from backend.architectures.description import ModelConfig
 from backend.layers.linear import Linear
 from backend.models.parts import Parts
 from backend.worker.weight_file import Content, DamagedWeights
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.screen import Screen
 
-_HEAD, _SCREEN = "head of the model", "screen of the head"  # no names of tensors
+_EMBEDDING, _HEAD, _SCREEN = "embedding of the model", "head of the model", "screen of the head"  # no names of tensors
 _NUM_LINEAR_PARTS, _NUM_SCREEN_PARTS = 5, 4
 
 
@@ -32,8 +33,16 @@ class RecordedParts:
     def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool) -> Linear:
         return self._remember(_name_of(rows), self._parts.linear(rows, columns, has_bias))
 
-    def head(self, embedding: Tensor, rows: int) -> Linear:
-        return self._remember(_HEAD, self._parts.head(embedding, rows))
+    def embedding(self) -> Tensor | Linear:
+        taken = self._parts.embedding()
+        if isinstance(taken, Tensor):
+            self._tensors[_EMBEDDING] = taken
+            return taken
+        return self._remember(_EMBEDDING, taken)
+
+    def head(self, embedding: Tensor | Linear, rows: int) -> Linear:
+        head = self._parts.head(embedding, rows)
+        return head if head is embedding else self._remember(_HEAD, head)
 
     def finish(self) -> None:
         self._parts.finish()
@@ -54,8 +63,8 @@ class RecordedParts:
 class KeptParts:
     """The parts of a model that is in the cache. Methods raise DamagedWeights for one that is missing or of another shape."""
 
-    def __init__(self, library: CDLL, content: Content) -> None:
-        self._library, self._content = library, content
+    def __init__(self, library: CDLL, content: Content, config: ModelConfig) -> None:
+        self._library, self._content, self._config = library, content, config
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._content.tensors.get(name)
@@ -69,7 +78,15 @@ class KeptParts:
             raise DamagedWeights(f"its layer {_name_of(rows)} differs in having a bias")
         return linear
 
-    def head(self, embedding: Tensor, rows: int) -> Linear:
+    def embedding(self) -> Tensor | Linear:
+        vocab, hidden = self._config.vocab_size, self._config.hidden_size
+        if _EMBEDDING in self._content.tensors:
+            return self.take(_EMBEDDING, (vocab, hidden))
+        return self._linear(_EMBEDDING, vocab, hidden)
+
+    def head(self, embedding: Tensor | Linear, rows: int) -> Linear:
+        if not isinstance(embedding, Tensor) and _HEAD not in self._content.numbers:
+            return embedding
         return self._linear(_HEAD, rows, embedding.shape[1])
 
     def finish(self) -> None:

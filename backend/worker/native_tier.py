@@ -167,11 +167,13 @@ class NativeTier:
         lm_head = None if model.lm_head is None else _packed(model.lm_head)
         self.screen = screen or make_screen(model, library)
         self._decoder = NativeDecoder(
-            *(library, shape, _native_form(config.block, model.query_scales), model.embedding, layers),
-            *(_native_norm(model.norm), lm_head, self.screen, ranks, config.vocab_size),
+            *(library, shape, _native_form(config.block, model.query_scales), _table(model.embedding), layers),
+            *(_native_norm(model.norm), lm_head, self.screen, ranks),
+            vocab_size=config.vocab_size,
+            dtype=model.dtype,
         )
         self._ranks = ranks
-        self._dtype = torch.uint8 if kv_bits else model.embedding.dtype
+        self._dtype = torch.uint8 if kv_bits else model.dtype
         self._hidden_size, self._outputs = config.hidden_size, model.outputs
         self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(packed_adapter)
 
@@ -302,6 +304,10 @@ def _native_norm(norm: NormWeights) -> NativeNorm:
 
 def _if_there(norm: NormWeights | None) -> NativeNorm | None:
     return None if norm is None else _native_norm(norm)
+
+
+def _table(embedding: Tensor | Linear) -> Tensor | PackedLinear:
+    return embedding if isinstance(embedding, Tensor) else _packed(embedding)
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -83,7 +83,7 @@ class PackedModels:
         content = self._cache.find(key)
         if content is None:
             return None
-        parts = KeptParts(self._library, content)
+        parts = KeptParts(self._library, content, self._checkpoint.config)
         try:
             decoder = self._checkpoint.assemble(parts, self._section.max_seq_len, self._dtype, CPU)
             screen = None if decoder.lm_head is None else parts.screen(_packed(decoder.lm_head))

@@ -22,7 +22,7 @@ class TorchTier:
     def __init__(self, model: Decoder, layout: PoolLayout) -> None:
         self._model = model
         self._layout = layout
-        self.adapters = TorchAdapters(model.embedding.device)
+        self.adapters = TorchAdapters(model.device)
 
     def kv_block(self) -> KVBlock:
         return KVBlock(self._layout.block_shape, self._layout.dtype)
@@ -40,7 +40,7 @@ class TorchTier:
         """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
         model, config = self._model, self._model.config
         flat = batch.flatten(rows, num_logits)
-        device, dtype = model.embedding.device, model.embedding.dtype
+        device, dtype = model.device, model.dtype
         plans = plan_attention(
             flat.rows,
             self._layout.block_size,

@@ -2,6 +2,7 @@
 
     ./everbatch bench peers                                    the shapes M and L of random weights, bf16
     ./everbatch bench peers --model-dir DIR --weights int8     any checkpoint of the Llama family
+    ./everbatch bench peers --model-dir FILE.gguf              a GGUF file, which every engine that can reads as it is
     ./everbatch bench peers --weights int4                     4 bits: Q4_0, Q4_K_M and IQ4_NL, OpenVINO's groups of 128, our w4a8
     ./everbatch bench peers --weights int4 --shapes L --concurrency 8 --peers ik_llamacpp:q4_0,openvino --add
                                                                some peers, added to what earlier runs have measured
@@ -36,7 +37,7 @@ from rich.console import Console
 from benchmarks.harness.machine import cpu_name
 from benchmarks.peers import collected, environments, models
 from benchmarks.peers.commands import CommandFailed
-from benchmarks.peers.engines import PEERS, EngineSpec, chosen, ours
+from benchmarks.peers.engines import FILE, PEERS, EngineSpec, chosen, ours
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.measure import Contestant, Outcome, Work, measure
 from benchmarks.peers.plot import plot
@@ -51,7 +52,7 @@ console = Console() if sys.stdout.isatty() else Console(width=120)
 
 def main(
     model_dir: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory; without it the shapes are made.")
+        Path | None, typer.Option(help="Checkpoint directory or GGUF file; without it the shapes are made.")
     ] = None,
     shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, M-long, L.")] = "M,L",
     weights: Annotated[
@@ -79,13 +80,15 @@ def main(
     try:
         prompts = tuple(whole_numbers(prompt, "--prompt"))
         concurrencies = tuple(sorted(set(whole_numbers(concurrency, "--concurrency"))))
-        engines = [ours(our_int8, our_int4), *chosen(listed(peers), weights)]
         made = [] if model_dir is not None else choices(shapes, models.SHAPES, "--shapes")
+        given = None if model_dir is None else models.of_directory(model_dir)
+        held = FILE if isinstance(given, models.GgufModel) else weights
+        engines = [ours(our_int8, our_int4), *chosen(listed(peers), held)]
         with alone():
             rows: list[Row] = []
             for shape in made or [None]:
-                model = models.of_shape(shape, progress) if shape else models.of_directory(model_dir)
-                work = Work(model, weights, concurrencies, prompts, new, repeats, threads or num_cores(), busy)
+                model = models.of_shape(shape, progress) if shape else given
+                work = Work(model, held, concurrencies, prompts, new, repeats, threads or num_cores(), busy)
                 check(work)
                 rows += compare(work, engines, progress, add)
                 if json_file is not None:

@@ -41,7 +41,8 @@ class EngineSpec:
         return int(self.weight_copies * weight_bytes + kv_bytes + self.base_gib * GIB)
 
 
-GGUF_TYPES = {"bf16": ("bf16",), "int8": ("q8_0",)}
+FILE = "file"  # weights of a GGUF file that every engine reads as it is
+GGUF_TYPES = {"bf16": ("bf16",), "int8": ("q8_0",), FILE: (FILE,)}
 PEERS = {
     "openvino": EngineSpec(
         "openvino",
@@ -71,7 +72,7 @@ PEERS = {
         {"bf16": ("bf16",)},
         weight_copies=1.1,
         base_gib=1.9,
-        lacks="vLLM on a CPU quantises no checkpoint to int8 or int4 weights at load",
+        lacks="vLLM on a CPU quantises no checkpoint to int8 or int4 weights at load, and reads no GGUF file",
         requirements="vllm.txt",
         removed=("torchvision", "torchaudio", "torchcodec"),
     ),
@@ -80,14 +81,16 @@ PEERS = {
         {"bf16": ("bf16",)},
         weight_copies=1.1,
         base_gib=0.5,
-        lacks="transformers has no int8 or int4 weights on a CPU without further packages",
+        lacks="transformers has no int8 or int4 weights on a CPU without further packages, and turns those of a GGUF file into floats",
     ),
 }
 
 
 def ours(int8: str = "w8a8", int4: str = "w4a8") -> EngineSpec:
     """This engine; `int8` and `int4`: the values of model.quantization that count as such weights."""
-    return EngineSpec(OURS, {"bf16": ("bf16",), "int8": (int8,), "int4": (int4,)}, weight_copies=1.25, base_gib=0.4)
+    return EngineSpec(
+        OURS, {"bf16": ("bf16",), "int8": (int8,), "int4": (int4,), FILE: (FILE,)}, weight_copies=1.25, base_gib=0.4
+    )
 
 
 def chosen(texts: Sequence[str], weights: str) -> list[EngineSpec]:

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backend.api.checkpoint.gguf import gguf_file, read_header
+from backend.api.errors import ConfigError
+from backend.architectures.gguf.held import EMBEDDING
+from backend.models.gguf import raw_config
 from benchmarks.peers import commands
-from benchmarks.peers.engines import EngineSpec
+from benchmarks.peers.engines import FILE, EngineSpec
 from benchmarks.peers.environments import BENCH
 from benchmarks.peers.errors import Skipped
 from deploy import ROOT
@@ -83,14 +87,53 @@ class Model:
         kv = concurrency * mean_length * self.kv_bytes_per_token
         return self.linear_weights * BYTES[weights] + kv
 
+    @property
+    def files(self) -> list[Path]:
+        """What the weights are read from."""
+        return sorted(self.directory.glob("*.safetensors")) + [self.directory / "config.json"]
+
     def resident_bytes(self, weights: str) -> int:
         """Bytes of the weights in memory, an embedding of its own included."""
         embedding = 0 if self.config.get("tie_word_embeddings") else self.vocab_size * self.config["hidden_size"]
         return int(self.linear_weights * BYTES[weights] + embedding * BYTES["bf16"])
 
 
+@dataclass(frozen=True)
+class GgufModel(Model):
+    """A GGUF file, which every engine reads as it is. `read_bytes`: of the tensors that a decode step reads."""
+
+    read_bytes: int = 0
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.directory]
+
+    def step_bytes(self, weights: str, concurrency: int, mean_length: float) -> float:
+        return self.read_bytes + concurrency * mean_length * self.kv_bytes_per_token
+
+    def resident_bytes(self, weights: str) -> int:
+        return self.directory.stat().st_size
+
+
+def of_file(file: Path) -> Model:
+    """Raises UserError for a file that is not served. A step reads all tensors, but of an embedding of its own a few rows."""
+    try:
+        header = read_header(file)
+        config = raw_config(header)
+    except ConfigError as error:
+        raise UserError(str(error)) from None
+    is_tied = config["tie_word_embeddings"]
+    read = sum(place.num_bytes for name, place in header.tensors.items() if is_tied or name != EMBEDDING)
+    return GgufModel(file.stem, file.resolve(), config, read)
+
+
 def of_directory(directory: Path, name: str = "") -> Model:
-    """Raises UserError when it is no checkpoint of a Llama shape."""
+    """A GGUF file or a checkpoint directory. Raises UserError when it is no checkpoint of a Llama shape."""
+    try:
+        if (gguf := gguf_file(directory)) is not None:
+            return of_file(gguf)
+    except ConfigError as error:
+        raise UserError(str(error)) from None
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -120,6 +163,8 @@ def form_for(
     engine: EngineSpec, python: Path, model: Model, weights: str, setting: str, progress: SteppedProgress
 ) -> Path:
     """The model in the form that the engine reads in a setting, made with the converter's environment. Raises Skipped."""
+    if setting == FILE:
+        return model.directory
     if engine.name == "openvino":
         return _form(openvino_form(weights, setting), "openvino", python, model, progress)
     if "llamacpp" in engine.name:
@@ -174,6 +219,5 @@ def _unfinished(path: Path) -> Path:
 
 def _key(model: Model) -> str:
     """Changes with the checkpoint's place and files."""
-    files = sorted(model.directory.glob("*.safetensors")) + [model.directory / "config.json"]
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in model.files]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:12]

@@ -31,7 +31,7 @@ class Load:
     """What a runner loads. `model`: directory or file in the engine's own form; lengths and room in tokens."""
 
     model: str
-    weights: str  # bf16, int8 or int4
+    weights: str  # bf16, int8, int4 or file
     setting: str  # the setting of an engine that has several
     threads: int
     max_concurrency: int

@@ -21,7 +21,7 @@ class Everbatch:
         from backend.executor import Executor
         from backend.worker.group import InProcessWorkerGroup
 
-        quantization = "none" if load.weights == "bf16" else load.setting
+        quantization = load.setting if load.weights in ("int8", "int4") else "none"
         section = ModelConfigSection(
             path=load.model,
             dtype="bfloat16",

@@ -101,7 +101,8 @@ def floats(weight: SuperBlocks) -> Tensor:
     values *= scale[:, :, None]
     if minimum is not None:
         values -= minimum[:, :, None]
-    return values.flatten(1)
+    flat: Tensor = values.flatten(1)
+    return flat
 
 
 def stack(parts: Sequence[SuperBlocks]) -> SuperBlocks:

@@ -127,7 +127,8 @@ class NativeDecoder:
         library: CDLL,
         shape: NativeShape,
         form: NativeForm,
-        embedding: Tensor,  # [vocab, hidden], or no rows where none is embedded; its type, float32 or bfloat16, is computed in
+        embedding: Tensor
+        | PackedLinear,  # [vocab, hidden], of `dtype` or in super-blocks; no rows where none is embedded
         layers: Sequence[NativeLayer],
         norm: NativeNorm,  # [hidden]
         lm_head: PackedLinear | None,  # None where no step has logits
@@ -135,8 +136,14 @@ class NativeDecoder:
         ranks: RanksMemory
         | None = None,  # where several ranks run the model; the other arguments are of this one's part
         vocab_size: int | None = None,  # None: the embedding's rows
+        dtype: torch.dtype | None = None,  # float32 or bfloat16, to compute in; None: the embedding's
     ):
-        layout = kv_layout(shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_bits, embedding.dtype)
+        if dtype is None:
+            assert isinstance(embedding, Tensor), (
+                "an embedding in super-blocks is none of the types that are computed in"
+            )
+            dtype = embedding.dtype
+        layout = kv_layout(shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_bits, dtype)
         for name in ("logit_scale", "attention_scale"):
             if (scale := getattr(form, name)) is not None and scale <= 0:
                 raise ValueError(f"{name} is {scale}, the native kernels take numbers above 0")
@@ -156,7 +163,8 @@ class NativeDecoder:
             shape.widest_window,
             layout,
             _form_struct(form, shape.head_dim),
-            embedding.data_ptr(),
+            None if isinstance(embedding, PackedLinear) else embedding.data_ptr(),
+            embedding.struct if isinstance(embedding, PackedLinear) else LinearStruct(),
             _norm_struct(norm),
             LinearStruct() if lm_head is None else lm_head.struct,
             ScreenStruct() if screen is None else screen.struct,

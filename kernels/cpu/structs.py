@@ -156,6 +156,7 @@ class ModelStruct(Structure):
         ("kv", KVLayout),
         ("form", FormStruct),
         ("embedding", c_void_p),
+        ("held_embedding", LinearStruct),
         ("norm", NormStruct),
         ("lm_head", LinearStruct),
         ("screen", ScreenStruct),

@@ -168,7 +168,10 @@ def test_client_and_gateway_talk_to_triton_only() -> None:
     """Besides the table of sampling fields, which is pure."""
     foreign = importing("torch", "transformers", "backend", "kernels")
     found = found_in(python_files("client", "gateway"), foreign)
-    assert {name for names in found.values() for name in names} <= {"backend.api.sampling", "backend.api.sampling.PLAIN"}
+    assert {name for names in found.values() for name in names} <= {
+        "backend.api.sampling",
+        "backend.api.sampling.PLAIN",
+    }
     assert not any(path.startswith("client") for path in found)
 
 

@@ -35,7 +35,7 @@ _PROJECTION = re.compile(rf"(blk\.\d+\.)({'|'.join(_FUSED)})\.weight")
 class HeldForms(NamedTuple):
     """The projections that keep their stored numbers; all others become floats. Names are those of the file."""
 
-    kinds: Mapping[str, str]  # tensor -> its type; OUTPUT also where the embedding is the output head
+    kinds: Mapping[str, str]  # tensor -> its type
     four_bits: frozenset[str]  # names of the Q4_0 tensors that are held with 4 bits, not as int8 or blocks
     held_bits: Mapping[str, float]  # tensor -> bits of a weight in memory
 
@@ -47,8 +47,8 @@ class HeldForms(NamedTuple):
 def held_forms(header: GgufHeader, on_gpu: bool, holds_super_blocks: bool) -> HeldForms:
     """Linear layers whose projections are all of types with a form of their own.
 
-    With `holds_super_blocks` these are blocks of every type; an output head that is the embedding is then held as blocks, and
-    the embedding as floats. Otherwise they are int8 and Q4_0; on a GPU int8 in groups has no kernel.
+    With `holds_super_blocks` these are blocks of every type, and the embedding is held like them. Otherwise they are int8 and
+    Q4_0; on a GPU int8 in groups has no kernel.
     """
     kinds: dict[str, str] = {}
     bits: dict[str, float] = {}
@@ -68,14 +68,14 @@ def held_forms(header: GgufHeader, on_gpu: bool, holds_super_blocks: bool) -> He
     return HeldForms(kinds, frozenset(four_bits), bits)
 
 
-def _linear_layers(header: GgufHeader, with_tied_head: bool) -> Iterable[Mapping[str, str]]:
+def _linear_layers(header: GgufHeader, with_embedding: bool) -> Iterable[Mapping[str, str]]:
     """Of each linear layer its projections with their types."""
     fused: dict[str, dict[str, str]] = defaultdict(dict)
     for name, place in header.tensors.items():
         if (found := _PROJECTION.fullmatch(name)) is not None:
             fused[f"{found[1]}{_FUSED[found[2]]}"][name] = place.type.name
-        elif name == OUTPUT or (name == EMBEDDING and OUTPUT not in header.tensors and with_tied_head):
-            fused[OUTPUT][OUTPUT] = place.type.name
+        elif name == OUTPUT or (name == EMBEDDING and with_embedding):
+            fused[name][name] = place.type.name
     return fused.values()
 
 
@@ -106,17 +106,12 @@ def check_sizes(header: GgufHeader, num_layers: int, hidden_size: int) -> None:
 def memory_bytes(header: GgufHeader, float_bytes: int) -> int:
     """Memory of the weights on the native CPU kernels. `float_bytes`: of a float in the type that the model computes in.
 
-    The output head is packed apart from an embedding that it is tied to, and a head of floats has an int8 copy besides, from
-    which likely tokens are found.
+    A head of floats is packed apart from an embedding that it is tied to, and has an int8 copy besides, from which likely tokens
+    are found.
     """
     forms = held_forms(header, on_gpu=False, holds_super_blocks=True)
-    total = 0.0
-    for name, place in header.tensors.items():
-        values = prod(place.shape)
-        total += values * (8 * float_bytes if name == EMBEDDING else forms.bits(name, float_bytes))
-        is_head = name == OUTPUT or (name == EMBEDDING and OUTPUT not in header.tensors)
-        if is_head and name == EMBEDDING:
-            total += values * forms.bits(OUTPUT, float_bytes)
-        if is_head and OUTPUT not in forms.kinds:
-            total += values * 8
+    total = sum(prod(place.shape) * forms.bits(name, float_bytes) for name, place in header.tensors.items())
+    head = OUTPUT if OUTPUT in header.tensors else EMBEDDING
+    if head not in forms.kinds and (place := header.tensors.get(head)) is not None:
+        total += prod(place.shape) * (8 + (8 * float_bytes if head == EMBEDDING else 0))
     return int(total / 8)

@@ -26,9 +26,8 @@ class Named(NamedTuple):
 
 
 def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
-    """The configuration with the names and the norms of what the file holds: some projections are fused there, others not."""
-    family, block = GGUF_FAMILIES[gguf_architecture(header)], config.block
-    plain, layer = LayerNames(), config.names.layer
+    """The configuration with the names of what the file holds: some projections are fused there, others not."""
+    block, plain, layer = config.block, LayerNames(), config.names.layer
     changes: dict[str, Any] = dict(qkv_by_head=False)
     is_fused = f"blk.0.{_FUSED_QKV}.weight" in header.tensors
     if is_fused != (len(layer.qkv) == 1):
@@ -37,9 +36,7 @@ def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
         is_fused = "blk.0.ffn_gate.weight" not in header.tensors
         if is_fused != (len(layer.gate_up) == 1):
             changes["gate_up"] = ("mlp.gate_up_proj",) if is_fused else plain.gate_up
-    if family.adds_one:
-        block = replace(block, norm_offset=0.0)
-    return replace(config, names=replace(config.names, layer=replace(layer, **changes)), block=block)
+    return replace(config, names=replace(config.names, layer=replace(layer, **changes)))
 
 
 def tensors_of(config: ModelConfig, header: GgufHeader) -> dict[str, Named]:
@@ -85,6 +82,11 @@ def _of_layer(config: ModelConfig, family: GgufFamily) -> Iterator[tuple[str, Na
         is_row = block.qk_norm == "row"
         yield "attn_q_norm", Named(names.q_norm, (q if is_row else head,))
         yield "attn_k_norm", Named(names.k_norm, (kv if is_row else head,))
+
+
+def norms_add_one(header: GgufHeader) -> bool:
+    """Whether the weights of norms are stored with the 1 that the family adds to them."""
+    return GGUF_FAMILIES[gguf_architecture(header)].adds_one
 
 
 def heads_in_pairs(config: ModelConfig, header: GgufHeader) -> Mapping[str, int]:

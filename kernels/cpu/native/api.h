@@ -40,7 +40,8 @@ struct everbatch_model {
     int64_t widest_window;   // of all layers, those of other stages included; 0 = some layer sees all tokens
     everbatch::KVLayout kv;  // element_bytes says what type is computed in: 4 float32, 2 bfloat16
     everbatch_form form;
-    const void* embedding;  // [vocab][hidden] in that type; null where no step embeds tokens
+    const void* embedding;  // [vocab][hidden] in that type; null where no step embeds tokens, or `held_embedding` has them
+    everbatch::Linear held_embedding;  // [vocab][hidden] in super-blocks; else its data is null
     everbatch::Norm norm;   // [hidden]
     everbatch::Linear lm_head;  // without rows where no step has logits
     everbatch::Screen screen;  // the screen of lm_head

@@ -93,9 +93,24 @@ private:
                     memcpy(x, given, size_t(m_.hidden) * sizeof(float));
                     continue;
                 }
+                if (m_.held_embedding.data) {
+                    embed_held(ids[t], x);
+                    continue;
+                }
                 const T* from = table + ids[t] * m_.hidden;
                 for (int64_t i = 0; i < m_.hidden; i++) x[i] = to_float(from[i]) * m_.form.embedding_scale;
             }
+        });
+    }
+
+    // Its numbers are rounded to T, as a table of T has them.
+    void embed_held(int64_t id, float* x) const {
+        const Linear& held = m_.held_embedding;
+        const uint8_t* panel = static_cast<const uint8_t*>(held.data) + held.bytes_of<T>(id / PANEL * held.depth() * PANEL);
+        with_super_blocks(held.format, [&](auto s) {
+            unpack_column<decltype(s)>(panel, int(id % PANEL), m_.hidden, [&](int64_t i, float weight) {
+                x[i] = (sizeof(T) == 2 ? to_float(to_bf16(weight)) : weight) * m_.form.embedding_scale;
+            });
         });
     }
 

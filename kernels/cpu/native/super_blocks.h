@@ -23,10 +23,10 @@ constexpr int CHUNK_ROWS = 32;
 enum Tables { HALVES, BFLOATS, FLOATS };
 enum Values { NO_VALUES, OF_NL, OF_FP4, IN_BLOCK };  // what q stands for
 
-template <int ROWS_, int BITS, int GROUP_, bool MINIMA_, int CENTRE, Values VALUES_ = NO_VALUES, Tables TABLES_ = HALVES>
+template <int ROWS_, int BITS, int GROUP_, bool MINIMA_, int CENTRE_, Values VALUES_ = NO_VALUES, Tables TABLES_ = HALVES>
 struct SuperBlocks {
     static constexpr int ROWS = ROWS_, GROUP = GROUP_, GROUPS_OF_CHUNK = CHUNK_ROWS / GROUP, GROUPS = ROWS / GROUP, QUADS = GROUP / 4;
-    static constexpr int CHUNKS = ROWS / CHUNK_ROWS;
+    static constexpr int CHUNKS = ROWS / CHUNK_ROWS, CENTRE = CENTRE_;
     static constexpr bool MINIMA = MINIMA_, IS_SUPER = ROWS > CHUNK_ROWS, VALUES = VALUES_ != NO_VALUES, HAS_HEADER = VALUES_ == IN_BLOCK;
     // Weights that bytes hold with a sign are multiplied as those of int8; others as numbers from 0 on, less their centre.
     static constexpr bool IS_SIGNED = VALUES || BITS == 8;
@@ -187,6 +187,32 @@ void unpack_super(const uint8_t* w, int count, int8_t* out) {
             for (int quad = 0; quad < CHUNK_ROWS / 4; quad++, row += 4)
                 for (int j = 0; j < COLUMN_VECS; j++)
                     store(out + packed_at<4>(row, j * LANES), (Bytes)S::read(bits, quad, j, values) + offset);
+    }
+}
+
+// put(row, weight) for the first `k` rows of a column of a panel.
+template <class S, class Put>
+void unpack_column(const uint8_t* panel, int column, int64_t k, Put put) {
+    const auto bits_at = [&](const uint8_t* plane, int width, int row) {
+        const int quads_of_byte = 8 / width, quad = row / 4;
+        return plane[quad / quads_of_byte * 4 * PANEL + column * 4 + row % 4] >> quad % quads_of_byte * width & ((1 << width) - 1);
+    };
+    const int j = column / LANES;
+    for (int64_t first = 0; first < k; first += S::ROWS, panel += S::BYTES) {
+        alignas(64) int8_t values[sizeof(Bytes)];
+        if (S::VALUES) store(values, S::values(panel) - uint8_t(DOT_BIAS));
+        for (int g = 0; g < S::GROUPS; g++) {
+            float scale[LANES], minimum[LANES] = {};
+            store(scale, S::scale(S::of_block(panel, 0, g, j), panel, g, j));
+            if (S::MINIMA) store(minimum, S::minimum(S::of_block(panel, 1, g, j), panel, g, j));
+            for (int row = g * S::GROUP; row < (g + 1) * S::GROUP && first + row < k; row++) {
+                const uint8_t* chunk = panel + S::HEAD + row / CHUNK_ROWS * S::CHUNK;
+                int q = bits_at(chunk, S::LOW_BITS, row % CHUNK_ROWS);
+                if constexpr (S::HIGH_BITS > 0) q |= bits_at(chunk + S::LOW, S::HIGH_BITS, row % CHUNK_ROWS) << S::LOW_BITS;
+                const float product = float(S::VALUES ? values[q] : q - S::CENTRE) * scale[column % LANES];
+                put(first + row, product - minimum[column % LANES]);
+            }
+        }
     }
 }
 
