@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import gguf_file, read_header
-from backend.api.checkpoint.model_files import read_object, shown
+from backend.api.checkpoint.model_files import read_object
 from backend.api.errors import ConfigError
+from backend.convert.gguf import GgufCheckpoint
 from backend.convert.meta import MetaCheckpoint, is_meta, meta_params, meta_tensor
 from backend.convert.meta_tokenizer import read_tokenizer
 from backend.convert.pickled import PickledTensors
-from backend.models.gguf import raw_config
+from backend.models.gguf import read_config
 from backend.models.loader import DTYPES, open_directory
 from backend.quant.checkpoint import Writer, new_folder
 
@@ -45,6 +46,13 @@ class ConvertSource(NamedTuple):
     tensors: Mapping[str, Tensor]
     config: dict[str, Any]
     remarks: list[str]
+    dtype: str | None = None  # in which tensors are written where the settings ask for none; None: as stored
+
+
+_OWN_ROPE = (
+    "the frequencies of the file are those of no scaling that has a name: config.json has them as rope_type factors, which \
+this server reads, and transformers does not"
+)
 
 
 def open_source(directory: Path, wanted: ConvertSettings) -> ConvertSource:
@@ -53,15 +61,10 @@ def open_source(directory: Path, wanted: ConvertSettings) -> ConvertSource:
         meta = MetaCheckpoint(directory)
         return ConvertSource(meta, meta.config(wanted.max_positions, wanted.rope_factor), _remarks(meta, wanted))
     if (file := gguf_file(directory)) is not None:
-        checkpoint = open_directory(directory)
-        if checkpoint.config.quantization is not None:
-            raise ConfigError(
-                f"{shown(file.name)} is quantised; it is served as it is, and only float files are converted"
-            )
-        content = raw_config(read_header(file))
-        return ConvertSource(
-            checkpoint.tensors, {key: value for key, value in content.items() if value is not None}, []
-        )
+        read_config(header := read_header(file))  # raises for what `serve` would refuse
+        checkpoint = GgufCheckpoint(header)
+        remarks = [_OWN_ROPE] if checkpoint.has_own_rope else []
+        return ConvertSource(checkpoint, checkpoint.config, remarks, checkpoint.config["dtype"])
     config = read_object(directory, "config.json")
     if config is None:
         raise ConfigError(
@@ -78,6 +81,8 @@ def convert_checkpoint(
 ) -> Converted:
     """Write the folder `output`, which appears when it is whole. Raises ConfigError."""
     source = open_source(directory, wanted)
+    if wanted.dtype is None:
+        wanted = wanted._replace(dtype=source.dtype)
     with torch.inference_mode(), new_folder(output, directory) as folder:
         if wanted.to == "meta":
             num_bytes = _write_meta(source, folder, wanted, progress)

@@ -81,7 +81,7 @@ PEERS = {
         {"bf16": ("bf16",)},
         weight_copies=1.1,
         base_gib=0.5,
-        lacks="transformers has no int8 or int4 weights on a CPU without further packages, and turns those of a GGUF file into floats",
+        lacks="transformers has no int8 or int4 weights on a CPU without further packages, and makes floats of a GGUF file",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Writes what llama.cpp's converter makes of a checkpoint: names by the gguf package's own table, all else by the converter's rules.
+"""Writes what llama.cpp's converter makes of a checkpoint: names by the gguf package's table, the rest by the converter's rules.
 
 Written from `conversion/` of llama.cpp, apart from the reader that it tests. tests/families/test_gguf.py says how it was compared
 with the converter itself.

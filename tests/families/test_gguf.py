@@ -1,6 +1,6 @@
 """GGUF files of every family: the logits of the checkpoints that they were made of, and transformers'.
 
-The files are gguf_converter.py's. llama.cpp's own converter (of llama-cpp-python 0.3.36) made a file of each architecture as well,
+The files are gguf_converter.py's. llama.cpp's own converter (llama-cpp-python 0.3.36) made a file of each architecture as well,
 with an empty vocabulary, and Granite without scaled positions: the logits were those of the checkpoints, to 2e-6 for Granite and
 bit for bit for all others, and transformers' log-probabilities within 4e-5.
 """
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from backend.api import ConfigError
 from backend.api.checkpoint.gguf import read_header
 from backend.architectures.gguf.families import GGUF_FAMILIES
+from backend.convert.run import ConvertSettings, convert_checkpoint
 from backend.models.gguf import read_config
 from backend.models.loader import load_directory
 from benchmarks.quality.perplexity import row_logits
@@ -153,3 +154,22 @@ def test_a_factor_of_yarn_s_own_is_multiplied_with_that_of_its_length(tmp_path: 
     plain = read_config(read_header(convert(tmp_path / "checkpoint", tmp_path / "plain.gguf"))).ropes[0]
     assert read_config(read_header(file)).ropes[0].attention_factor == pytest.approx(plain.attention_factor / 2)
     assert plain.factor == YARN["factor"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_becomes_a_checkpoint_that_transformers_reads(tmp_path: Path, name: str) -> None:
+    """Names, fused projections, the order of rows and the norms are the family's again."""
+    directory = make(tmp_path / "checkpoint", name, **CASES[name])
+    file = convert(directory, tmp_path / "model.gguf", fuses_qkv=name == "glm")
+    done = convert_checkpoint(file, tmp_path / "back", ConvertSettings())
+    has_factors = name == "granite"  # llama3's scaling of 64 positions is no published one
+    assert bool(done.remarks) == has_factors
+    assert torch.equal(logits(tmp_path / "back"), logits(file))
+    if not has_factors:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "back", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        with torch.inference_mode():
+            measured = model(ROWS).logits.log_softmax(-1)
+        torch.testing.assert_close(measured, logits(file), rtol=0, atol=1e-4)
