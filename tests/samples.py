@@ -27,6 +27,7 @@ class Share(NamedTuple):
 
 
 SAMPLED = {
+    "tests/families/test_gguf.py": Share(20, 16),
     "tests/families/": Share(7, 4),
     "tests/guided/": Share(5, 2),
     "tests/hosted/": Share(10, 4),

@@ -15,9 +15,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import MODEL_ARCH as ARCH
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.model.gguf_files import encoded
 
 ARCHITECTURES: dict[str, ARCH] = {
     "LlamaForCausalLM": ARCH.LLAMA,
@@ -69,14 +73,19 @@ _NUMBERS = {
 }
 
 
-def convert(directory: Path, file: Path, fuses_qkv: bool = False) -> Path:
-    """Write a float32 file. `fuses_qkv`: as of checkpoints that have one tensor for queries, keys and values."""
+def convert(directory: Path, file: Path, fuses_qkv: bool = False, kind: str = "F32") -> Path:
+    """Write a file whose matrices are of type `kind`, or of F32 where their rows are no whole blocks.
+
+    `fuses_qkv`: as of checkpoints that have one tensor for queries, keys and values.
+    """
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     _settings(writer, config, arch)
     for name, tensor in _tensors(directory, config, arch, fuses_qkv):
-        writer.add_tensor(name, tensor.float().contiguous().numpy())
+        values = tensor.float().contiguous().numpy()
+        used = Type[kind] if values.ndim > 1 and values.shape[1] % GGML_QUANT_SIZES[Type[kind]][0] == 0 else Type.F32
+        writer.add_tensor(name, values if used is Type.F32 else encoded(values, used), raw_dtype=used)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from backend.api import ConfigError
-from backend.api.checkpoint.gguf import read_header
+from backend.api.checkpoint.gguf import TYPES, read_header
 from backend.architectures.gguf.families import GGUF_FAMILIES
 from backend.convert.run import ConvertSettings, convert_checkpoint
+from backend.layers.linear import DenseLinear, Weight, make_torch_linear
 from backend.models.gguf import read_config
+from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory
 from benchmarks.quality.perplexity import row_logits
+from kernels.common.super_blocks import SuperBlocks, floats
 from tests.families.gguf_converter import ARCHITECTURES, convert
 from tests.families.tiny import FAMILIES, YARN, make
 
@@ -84,6 +88,42 @@ def test_a_file_has_the_logits_of_the_checkpoint_that_it_was_made_of(tmp_path: P
         torch.testing.assert_close(measured, model(ROWS).logits.log_softmax(-1), rtol=0, atol=1e-4)
 
 
+BY_ARCHITECTURE = {  # its first case
+    gguf.MODEL_ARCH_NAMES[ARCHITECTURES[FAMILIES[name][1]]]: name for name in reversed(CASES)
+}
+WHOLE_BLOCKS = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+HELD = LinearOptions(make=lambda weight, bias: make_torch_linear(_floats_of(weight), bias), holds_super_blocks=True)
+
+
+def _floats_of(weight: Weight) -> Weight:
+    return floats(weight) if isinstance(weight, SuperBlocks) else weight
+
+
+def dequantised(file: Path, into: Path) -> Path:
+    """The same file with the float32 values of llama.cpp's own package."""
+    reader = gguf.GGUFReader(file)
+    writer = copy_of(reader, into)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
+    return written(writer, into)
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in TYPES.values() if kind.name != "F32"])
+@pytest.mark.parametrize("architecture", GGUF_FAMILIES)
+def test_every_type_is_read_in_every_architecture(tmp_path: Path, architecture: str, kind: str) -> None:
+    """Blocks that stay as they are, and those that become floats, have the logits of the values that gguf reads."""
+    name = BY_ARCHITECTURE[architecture]
+    directory = make(tmp_path / "checkpoint", name, **CASES[name] | WHOLE_BLOCKS)
+    file = convert(directory, tmp_path / "model.gguf", kind=kind)
+    assert kind in {place.type.name for place in read_header(file).tensors.values()}
+    expected = logits(dequantised(file, tmp_path / "floats.gguf"))
+    torch.testing.assert_close(logits(file), expected, rtol=0, atol=1e-4)
+    held = load_directory(file, None, "float32", CPU, HELD)
+    if isinstance(held.embedding, DenseLinear):  # torch embeds tokens from a table alone
+        held.embedding = held.embedding._weight
+    torch.testing.assert_close(row_logits(held, ROWS).log_softmax(-1), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["glm", "glm 4", "qwen2"])
 def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) -> None:
     directory = make(tmp_path / "checkpoint", name, **CASES[name])
@@ -99,20 +139,30 @@ def changed(tmp_path: Path, name: str, key: str, value: object, **overrides: Any
     directory = make(tmp_path / "checkpoint", name, **CASES[name] | overrides)
     file = convert(directory, tmp_path / "model.gguf")
     reader = gguf.GGUFReader(file)
-    written = gguf.GGUFWriter(tmp_path / "changed.gguf", str(reader.fields["general.architecture"].contents()))
-    for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.")) and field.name != key:
-            sub_type = field.types[-1] if len(field.types) > 1 else None
-            written.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
-    add = {bool: written.add_bool, int: written.add_uint32, float: written.add_float32, list: written.add_array}
+    writer = copy_of(reader, tmp_path / "changed.gguf", without=key)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     add[type(value)](key, value)
     for tensor in reader.tensors:
-        written.add_tensor(tensor.name, tensor.data)
-    written.write_header_to_file()
-    written.write_kv_data_to_file()
-    written.write_tensors_to_file()
-    written.close()
-    return tmp_path / "changed.gguf"
+        writer.add_tensor(tensor.name, tensor.data)
+    return written(writer, tmp_path / "changed.gguf")
+
+
+def copy_of(reader: gguf.GGUFReader, file: Path, without: str = "") -> gguf.GGUFWriter:
+    """A writer that has the settings of a file."""
+    writer = gguf.GGUFWriter(file, str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.")) and field.name != without:
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+    return writer
+
+
+def written(writer: gguf.GGUFWriter, file: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 def test_one_number_for_each_layer_is_read_where_they_are_alike(tmp_path: Path) -> None:

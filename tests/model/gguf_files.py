@@ -52,6 +52,7 @@ def write_gguf(model_dir: Path, file: Path, kind: Kind | str = "F32", change: Ch
 
 
 def encoded(values: np.ndarray, kind: Type) -> np.ndarray:
+    """Values in a type: quantised, or where gguf has no quantisation to it, random blocks of the same size."""
     if kind.name in FLOATS or kind.name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
         return gguf.quants.quantize(values, kind)
     return random_blocks(values.shape, kind)  # of many types gguf has no quantisation
