@@ -13,14 +13,17 @@ from backend.architectures.gguf.families import GGUF_FAMILIES
 from backend.architectures.hosted import ENCODERS, HOSTED, PARTS, REASONS
 from backend.architectures.registry import FAMILIES, HEADLESS, Family
 from tools.marked_part import MarkedPart
+from tools.write_gguf_table import ALSO
 
 PART = MarkedPart(
     "models.md",
     "<!-- families: written by tools/write_model_table.py -->",
     "<!-- end of families -->",
 )
-_VARIANTS = ("MistralForCausalLM", "Olmo3ForCausalLM")  # files that say llama and olmo2
-_GGUF = {*_VARIANTS, *(family.architecture for family in GGUF_FAMILIES.values())}
+_GGUF = {
+    *(family.architecture for family in GGUF_FAMILIES.values()),
+    *(each for also in ALSO.values() for each in also),
+}
 
 
 def table() -> str:

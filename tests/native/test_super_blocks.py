@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from ctypes import CDLL
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
 
+from backend.api.checkpoint.gguf import TYPES
+from backend.architectures.gguf.held import held_bits
+from backend.models.gguf_blocks import as_super_blocks
 from backend.worker.native_tier import PackLinears
 from kernels.common.super_blocks import FORMS, NL, Kind, SuperBlocks, floats, stack
 from kernels.cpu.isa import AMX_EMULATED
+from tests.model.gguf_files import random_blocks
 from tests.native.harness import threads
 from tests.native.test_linear import DTYPES, as_the_kernels_quantise, assert_product, random_tensor
 
@@ -131,6 +136,25 @@ def test_a_layer_takes_the_bits_of_the_file_and_those_that_pack_scales_there(bes
     n, k = 512, 1024
     layer = PackLinears(best_kernels)(random_weight(kind, n, k), None)
     assert layer.num_bytes * 8 == n * k * BITS[kind][1] >= n * k * BITS[kind][0]
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        *([kind.name] for kind in TYPES.values() if kind.size > 1),
+        ["Q4_K", "Q6_K"],
+        ["Q2_K", "TQ2_0"],
+        ["Q5_0", "Q8_0"],
+        ["IQ4_XS", "Q5_K"],
+        ["IQ2_S", "Q4_K"],
+    ],
+    ids="+".join,
+)
+def test_doctor_and_the_page_say_what_types_of_files_take(best_kernels: CDLL, types: list[str]) -> None:
+    raw = [torch.from_numpy(random_blocks((512, 1024), gguf.GGMLQuantizationType[kind])) for kind in types]
+    parts = [as_super_blocks(blocks, kind) for blocks, kind in zip(raw, types)]
+    layer = PackLinears(best_kernels)(stack(parts), None)
+    assert layer.num_bytes * 8 == len(types) * 512 * 1024 * held_bits(set(types))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ A row names the family of config.json that the file is one of, what its settings
 converter (`conversion/`) and what its `src/models/` read; where llama.cpp leaves out what a published model has, such as the
 window of Phi-3, the published model counts.
 
-To add an architecture: a row here; `python -m tools.write_model_table` writes docs/models.md.
+To add an architecture: a row here, and a case in tests/families/test_gguf.py; `python -m tools.write_gguf_table` and
+`write_model_table` write the pages.
 """
 
 from __future__ import annotations

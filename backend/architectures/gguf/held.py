@@ -56,15 +56,15 @@ def held_forms(header: GgufHeader, on_gpu: bool, holds_super_blocks: bool) -> He
     for of in _linear_layers(header, holds_super_blocks):
         types = set(of.values())
         if holds_super_blocks:
-            is_held, held_bits = not types & FLOATS, _bits_of(types)
+            is_held, in_memory = not types & FLOATS, held_bits(types)
         else:
-            is_held, held_bits = types == {"Q4_0"} or (types <= INT8 and not on_gpu), _INT8_BITS
+            is_held, in_memory = types == {"Q4_0"} or (types <= INT8 and not on_gpu), _INT8_BITS
             if types == {"Q4_0"}:
                 four_bits |= set(of)
-                held_bits = _bits_of(types)
+                in_memory = held_bits(types)
         if is_held:
             kinds |= of
-            bits |= dict.fromkeys(of, held_bits)
+            bits |= dict.fromkeys(of, in_memory)
     return HeldForms(kinds, frozenset(four_bits), bits)
 
 
@@ -79,7 +79,7 @@ def _linear_layers(header: GgufHeader, with_embedding: bool) -> Iterable[Mapping
     return fused.values()
 
 
-def _bits_of(types: set[str]) -> float:
+def held_bits(types: set[str]) -> float:
     """Bits of a weight of a layer whose rows are of these types, held as blocks."""
     if len(types) == 1:
         (only,) = types
