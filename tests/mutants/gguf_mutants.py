@@ -69,15 +69,15 @@ MUTANTS = {
         [_VALUES + "[Q4_0]", _VALUES + "[Q5_1]", _VALUES + "[Q4_K]"],
     ),
     "six_bits_are_not_centred": (
-        replace(super_blocks, "_CENTRE", super_blocks._CENTRE | {"Q6_K": 31}),
+        replace(super_blocks, "FORMS", super_blocks.FORMS | {"Q6_K": super_blocks.FORMS["Q6_K"]._replace(centre=31)}),
         [_VALUES + "[Q6_K]"],
     ),
     "minima_are_lost_in_a_mixed_layer": (
-        change(super_blocks, "_mixed", ("if part.minima is not None:", "if False:")),
-        [_SUPER + "test_rows_of_all_kinds_are_one_layer"],
+        change(super_blocks, "_k_mix", ("if part.minima is not None:", "if False:")),
+        [_SUPER + "test_rows_of_several_kinds_are_one_layer[kinds0-k mix]"],
     ),
-    "a_tied_head_of_super_blocks_is_floats": (
-        change_everywhere(held_forms, ("in SUPER_BLOCKS else {}", "in () else {}")),
+    "an_embedding_in_blocks_is_floats": (
+        change_everywhere(held_forms, ("_linear_layers(header, holds_super_blocks)", "_linear_layers(header, False)")),
         [_MODEL + "test_a_head_that_is_the_embedding_is_held_in_its_super_blocks"],
     ),
     "rows_of_q_and_k_stay_in_pairs": (
@@ -127,7 +127,7 @@ MUTANTS = {
         [READER_VALUES + "test_each_number_of_a_config_json_reaches_the_model"],
     ),
     "norms_of_files_add_what_most_models_do": (
-        change(gguf_config, "config_of", ('settings.need(f"attention.{epsilon}", Epsilon)', "1e-6")),
+        change_everywhere(gguf_config.config_of, ('settings.need(f"attention.{epsilon}", Epsilon)', "1e-6")),
         [_SETTINGS + "test_the_number_below_the_root_of_a_norm_is_the_file_s"],
     ),
     "scaled_positions_have_the_usual_base": (
