@@ -22,7 +22,8 @@ from backend.api.checkpoint.gguf import eos_ids, gguf_file, read_header
 from backend.api.checkpoint.model_files import REMEDY, convert, find_file, read_object, read_text, shown, token_ids
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.text.decoding import CLEANUP, DecodePipeline, build_pipeline
-from backend.text.gguf_tokenizer import MAX_ADDED_TOKENS, build_tokenizer, library_errors
+from backend.text.gguf_tokenizer import MAX_ADDED_TOKENS, build_tokenizer
+from backend.text.gguf_vocabulary import library_errors
 from backend.text.least_tokens import LeastTokens
 
 TOKEN_LISTS = (
