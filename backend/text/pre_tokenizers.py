@@ -144,7 +144,8 @@ _ROWS: dict[str, PreTokenizer] = {
     # llama.cpp cuts digits in threes from the end of a number also where a letter follows.
     "tiny_aya cohere2moe": PreTokenizer((*_in_threes(r"\d", r"(?<!\d)\d++\b"), _GPT4O)),
     "kimi-k2": PreTokenizer((_KIMI,)),  # llama.cpp takes marks (\p{M}) for no part of a word
-    "superbpe": PreTokenizer(_in_threes(r"\p{N}", r"\p{N}+")),
+    # Other numbers beside digits (²) are words of their own here.
+    "superbpe": PreTokenizer((r"\p{N}+", *_in_threes(r"\d", r"\d+"))),
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
     "seed-coder": PreTokenizer((_SEED,)),
     "afmoe": PreTokenizer((*_in_threes(r"\p{N}", r"\p{N}+"), _AFMOE_SCRIPTS, rf"{_DEEPSEEK3}[\r\n]*|{_ENDS}")),
