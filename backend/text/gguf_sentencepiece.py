@@ -54,7 +54,10 @@ def _merges(header: GgufHeader, tokens: Vocabulary) -> list[tuple[str, str]]:
 
 
 def unigram(header: GgufHeader, tokens: Vocabulary) -> tuple[Tokenizer, bool]:
-    """The most likely tokens. Spaces at the ends are dropped and runs of them are one, unless the file says otherwise."""
+    """The most likely tokens. White space at the ends is dropped, and runs of it are one space, unless the file says otherwise.
+
+    So it is in the published tokenizers. llama.cpp looks for spaces only, which the usual map of characters makes of the rest.
+    """
     scores = scores_of(header, tokens)
     unknown = tokens.first(UNKNOWN)
     if unknown is None:
@@ -65,7 +68,7 @@ def unigram(header: GgufHeader, tokens: Vocabulary) -> tuple[Tokenizer, bool]:
     if charsmap is not None:
         steps.append(normalizers.Precompiled(check_charsmap(charsmap, header.name)))
     if header.get(PREFIX + "remove_extra_whitespaces", bool) is not False:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " ")]
     tokenizer.normalizer = normalizers.Sequence(steps)
     prefix = "never" if header.get(PREFIX + "add_space_prefix", bool) is False else "always"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prefix)

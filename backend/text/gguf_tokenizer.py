@@ -37,7 +37,9 @@ from backend.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _log = logging.getLogger("everbatch.text")
 MAX_ADDED_TOKENS = 20_000
-_MASKS = {"modern-bert": "[MASK]"} | dict.fromkeys(("jina-v2-de", "jina-v2-es", "jina-v2-code", "roberta-bpe"), "<mask>")
+_MASKS = {"modern-bert": "[MASK]"} | dict.fromkeys(
+    ("jina-v2-de", "jina-v2-es", "jina-v2-code", "roberta-bpe"), "<mask>"
+)
 MAX_WORD = 100  # characters of a word that WordPiece looks for; a longer one is unknown
 
 

@@ -19,6 +19,7 @@ SETTINGS = dict(
     add_space_prefix="add_add_space_prefix",
     remove_extra_whitespaces="add_remove_extra_whitespaces",
     charsmap="add_precompiled_charsmap",
+    chat_template="add_chat_template",
 )
 
 
@@ -28,10 +29,8 @@ def write_file(path: Path, backend: Backend, config: dict[str, Any], family: str
     return _written(writer, path)
 
 
-def write_tokens(
-    path: Path, model: str, tokens: dict[str, TokenType], family: str = "llama", **settings: Any
-) -> Path:
-    """A file with these tokens. `settings`: those of SETTINGS, scores, merges, and ids such as bos_token_id."""
+def write_tokens(path: Path, model: str, tokens: dict[str, TokenType], family: str = "llama", **settings: Any) -> Path:
+    """A file with these tokens. `settings`: those of SETTINGS, scores, merges, ids such as bos_token_id, and other flags."""
     writer = gguf.GGUFWriter(path, family)
     writer.add_tokenizer_model(model)
     writer.add_token_list(list(tokens))
@@ -41,10 +40,9 @@ def write_tokens(
             getattr(writer, SETTINGS[key])(value)
         elif key in ("scores", "merges"):
             getattr(writer, f"add_token_{key}")(value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
         else:
-            writer.add_uint32(f"tokenizer.ggml.{key}", value)
+            add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+            add(f"tokenizer.ggml.{key}", value)
     return _written(writer, path)
 
 

@@ -14,43 +14,49 @@ from tokenizers import Regex, pre_tokenizers
 
 from backend.text.pre_tokenizers import PRE_TOKENIZERS
 
-TEXT = "'tis camelCASEWord's 1234567 ½;/\n\n \n" + 20 * " " + "def:  日本カナ한글，नमe\u0301 x²ab1234"
+TEXT = "'tis camelCASEWord's 12345 ½;/\n\n \n" + 20 * " " + "def:  日本カナ한글，नमe\u0301 x²ab1"
 # TEXT with a dot between its words; {19} is that many spaces.
 WORDS = {
-    "default": "'·tis· camelCASEWord·'·s· ·123·456·7· ·½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·123·4",
-    "llama-bpe": "'t·is· camelCASEWord·'s· ·123·456·7· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·123·4",
-    "jais-2": "'t·is· camelCASEWord·'s· ·123·456·7· ·½·;/\n\n· \n·{16}·  · · def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·123·4",
-    "deepseek-llm": "'·tis· camelCASEWord·'·s· ·1·2·3·4·5·6·7· ·½·;/·\n·\n· ·\n·{19}· def·:·  ·日本カナ한글·，·नम·e·\u0301· x·²·ab·1·2·3·4",
-    "deepseek-coder": "'·tis· camelCASEWord·'·s· ·1·2·3·4·5·6·7· ·½·;/·\n·\n· ·\n·{19}· def·:· · ·日本カナ한글·，·नम·e·\u0301· x·²·ab·1·2·3·4",
-    "deepseek-v3": "'tis· camelCASEWord·'s· ·123·456·7· ·½·;/\n\n· \n·{19}· def·:·  ·日本カナ·한글·，·नमe\u0301· x·²·ab·123·4",
-    "spark2_5": "'tis· camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/·\n·\n· \n{19}· def·:·  ·日本カナ·한글·，·नमe\u0301· x·²·ab·1·2·3·4",
-    "youtu": "'tis· camel·CASEWord's· ·1·2·3·4·5·6·7· ·½·;/\n\n· \n·{19}· def·:·  ·日本カナ·한글·，·नमe\u0301· x·²·ab·1·2·3·4",
-    "falcon": "'·tis· camelCASEWord·'·s· 1234567· ½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·1234",
-    "starcoder": "'t·is· camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·1·2·3·4",
-    "gpt-2": "'t·is· camelCASEWord·'s· 1234567· ½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·1234",
-    "qwen2": "'t·is· camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1·2·3·4",
-    "qwen35": "'t·is· camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·1·2·3·4",
-    "ufakzeka": "'tis· camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1·2·3·4",
-    "laguna": "'t·is· camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/·\n\n· ·\n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1·2·3·4",
-    "bloom": "'tis· camelCASEWord's· 1234567· ½;/·\n\n \n{19}· def:· · 日本カナ한글·，·नमe\u0301· x²ab1234",
-    "viking": "'tis· camelCASEWord's· ·1·2·3·4·5·6·7· ·½·;/·\n\n \n{19}· def:· · 日本カナ한글·，·नमe\u0301· x·²·ab·1·2·3·4",
-    "tekken": "'tis· camel·CASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·1·2·3·4",
-    "gpt-4o": "'tis· camel·CASEWord's· ·123·456·7· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·123·4",
-    "tiny_aya": "'tis· camel·CASEWord's· ·1·234·567· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·1·234",
-    "kimi-k2": "'tis· camel·CASEWord's· ·123·456·7· ·½·;/\n\n· \n·{19}· def·:· · ·日本·カナ한글·，नमe\u0301· x·²·ab·123·4",
-    "superbpe": "'tis camelCASEWord's ·1·234·567· ·½·;/\n\n \n{19} def:  日本カナ한글，नमe\u0301 x·²·ab·1·234",
-    "seed-coder": "'t·is· camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/·\n\n \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1·2·3·4",
-    "afmoe": "'tis· camelCASEWord·'s· ·1·234·567· ·½·;/\n\n· \n·{19}· def·:·  ·日本カナ한글·，·नमe\u0301· x·²·ab·1·234",
-    "exaone-moe": "'t·is camelCASEWord·'s· ·1·2·3·4·5·6·7· ·½·;/\n·\n \n·{19}· def·:· · 日本カナ한글·，नमe\u0301 x·²·ab·1·2·3·4",
-    "chameleon": "'·tis· camelCASEWord·'·s· ·1·2·3·4·5·6·7· ·½·;·/·\n·\n· ·\n·    ·    ·    ·    ·    ·def·:·  ·日本カナ한글·，·नमe·\u0301· x·²·ab·1·2·3·4",
+    "default": "'·tis· camelCASEWord·'·s· ·123·45· ·½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·1",
+    "llama-bpe": "'t·is· camelCASEWord·'s· ·123·45· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1",
+    "jais-2": "'t·is· camelCASEWord·'s· ·123·45· ·½·;/\n\n· \n·{16}·  · · def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1",
+    "deepseek-llm": "'·tis· camelCASEWord·'·s· ·1·2·3·4·5· ·½·;/·\n·\n· ·\n·{19}· def·:·  ·"
+    "日本カナ한글·，·नम·e·\u0301· x·²·ab·1",
+    "deepseek-coder": "'·tis· camelCASEWord·'·s· ·1·2·3·4·5· ·½·;/·\n·\n· ·\n·{19}· def·:· · "
+    "·日本カナ한글·，·नम·e·\u0301· x·²·ab·1",
+    "deepseek-v3": "'tis· camelCASEWord·'s· ·123·45· ·½·;/\n\n· \n·{19}· def·:·  ·日本カナ·한글·，·नमe\u0301· x·²·ab·1",
+    "spark2_5": "'tis· camelCASEWord·'s· ·1·2·3·4·5· ·½·;/·\n·\n· \n{19}· def·:·  ·日本カナ·한글·，·नमe\u0301· x·²·ab·1",
+    "youtu": "'tis· camel·CASEWord's· ·1·2·3·4·5· ·½·;/\n\n· \n·{19}· def·:·  ·日本カナ·한글·，·नमe\u0301· x·²·ab·1",
+    "falcon": "'·tis· camelCASEWord·'·s· 12345· ½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·1",
+    "starcoder": "'t·is· camelCASEWord·'s· ·1·2·3·4·5· ·½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·1",
+    "gpt-2": "'t·is· camelCASEWord·'s· 12345· ½·;/·\n\n \n{19}· def·:· · 日本カナ한글·，·नमe·\u0301· x·²·ab·1",
+    "qwen2": "'t·is· camelCASEWord·'s· ·1·2·3·4·5· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1",
+    "qwen35": "'t·is· camelCASEWord·'s· ·1·2·3·4·5· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·1",
+    "ufakzeka": "'tis· camelCASEWord·'s· ·1·2·3·4·5· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1",
+    "laguna": "'t·is· camelCASEWord·'s· ·1·2·3·4·5· ·½·;/·\n\n· ·\n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1",
+    "bloom": "'tis· camelCASEWord's· 12345· ½;/·\n\n \n{19}· def:· · 日本カナ한글·，·नमe\u0301· x²ab1",
+    "viking": "'tis· camelCASEWord's· ·1·2·3·4·5· ·½·;/·\n\n \n{19}· def:· · 日本カナ한글·，·नमe\u0301· x·²·ab·1",
+    "tekken": "'tis· camel·CASEWord·'s· ·1·2·3·4·5· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·1",
+    "gpt-4o": "'tis· camel·CASEWord's· ·123·45· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·1",
+    "tiny_aya": "'tis· camel·CASEWord's· ·12·345· ·½·;/\n\n· \n·{19}· def·:· · 日本カナ한글·，नमe\u0301· x·²·ab·1",
+    "kimi-k2": "'tis· camel·CASEWord's· ·123·45· ·½·;/\n\n· \n·{19}· def·:· · ·日本·カナ한글·，नमe\u0301· x·²·ab·1",
+    "superbpe": "'tis camelCASEWord's ·12·345· ·½·;/\n\n \n{19} def:  日本カナ한글，नमe\u0301 x·²·ab·1",
+    "seed-coder": "'t·is· camelCASEWord·'s· ·1·2·3·4·5· ·½·;/·\n\n \n·{19}· def·:· · 日本カナ한글·，नमe·\u0301· x·²·ab·1",
+    "afmoe": "'tis· camelCASEWord·'s· ·12·345· ·½·;/\n\n· \n·{19}· def·:·  ·日本カナ한글·，·नमe\u0301· x·²·ab·1",
+    "exaone-moe": "'t·is camelCASEWord·'s· ·1·2·3·4·5· ·½·;/\n·\n \n·{19}· def·:· · 日本カナ한글·，नमe\u0301 x·²·ab·1",
+    "chameleon": "'·tis· camelCASEWord·'·s· ·1·2·3·4·5· ·½·;·/·\n·\n· ·\n·    ·    ·    "
+    "·    ·    ·def·:·  ·日本カナ한글·，·नमe·\u0301· x·²·ab·1",
 }
 # Further names for the same words.
 SAME = {
-    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano glm4 glm5 smaug-bpe dbrx chatglm-bpe minicpm5",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano glm4 glm5 smaug-bpe dbrx "
+    "chatglm-bpe minicpm5",
     "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
     "starcoder": "refact smollm codeshell exaone minerva-7b mellum2 command-r",
-    "gpt-2": "phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum exaone4 jais trillion granite-docling mpt olmo modern-bert",
-    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 llada-moe",
+    "gpt-2": "phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 "
+    "mellum exaone4 jais trillion granite-docling mpt olmo modern-bert",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 "
+    "llada-moe",
     "bloom": "poro-chat gpt3-finnish",
     "gpt-4o": "llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m",
     "tiny_aya": "cohere2moe",
