@@ -10,7 +10,7 @@ from gguf import TokenType
 
 from backend.api.errors import InvalidRequest
 from backend.text.chat import ChatTemplate
-from backend.text.chat_families import FAMILIES
+from backend.text.chat_families import FAMILIES, Family
 from backend.text.tokenizer import Tokenizer
 from tests.text.gguf_tokenizers import write_tokens
 
@@ -25,8 +25,8 @@ RENDERED = {
     "Llama 3": "<|start_header_id|>system<|end_header_id|>\n\nBe kind<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHello"
     "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHi there<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
     "Who are you<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    "Gemma": "<start_of_turn>user\nBe kind\n\nHello<end_of_turn>\n<start_of_turn>model\nHi there<end_of_turn>\n<start_of_turn>user\n"
-    "Who are you<end_of_turn>\n<start_of_turn>model\n",
+    "Gemma": "<start_of_turn>user\nBe kind\n\nHello<end_of_turn>\n<start_of_turn>model\nHi there<end_of_turn>\n"
+    "<start_of_turn>user\nWho are you<end_of_turn>\n<start_of_turn>model\n",
     "Granite": "<|start_of_role|>system<|end_of_role|>Be kind<|end_of_text|>\n<|start_of_role|>user<|end_of_role|> Hello "
     "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>Hi there<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>"
     "Who are you<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
@@ -35,14 +35,14 @@ RENDERED = {
     "<|USER_TOKEN|>Who are you<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "DeepSeek": "Be kind<｜User｜> Hello <｜Assistant｜>Hi there</s><｜User｜>Who are you<｜Assistant｜>",
     "GLM-4": "[gMASK]<sop><|system|>\nBe kind<|user|>\n Hello <|assistant|>\nHi there<|user|>\nWho are you<|assistant|>\n",
-    "Phi-4": "<|im_start|>system<|im_sep|>Be kind<|im_end|><|im_start|>user<|im_sep|> Hello <|im_end|><|im_start|>assistant<|im_sep|>"
-    "Hi there<|im_end|><|im_start|>user<|im_sep|>Who are you<|im_end|><|im_start|>assistant<|im_sep|>",
-    "Phi-3": "<|system|>\nBe kind<|end|>\n<|user|>\n Hello <|end|>\n<|assistant|>\nHi there<|end|>\n<|user|>\nWho are you<|end|>\n"
-    "<|assistant|>\n",
+    "Phi-4": "<|im_start|>system<|im_sep|>Be kind<|im_end|><|im_start|>user<|im_sep|> Hello <|im_end|>"
+    "<|im_start|>assistant<|im_sep|>Hi there<|im_end|><|im_start|>user<|im_sep|>Who are you<|im_end|><|im_start|>assistant<|im_sep|>",
+    "Phi-3": "<|system|>\nBe kind<|end|>\n<|user|>\n Hello <|end|>\n<|assistant|>\nHi there<|end|>\n<|user|>\nWho are you"
+    "<|end|>\n<|assistant|>\n",
     "Mistral 7": "[SYSTEM_PROMPT]Be kind[/SYSTEM_PROMPT][INST] Hello [/INST]Hi there</s>[INST]Who are you[/INST]",
     "Mistral": "[INST]Be kind\n\n Hello [/INST]Hi there</s>[INST]Who are you[/INST]",
-    "ChatML": "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\n Hello <|im_end|>\n<|im_start|>assistant\nHi there<|im_end|>\n"
-    "<|im_start|>user\nWho are you<|im_end|>\n<|im_start|>assistant\n",
+    "ChatML": "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\n Hello <|im_end|>\n<|im_start|>assistant\nHi there"
+    "<|im_end|>\n<|im_start|>user\nWho are you<|im_end|>\n<|im_start|>assistant\n",
 }
 
 
@@ -54,13 +54,11 @@ def template(path: Path, marks: tuple[str, ...], kind: TokenType = TokenType.CON
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_file_without_a_template_has_that_of_its_family(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: Family
 ) -> None:
     made = template(tmp_path, family.marks)
     assert made.render(CHAT) == RENDERED[family.name]
-    assert (
-        made.render(CHAT[:1] + CHAT[1:3], add_generation_prompt=False) + made.render(CHAT[3:]) == RENDERED[family.name]
-    )
+    assert RENDERED[family.name].startswith(made.render(CHAT[:3], add_generation_prompt=False))
     assert (
         f"a.gguf has no chat template: chats are written as models of the family {family.name} have them" in caplog.text
     )
@@ -84,12 +82,11 @@ def test_templates_of_the_file_come_first(tmp_path: Path, caplog: pytest.LogCapt
         {"name": "tool_use", "template": "{{ tools }}"},
         {"name": "rag", "template": "rag"},
     ]
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "everbatch.text")
     made = template(tmp_path, ("<|im_start|>", "<|im_end|>"), chat_template=own)
     assert (made.render(CHAT), made.render(CHAT, tools=[])) == ("own", "[]")
-    assert [record.getMessage() for record in caplog.records] == [
-        "a.gguf: no request uses the chat template tokenizer.chat_template.rag"
-    ]
+    measured = [record.getMessage() for record in caplog.records if record.name == "everbatch.text"]
+    assert measured == ["a.gguf: no request uses the chat template tokenizer.chat_template.rag"]
 
 
 def test_a_file_with_a_template_for_tools_alone_has_its_family_s_for_the_rest(tmp_path: Path) -> None:
