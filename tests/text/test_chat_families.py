@@ -36,7 +36,8 @@ RENDERED = {
     "DeepSeek": "Be kind<｜User｜> Hello <｜Assistant｜>Hi there</s><｜User｜>Who are you<｜Assistant｜>",
     "GLM-4": "[gMASK]<sop><|system|>\nBe kind<|user|>\n Hello <|assistant|>\nHi there<|user|>\nWho are you<|assistant|>\n",
     "Phi-4": "<|im_start|>system<|im_sep|>Be kind<|im_end|><|im_start|>user<|im_sep|> Hello <|im_end|>"
-    "<|im_start|>assistant<|im_sep|>Hi there<|im_end|><|im_start|>user<|im_sep|>Who are you<|im_end|><|im_start|>assistant<|im_sep|>",
+    "<|im_start|>assistant<|im_sep|>Hi there<|im_end|><|im_start|>user<|im_sep|>Who are you<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>",
     "Phi-3": "<|system|>\nBe kind<|end|>\n<|user|>\n Hello <|end|>\n<|assistant|>\nHi there<|end|>\n<|user|>\nWho are you"
     "<|end|>\n<|assistant|>\n",
     "Mistral 7": "[SYSTEM_PROMPT]Be kind[/SYSTEM_PROMPT][INST] Hello [/INST]Hi there</s>[INST]Who are you[/INST]",
