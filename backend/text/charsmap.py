@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from backend.api.checkpoint.gguf import AGAIN
 from backend.api.errors import ConfigError
 
-MAX_BYTES = 4 << 20  # of a map; the usual one has 240 thousand
+MAX_BYTES = 4 << 20  # A larger map is refused; the usual one has 240 thousand.
 MAX_REPLACEMENT = 128  # bytes that one character may become; Unicode's longest takes 33
 _AT_ONCE = 4096  # nodes of the trie
 _VALUE, _LABEL = np.uint32((1 << 31) - 1), np.uint32((1 << 31) | 0xFF)

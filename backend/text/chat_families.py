@@ -16,7 +16,7 @@ BOS, EOS = "bos_token", "eos_token"
 
 
 class Turns(NamedTuple):
-    """What stands in front of a message of each role, and behind it."""
+    """For each role the text in front of a message and behind it."""
 
     user: tuple[str, str]
     assistant: tuple[str, str]
@@ -103,5 +103,5 @@ def _around(ends: tuple[str, str], content: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """What shows a text, or the token that is called so."""
+    """A Jinja expression that shows a text, or the token with this name."""
     return "" if not text else f"{{{{ {text if text in (BOS, EOS) else json.dumps(text, ensure_ascii=False)} }}}}"

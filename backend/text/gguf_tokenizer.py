@@ -164,7 +164,7 @@ def _add_tokens(header: GgufHeader, tokenizer: Tokenizer, tokens: Vocabulary) ->
 
 
 def _spaces_of(header: GgufHeader, text: str, is_special: bool) -> tuple[bool, bool]:
-    """Whether spaces in front of a token, and behind it, belong to it: as the family's tokenizer.json has it, not the file."""
+    """(spaces in front belong to a token, spaces behind do): from its family's tokenizer.json, for the file does not say."""
     family, model = (header.settings.get(key) for key in ("general.architecture", PREFIX + "model"))
     mask = "<mask>" if model == "t5" else _MASKS.get(str(header.settings.get(PREFIX + "pre")))
     is_phi3 = (family, model) == ("phi3", "llama")

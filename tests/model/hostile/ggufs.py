@@ -144,6 +144,10 @@ def unigram(key: str, values: tuple[int, list[int]]) -> Callable[[Path], None]:
     return file(lambda made: made.settings.update(given))
 
 
+def _charsmap(content: bytes) -> Callable[[Path], None]:
+    return unigram("precompiled_charsmap", (UINT8, list(content)))
+
+
 def _truncated_by(count: int) -> Callable[[Path], None]:
     return raw(lambda content: content[:-count])
 
@@ -162,7 +166,8 @@ def _leads_out(directory: Path) -> None:
 _NAN = struct.pack("<e", float("nan")) + bytes(32)
 _DOWN = "blk.0.ffn_down.weight"
 _HUGE = 1 << 62
-_LEADS_OUT = list(struct.pack("<II", 1024, 0x7FFFFC00) + bytes(1020) + b" \0")
+_LEADS_OUT = struct.pack("<II", 1024, 0x7FFFFC00) + bytes(1020) + b" \0"
+_NAN_SCORES = setting(TOKENIZER + "scores", ARRAY, (FLOAT32, [*[0.0] * 31, float("nan")]))
 _ROPE = "rope_freqs.weight"
 _FEW = (ARRAY, (INT32, [1]))
 CASES = [
@@ -255,26 +260,11 @@ CASES = [
     Case("gguf: tokens are numbers", setting(TOKENIZER + "tokens", *_FEW), (NAME, TOKENIZER + "tokens"), "text"),
     Case("gguf: types too few", setting(TOKENIZER + "token_type", *_FEW), (NAME, "1 entries for 32 tokens"), "text"),
     Case("gguf: scores too few", setting(TOKENIZER + "scores", ARRAY, (FLOAT32, [1.0])), (NAME, "1 entries"), "text"),
-    Case(
-        "gguf: scores of NaN",
-        setting(TOKENIZER + "scores", ARRAY, (FLOAT32, [*[0.0] * 31, float("nan")])),
-        (NAME, "scores[31] is nan", "finite"),
-        "text",
-    ),
+    Case("gguf: scores of NaN", _NAN_SCORES, (NAME, "scores[31] is nan", "finite"), "text"),
     Case("gguf: no scores", without(TOKENIZER + "scores"), (NAME, TOKENIZER + "scores"), "text"),
-    Case("gguf: no unknown token", unigram("token_type", (INT32, [1] * 32)), (NAME, "names no unknown token"), "text"),
-    Case(
-        "gguf: a map that leads out",
-        unigram("precompiled_charsmap", (UINT8, _LEADS_OUT)),
-        (NAME, "precompiled_charsmap", "leads out"),
-        "text",
-    ),
-    Case(
-        "gguf: a map of 4 bytes",
-        unigram("precompiled_charsmap", (UINT8, [1, 0, 0, 0])),
-        (NAME, "precompiled_charsmap", "has 4"),
-        "text",
-    ),
+    Case("gguf: no unknown token", unigram("token_type", (INT32, [1] * 32)), (NAME, "no unknown token"), "text"),
+    Case("gguf: a map that leads out", _charsmap(_LEADS_OUT), (NAME, "precompiled_charsmap", "leads out"), "text"),
+    Case("gguf: a map of 4 bytes", _charsmap(b"\1\0\0\0"), (NAME, "precompiled_charsmap", "has 4"), "text"),
     Case("gguf: bos beyond", setting(TOKENIZER + "bos_token_id", UINT32, 99), (NAME, "bos_token_id is 99"), "text"),
     Case(
         "gguf: merges of no tokens",
