@@ -17,6 +17,7 @@ _NAMED = dict(
     bos="bos_token", eos="eos_token", unknown="unk_token", padding="pad_token", cls="cls_token", seperator="sep_token",
     mask="mask_token",
 )  # fmt: skip
+_ALWAYS = ("bos", "eos", "unknown", "padding")
 
 
 class Vocabulary(NamedTuple):
@@ -45,10 +46,14 @@ def library_errors(message: str) -> Iterator[None]:
 
 
 def read_vocabulary(header: GgufHeader) -> Vocabulary:
-    """Raises ConfigError."""
+    """The tokens of a file. In SentencePiece's those of the user have spaces, where old files have ▁. Raises ConfigError."""
     texts = header.need(PREFIX + "tokens", list[str])
     kinds = _one_each(header, "token_type", header.get(PREFIX + "token_type", list[int]), len(texts))
-    return Vocabulary(texts, [NORMAL] * len(texts) if kinds is None else kinds, ids_of(texts))
+    if kinds is None:
+        kinds = [NORMAL] * len(texts)
+    if header.settings.get(PREFIX + "model") == "llama":
+        texts = [text.replace("▁", " ") if kind == USER_DEFINED else text for text, kind in zip(texts, kinds)]
+    return Vocabulary(texts, kinds, ids_of(texts))
 
 
 def ids_of(texts: list[str]) -> dict[str, int]:
@@ -84,7 +89,10 @@ def merges_of(header: GgufHeader) -> list[tuple[str, str]]:
 
 
 def named_tokens(header: GgufHeader, tokens: Vocabulary) -> dict[str, str]:
-    """bos_token, ... -> their texts. Raises ConfigError for an id that is none."""
+    """bos_token, ... -> their texts. Raises ConfigError for an id that is none.
+
+    Whatever bos, eos, unknown and padding name becomes special, as in transformers; others are named if they are special.
+    """
     named = {}
     for key, name in _NAMED.items():
         token_id = header.get(f"{PREFIX}{key}_token_id", TokenId)
@@ -94,7 +102,8 @@ def named_tokens(header: GgufHeader, tokens: Vocabulary) -> dict[str, str]:
             raise ConfigError(
                 f"{header.name}: {PREFIX}{key}_token_id is {token_id}, there are {len(tokens.texts)} tokens; {AGAIN}"
             )
-        named[name] = tokens.texts[token_id]
+        if key in _ALWAYS or is_special(tokens.kinds[token_id]):
+            named[name] = tokens.texts[token_id]
     return named
 
 

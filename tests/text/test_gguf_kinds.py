@@ -57,6 +57,25 @@ def test_spaces_and_added_tokens_of_sentencepiece(
         assert shown(write_tokens(tmp_path / "a.gguf", "llama", TOKENS, scores=SCORES, **settings), text) == tokens
 
 
+def test_spaces_of_an_old_file_are_those_of_the_text(tmp_path: Path) -> None:
+    """Its tokens of the user have ▁ for a space, as in SentencePiece's own file."""
+    old = {text.replace("  ", "▁▁") if kind == USER else text: kind for text, kind in TOKENS.items() if text != "   "}
+    file = write_tokens(tmp_path / "a.gguf", "llama", old, scores=SCORES[1:], add_space_prefix=False)
+    assert shown(file, "a  b") == ["a", "  ", "b"]
+    assert Tokenizer.from_directory(file).decode(Tokenizer.from_directory(file).encode("a  b")) == "a  b"
+
+
+def test_a_word_is_not_made_special_by_its_name(tmp_path: Path) -> None:
+    """Some converters name a word as the separator."""
+    named = {"seperator_token_id": 0, "mask_token_id": 3}
+    tokens = {"a": NORMAL, "b": NORMAL, "ab": NORMAL, "[MASK]": CONTROL}
+    tokenizer = Tokenizer.from_directory(
+        write_tokens(tmp_path / "a.gguf", "gpt2", tokens, merges=["a b"], pre="gpt-2", **named)
+    )
+    assert tokenizer.special_tokens == {"mask_token": "[MASK]"}
+    assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
+
+
 def test_spaces_behind_a_token_are_part_of_it_in_phi_3(tmp_path: Path) -> None:
     """As its tokenizer.json says (rstrip). The file does not, so the architecture decides."""
     expected = {
