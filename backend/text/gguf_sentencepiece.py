@@ -8,12 +8,9 @@ from __future__ import annotations
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from backend.api.checkpoint.gguf import AGAIN, GgufHeader
-from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 from backend.text.charsmap import check_charsmap
 from backend.text.gguf_vocabulary import NORMAL, PREFIX, UNKNOWN, Vocabulary, scores_of
-
-MAX_PIECE = 512  # characters of a token: all ways to cut it in two are looked at
 
 
 def sentencepiece(header: GgufHeader, tokens: Vocabulary) -> tuple[Tokenizer, bool]:
@@ -41,8 +38,6 @@ def _merges(header: GgufHeader, tokens: Vocabulary) -> list[tuple[str, str]]:
     """
     scores = scores_of(header, tokens)
     normal = {text: index for text, index in tokens.vocab.items() if tokens.kinds[index] == NORMAL}
-    if long := next((text for text in normal if len(text) > MAX_PIECE), None):
-        raise ConfigError(f"{header.name}: the token {shown(long)} has more than {MAX_PIECE} characters; {AGAIN}")
     found = [
         (-scores[index], -cut, text)
         for text, index in normal.items()

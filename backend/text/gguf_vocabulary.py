@@ -12,6 +12,7 @@ from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 
 PREFIX = "tokenizer.ggml."
+MAX_PIECE = 512  # characters of a token: BPE looks at all ways to cut it in two, unigram for it at each place of a text
 NORMAL, UNKNOWN = 1, 2  # tokenizer.ggml.token_type
 _NAMED = dict(
     bos="bos_token", eos="eos_token", unknown="unk_token", padding="pad_token", cls="cls_token", seperator="sep_token",
@@ -65,7 +66,9 @@ def ids_of(texts: list[str]) -> dict[str, int]:
 
 
 def scores_of(header: GgufHeader, tokens: Vocabulary) -> list[float]:
-    """A finite number for each token. Raises ConfigError."""
+    """A finite number for each of SentencePiece's tokens. Raises ConfigError, also for a token that is too long."""
+    if long := next((text for text in tokens.texts if len(text) > MAX_PIECE), None):
+        raise ConfigError(f"{header.name}: the token {shown(long)} has more than {MAX_PIECE} characters; {AGAIN}")
     scores = header.need(PREFIX + "scores", list[float])
     _one_each(header, "scores", scores, len(tokens.texts))
     if (wrong := next((index for index, score in enumerate(scores) if not isfinite(score)), None)) is not None:

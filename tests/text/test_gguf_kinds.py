@@ -163,6 +163,19 @@ def test_unigram_gives_the_ids_of_transformers(tmp_path: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("model", ["llama", "t5"])
+def test_a_token_of_many_characters_is_refused(tmp_path: Path, model: str) -> None:
+    """Looking for it would take time with the square of a text's length."""
+    for count, is_taken in ((512, True), (513, False)):
+        tokens = {"<unk>": UNKNOWN, "a": NORMAL, "a" * count: NORMAL}
+        file = write_tokens(tmp_path / "a.gguf", model, tokens, scores=[0.0, -1.0, -2.0])
+        if is_taken:
+            assert shown(file, "a")[-1] == "a"
+        else:
+            with pytest.raises(ConfigError, match="has more than 512 characters"):
+                Tokenizer.from_directory(file)
+
+
 def test_unigram_takes_the_likeliest_pieces(tmp_path: Path) -> None:
     """Of all ways to cut a text; what is no piece is unknown, ten below the least likely piece."""
     rng = random.Random(3)
