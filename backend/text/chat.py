@@ -74,7 +74,7 @@ class ChatTemplate:
         `path` may also be a GGUF file, or a directory that holds one. `file`: a template of the operator's, which then serves
         requests with and without tools in place of the model's own. Raises ConfigError.
         """
-        sources = read_templates(Path(path), file)
+        sources = read_templates(Path(path), file, is_logged=True)
         return cls(
             sources.get("default"),
             tokenizer.special_tokens,
@@ -206,16 +206,16 @@ def _as_given(message: dict[str, Any]) -> dict[str, Any]:
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-def read_templates(path: Path, operators: str = "") -> dict[str, str]:
+def read_templates(path: Path, operators: str = "", is_logged: bool = False) -> dict[str, str]:
     """The sources of a model's templates by the names of FILES. With one of the files the config's are left aside, and with a
-    file of the operator's both.
+    file of the operator's both. `is_logged`: the log says which template is taken where the model has none or others.
 
     Raises ConfigError for one that cannot be read, or is too long or has too many tags to be compiled.
     """
     if operators:
         return {"default": _operators_template(Path(operators))}
     if (gguf := gguf_file(path)) is not None:
-        return templates_of(read_header(gguf))
+        return _served_templates(read_header(gguf), is_logged)
     found = {name: (read_text(path, file, MAX_JSON_BYTES), file) for name, file in FILES.items()}
     if not any(source for source, _ in found.values()):
         place = f"{CONFIG}: chat_template"
@@ -233,21 +233,25 @@ def _operators_template(path: Path) -> str:
 
 
 def templates_of(header: GgufHeader) -> dict[str, str]:
-    """The templates in a GGUF file, by the names of FILES: `tool_use` is for requests with tools, `default` for all others.
-
-    A file without `default` has that of its family (chat_families.py), if it is known. Templates by other names are not used.
-    """
+    """The templates in a GGUF file, by the names of FILES: `tool_use` is for requests with tools, `default` for all others."""
     held = {name: (header.settings.get(key), f"{header.name}: {key}") for name, key in GGUF_SETTINGS.items()}
-    sources = {name: _checked(source, place) for name, (source, place) in held.items() if source is not None}
-    if others := sorted(key for key in header.settings.keys() - GGUF_SETTINGS.values() if key.startswith(_FURTHER)):
+    return {name: _checked(source, place) for name, (source, place) in held.items() if source is not None}
+
+
+def _served_templates(header: GgufHeader, is_logged: bool) -> dict[str, str]:
+    """Those of the file; without `default` that of its family (chat_families.py), if it is known."""
+    sources = templates_of(header)
+    others = sorted(key for key in header.settings.keys() - GGUF_SETTINGS.values() if key.startswith(_FURTHER))
+    if others and is_logged:
         _log.info("%s: no request uses the chat template %s", header.name, shown(", ".join(others)))
     if "default" not in sources and (family := family_of(header)) is not None:
-        _log.warning(
-            "%s has no chat template: chats are written as models of the family %s have them, which a model without training for "
-            "chats may not follow; start the server with --chat-template FILE for another",
-            *(header.name, family.name),
-        )
         sources["default"] = template_of(family)
+        if is_logged:
+            _log.warning(
+                "%s has no chat template: chats are written as models of the family %s have them, which a model without training "
+                "for chats may not follow; start the server with --chat-template FILE for another",
+                *(header.name, family.name),
+            )
     return sources
 
 
