@@ -239,7 +239,7 @@ def templates_of(header: GgufHeader) -> dict[str, str]:
 
 
 def _served_templates(header: GgufHeader, is_logged: bool) -> dict[str, str]:
-    """Those of the file; without `default` that of its family (chat_families.py), if it is known."""
+    """The templates of the file; where it has no `default`, that of its family (chat_families.py), if the family is known."""
     sources = templates_of(header)
     others = sorted(key for key in header.settings.keys() - GGUF_SETTINGS.values() if key.startswith(_FURTHER))
     if others and is_logged:
