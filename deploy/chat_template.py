@@ -41,6 +41,6 @@ def exists(config: EngineConfig) -> bool:
     if not config.model.path:
         return True
     try:
-        return "default" in read_templates(Path(config.model.path), config.model.chat_template)
+        return "default" in read_templates(Path(config.model.path), config.model.chat_template, is_logged=True)
     except ConfigError:
         return True

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from backend.api.checkpoint.gguf import GgufHeader
 from backend.api.checkpoint.model_files import read_bytes
 from backend.api.errors import ConfigError
-from backend.text.gguf_tokenizer import PREFIX, build_tokenizer
+from backend.text.gguf_tokenizer import build_tokenizer
+from backend.text.gguf_vocabulary import PREFIX
 from backend.text.tokenizer import MAX_TOKENIZER_BYTES
 
 FILE = "tokenizer.model"

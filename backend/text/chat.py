@@ -10,6 +10,7 @@ The result is to be tokenised with add_special_tokens=False, because the templat
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from backend.api.checkpoint.gguf import GgufHeader, gguf_file, read_header
 from backend.api.checkpoint.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
+from backend.text.chat_families import family_of, template_of
 from backend.text.template import MakeRenderer, Renderer, Templates, environment
 from backend.text.tokenizer import CONFIG, Tokenizer
 from backend.text.tool_prompt import knows_tools, with_tools, without_calls
@@ -25,6 +27,8 @@ from backend.text.tool_prompt import knows_tools, with_tools, without_calls
 FILE = "chat_template.jinja"
 FILES = {"default": FILE, "tool_use": "additional_chat_templates/tool_use.jinja"}
 GGUF_SETTINGS = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+_FURTHER = "tokenizer.chat_template."
+_log = logging.getLogger("everbatch.text")
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
 MAX_DEPTH = 16  # nesting of lists and objects in one message
 MAX_TOOL_DEPTH = 80  # the same of all tools: more than a schema that a guide holds may have
@@ -70,7 +74,7 @@ class ChatTemplate:
         `path` may also be a GGUF file, or a directory that holds one. `file`: a template of the operator's, which then serves
         requests with and without tools in place of the model's own. Raises ConfigError.
         """
-        sources = read_templates(Path(path), file)
+        sources = read_templates(Path(path), file, is_logged=True)
         return cls(
             sources.get("default"),
             tokenizer.special_tokens,
@@ -202,16 +206,16 @@ def _as_given(message: dict[str, Any]) -> dict[str, Any]:
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-def read_templates(path: Path, operators: str = "") -> dict[str, str]:
+def read_templates(path: Path, operators: str = "", is_logged: bool = False) -> dict[str, str]:
     """The sources of a model's templates by the names of FILES. With one of the files the config's are left aside, and with a
-    file of the operator's both.
+    file of the operator's both. `is_logged`: the log says which template is taken where the model has none or others.
 
     Raises ConfigError for one that cannot be read, or is too long or has too many tags to be compiled.
     """
     if operators:
         return {"default": _operators_template(Path(operators))}
     if (gguf := gguf_file(path)) is not None:
-        return templates_of(read_header(gguf))
+        return _served_templates(read_header(gguf), is_logged)
     found = {name: (read_text(path, file, MAX_JSON_BYTES), file) for name, file in FILES.items()}
     if not any(source for source, _ in found.values()):
         place = f"{CONFIG}: chat_template"
@@ -229,9 +233,26 @@ def _operators_template(path: Path) -> str:
 
 
 def templates_of(header: GgufHeader) -> dict[str, str]:
-    """The templates in a GGUF file, by the names of FILES."""
+    """The templates in a GGUF file, by the names of FILES: `tool_use` is for requests with tools, `default` for all others."""
     held = {name: (header.settings.get(key), f"{header.name}: {key}") for name, key in GGUF_SETTINGS.items()}
     return {name: _checked(source, place) for name, (source, place) in held.items() if source is not None}
+
+
+def _served_templates(header: GgufHeader, is_logged: bool) -> dict[str, str]:
+    """The templates of the file; where it has no `default`, that of its family (chat_families.py), if the family is known."""
+    sources = templates_of(header)
+    others = sorted(key for key in header.settings.keys() - GGUF_SETTINGS.values() if key.startswith(_FURTHER))
+    if others and is_logged:
+        _log.info("%s: no request uses the chat template %s", header.name, shown(", ".join(others)))
+    if "default" not in sources and (family := family_of(header)) is not None:
+        sources["default"] = template_of(family)
+        if is_logged:
+            _log.warning(
+                "%s has no chat template: chats are written as models of the family %s have them, which a model without training "
+                "for chats may not follow; start the server with --chat-template FILE for another",
+                *(header.name, family.name),
+            )
+    return sources
 
 
 def _listed(templates: Any, place: str) -> dict[str, Any]:

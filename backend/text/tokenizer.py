@@ -22,7 +22,8 @@ from backend.api.checkpoint.gguf import eos_ids, gguf_file, read_header
 from backend.api.checkpoint.model_files import REMEDY, convert, find_file, read_object, read_text, shown, token_ids
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.text.decoding import CLEANUP, DecodePipeline, build_pipeline
-from backend.text.gguf_tokenizer import MAX_ADDED_TOKENS, build_tokenizer, library_errors
+from backend.text.gguf_tokenizer import MAX_ADDED_TOKENS, build_tokenizer
+from backend.text.gguf_vocabulary import library_errors
 from backend.text.least_tokens import LeastTokens
 
 TOKEN_LISTS = (
@@ -87,10 +88,10 @@ class Tokenizer:
         self.eos_id = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([] if self.eos_id is None else [self.eos_id])]))
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        state = json.loads(backend.to_str())
         # As in transformers, the text of a BPE tokenizer is not cleaned up, because that would remove real spaces.
-        self._cleanup = bool(config.get("clean_up_tokenization_spaces", False)) and state["model"].get("type") != "BPE"
-        self._decoder = state.get("decoder")
+        is_bpe = isinstance(backend.model, tokenizers.models.BPE)
+        self._cleanup = bool(config.get("clean_up_tokenization_spaces", False)) and not is_bpe
+        self._decoder = _state(backend.decoder)
         self.is_byte_level = '"ByteLevel"' in json.dumps(self._decoder)  # entries stand for bytes, not for characters
         self._pipeline: DecodePipeline | None = None
         self._least: LeastTokens | None = None
@@ -273,6 +274,12 @@ def _further_tokens(config: dict[str, Any]) -> dict[str, Any]:
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, dict) and value.get("__type") == "AddedToken"
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    """A part of a tokenizer as tokenizer.json has it. The whole file would take a second for 260,000 tokens."""
+    state: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return state
 
 
 def _as_added(token: str | dict[str, Any], special: bool) -> AddedToken:

@@ -11,12 +11,13 @@ from backend.architectures.gguf import settings as gguf_settings
 from backend.architectures.gguf.held import held_forms
 from backend.models import compressed_tensors, gguf, gguf_blocks
 from backend.quant import checkpoint
-from backend.text import gguf_tokenizer, tokenizer
+from backend.text import gguf_sentencepiece, gguf_tokenizer, tokenizer
 from deploy import model_source
 from kernels.common import super_blocks
 from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere, replace
 
 _MODEL, _TEXT = "tests/model/test_gguf.py::", "tests/text/test_gguf_tokenizer.py::"
+_KINDS = "tests/text/test_gguf_kinds.py::"
 _SUPER = "tests/native/test_super_blocks.py::"
 _SERVED = "tests/model/test_gguf_served.py::"
 _VALUES = _MODEL + "test_blocks_have_the_values_of_llama_cpp_s_own_package_bit_for_bit"
@@ -31,7 +32,7 @@ def only_one_token_ends_a_text(set_attribute: SetAttribute) -> None:
     def where_it_is_used(owner: object, name: str, planted: Any) -> None:
         set_attribute(tokenizer, name, planted)
 
-    change(header, "eos_ids", ("*spoken", ""))(where_it_is_used)
+    change(header, "eos_ids", ("*spoken.values()", ""))(where_it_is_used)
 
 
 _SETTINGS = "tests/model/test_gguf_settings.py::"
@@ -95,11 +96,23 @@ MUTANTS = {
     "unknown_words_are_gpt_2_s": (
         change(
             gguf_tokenizer,
-            "_byte_level",
+            "_pre_tokenizer",
             ("if name not in PRE_TOKENIZERS:", "if False:"),
             ("PRE_TOKENIZERS[name]", 'PRE_TOKENIZERS.get(name, PRE_TOKENIZERS["gpt-2"])'),
         ),
         [_TEXT + "test_unknown_words_are_refused_by_name"],
+    ),
+    "spaces_behind_phi_3_s_tokens_stay": (
+        change(gguf_tokenizer, "_spaces_of", ('"phi3"', '"phi4"')),
+        [_KINDS + "test_spaces_behind_a_token_are_part_of_it_in_phi_3"],
+    ),
+    "words_of_any_length_are_known": (
+        replace(gguf_tokenizer, "MAX_WORD", 1000),
+        [_KINDS + "test_wordpiece_gives_the_ids_of_transformers"],
+    ),
+    "a_map_of_characters_is_taken_as_it_is": (
+        replace(gguf_sentencepiece, "check_charsmap", lambda values, name: bytes(values)),
+        [_case("a map that leads out", "text")],
     ),
     "only_one_token_ends_a_text": (only_one_token_ends_a_text, [_TEXT + "test_all_tokens_that_end_a_text_do"]),
     "a_file_is_no_model": (

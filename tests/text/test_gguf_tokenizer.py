@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import Qwen2Tokenizer
@@ -16,9 +17,8 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
 from backend.api.errors import ConfigError
 from backend.text.chat import ChatTemplate
-from backend.text.gguf_tokenizer import PRE_TOKENIZERS
 from backend.text.tokenizer import Tokenizer
-from tests.text.gguf_tokenizers import write_file
+from tests.text.gguf_tokenizers import write_file, write_tokens
 from tests.text.tokenizers_made import MULTILINGUAL, llama3_bpe, sentencepiece_bpe, write_directory
 
 TURNS = ["<|im_start|>", "<|im_end|>"]
@@ -100,16 +100,6 @@ def test_byte_level_bpe_gives_the_ids_and_texts_of_the_tokenizer_it_was_made_of(
         assert measured.decode(ids, skip_special_tokens=False) == expected.decode(ids, skip_special_tokens=False)
     assert (measured.special_tokens, measured.bos_id) == (expected.special_tokens, expected.bos_id)
     assert (measured.special_ids, measured.vocab_size) == (expected.special_ids, expected.vocab_size)
-
-
-def test_names_that_mean_the_same_words_have_them() -> None:
-    for name, same in {
-        "llama3": "llama-bpe",
-        "llama-v3": "llama-bpe",
-        "falcon3": "llama-bpe",
-        "refact": "smollm",
-    }.items():
-        assert PRE_TOKENIZERS[name] == PRE_TOKENIZERS[same]
 
 
 @pytest.mark.parametrize("pre, expected", [("llama-bpe", ["ab"]), ("tekken", ["ab"]), ("smaug-bpe", ["a", "b"])])
@@ -211,6 +201,26 @@ def test_all_tokens_that_end_a_text_do(tmp_path: Path) -> None:
     assert list(Tokenizer.from_directory(file).eos_ids) == ids
 
 
+def ends(tmp_path: Path, tokens: dict[str, TokenType], **named: int) -> list[str]:
+    file = write_tokens(tmp_path / "a.gguf", "gpt2", tokens, merges=["a a"], pre="gpt-2", **named)
+    return [list(tokens)[token_id] for token_id in Tokenizer.from_directory(file).eos_ids]
+
+
+def test_tags_of_html_end_no_text_and_a_part_of_a_text_neither(tmp_path: Path) -> None:
+    """In llama.cpp </s> is an end in any vocabulary; and <|end|> is none where <|call|> is one, as here."""
+    control, user = TokenType.CONTROL, TokenType.USER_DEFINED
+    words = {"a": TokenType.NORMAL, "aa": TokenType.NORMAL}
+    assert ends(tmp_path, words | {"</s>": user, "<eos>": control, "<turn|>": user}, eos_token_id=3) == [
+        "<eos>",
+        "<turn|>",
+    ]
+    assert ends(tmp_path, words | {"<|end|>": control, "<|return|>": control, "<|call|>": control}) == [
+        "<|return|>",
+        "<|call|>",
+    ]
+    assert ends(tmp_path, words | {"<|end|>": control, "<|return|>": TokenType.NORMAL}) == ["<|end|>"]
+
+
 def test_the_chat_template_of_the_file_is_rendered_with_its_tokens(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
     backend, config = llama3_bpe()
@@ -223,14 +233,25 @@ def test_the_chat_template_of_the_file_is_rendered_with_its_tokens(tmp_path: Pat
     assert measured == expected == "<|begin_of_text|>[user] hi<|eot_id|>[assistant] ho<|eot_id|>"
 
 
-def test_a_file_without_a_template_has_none(tmp_path: Path) -> None:
-    file = write_file(tmp_path / "a.gguf", *llama3_bpe(), pre="llama-bpe")
-    assert not ChatTemplate.from_directory(file, Tokenizer.from_directory(file)).exists
-
-
 def test_unknown_words_are_refused_by_name(tmp_path: Path) -> None:
-    file = write_file(tmp_path / "a.gguf", *llama3_bpe(), pre="viking")
+    file = write_file(tmp_path / "a.gguf", *llama3_bpe(), pre="klingon")
     with pytest.raises(
-        ConfigError, match=r"a.gguf: tokenizer.ggml.pre viking is not supported; supported are default,"
+        ConfigError, match=r"a.gguf: tokenizer.ggml.pre klingon is not supported; supported are default,"
     ):
         Tokenizer.from_directory(file)
+
+
+@pytest.mark.parametrize("model", ["rwkv", "plamo2", "hybriddna", "whitespace", "none"])
+def test_kinds_that_the_library_cannot_do_are_refused_by_name(tmp_path: Path, model: str) -> None:
+    file = write_tokens(tmp_path / "a.gguf", model, {"a": TokenType.NORMAL})
+    with pytest.raises(ConfigError, match=f"tokenizer.ggml.model {model} is not supported; supported are gpt2, gemma4"):
+        Tokenizer.from_directory(file)
+
+
+def test_words_of_falcon_end_at_bytes_that_look_like_digits(tmp_path: Path) -> None:
+    """Its published tokenizer looks for digits among the characters that stand for bytes, of which ¹ ² ³ ¼ ½ ¾ are some."""
+    tokens = dict.fromkeys(["Ð", "½", "Ð½", "ĠÐ"], TokenType.NORMAL)
+    merges = ["Ð ½", "Ġ Ð"]
+    file = write_tokens(tmp_path / "a.gguf", "gpt2", tokens | {"Ġ": TokenType.NORMAL}, merges=merges, pre="falcon")
+    tokenizer = Tokenizer.from_directory(file)
+    assert [tokenizer._backend.id_to_token(token_id) for token_id in tokenizer.encode(" нн")] == ["ĠÐ", "½", "Ð", "½"]

@@ -33,8 +33,16 @@ MAX_SETTINGS, MAX_TENSORS = 1 << 14, 1 << 16
 MAX_TEXT_BYTES = 8 << 20
 MAX_DIMENSIONS = 4  # ggml's own limit
 MAX_ALIGNMENT = 1 << 16
-CONTROL = 3  # tokenizer.ggml.token_type of special tokens
-END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+CONTROL, USER_DEFINED = (
+    3,
+    4,
+)  # tokenizer.ggml.token_type of special tokens, and of others that are found in a text as a whole
+END_TEXTS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "[EOT]",
+    "[EOS]", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+)  # fmt: skip
+CALLS = {"<|call|>", "<|calls|>"}  # Where one of these ends a text, <|end|> ends a part of it (reasoning, for one).
 TokenId = Annotated[int, Meta(ge=0, le=MAX_ID)]
 AGAIN = "fetch it again"
 MERGE = "join the parts with llama.cpp's `llama-gguf-split --merge` and give the one file"
@@ -118,12 +126,18 @@ class GgufHeader(NamedTuple):
 
 
 def eos_ids(header: GgufHeader) -> tuple[int, ...]:
-    """Tokens that end a text: those that the settings name, and those whose text says so, as in llama.cpp. Raises ConfigError."""
+    """Tokens that end a text: those that the settings name, and those whose text says so, as in llama.cpp.
+
+    There </s> is one too; here only if a setting names it, for it is a tag of HTML in Gemma's vocabulary. Raises ConfigError.
+    """
     named = [header.get(f"tokenizer.ggml.{key}_token_id", TokenId) for key in ("eos", "eot", "eom")]
     tokens = header.get("tokenizer.ggml.tokens", list[str]) or []
     kinds = header.get("tokenizer.ggml.token_type", list[int]) or []
-    spoken = [index for index, (token, kind) in enumerate(zip(tokens, kinds)) if kind == CONTROL and token in END_TEXTS]
-    return tuple(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *spoken]))
+    whole = enumerate(zip(tokens, kinds))
+    spoken = {token: index for index, (token, kind) in whole if kind in (CONTROL, USER_DEFINED) and token in END_TEXTS}
+    if spoken.keys() & CALLS:
+        spoken.pop("<|end|>", None)
+    return tuple(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *spoken.values()]))
 
 
 def gguf_file(path: Path) -> Path | None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from tests.model.hostile.base import WORDS, Case
 
-UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
+UINT8, UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY, UINT64 = 0, 4, 5, 6, 7, 8, 9, 10
 F32, Q8_0 = 0, 8
 NAME = "model.gguf"
-_FORMS = {UINT32: "<I", INT32: "<i", FLOAT32: "<f", BOOL: "<B", UINT64: "<Q"}
+_FORMS = {UINT8: "<B", UINT32: "<I", INT32: "<i", FLOAT32: "<f", BOOL: "<B", UINT64: "<Q"}
 LETTERS = [*WORDS, "ab", "cd", "ef", "gh"]  # 32 tokens, as the model has
 TOKENIZER = "tokenizer.ggml."
 
@@ -139,6 +139,15 @@ def moved(name: str, offset: int) -> Callable[[Path], None]:
     return file(lambda made: setattr(made.tensors[name], "offset", offset))
 
 
+def unigram(key: str, values: tuple[int, list[int]]) -> Callable[[Path], None]:
+    given = {TOKENIZER + "model": (TEXT, "t5"), TOKENIZER + key: (ARRAY, values)}
+    return file(lambda made: made.settings.update(given))
+
+
+def _charsmap(content: bytes) -> Callable[[Path], None]:
+    return unigram("precompiled_charsmap", (UINT8, list(content)))
+
+
 def _truncated_by(count: int) -> Callable[[Path], None]:
     return raw(lambda content: content[:-count])
 
@@ -157,6 +166,8 @@ def _leads_out(directory: Path) -> None:
 _NAN = struct.pack("<e", float("nan")) + bytes(32)
 _DOWN = "blk.0.ffn_down.weight"
 _HUGE = 1 << 62
+_LEADS_OUT = struct.pack("<II", 1024, 0x7FFFFC00) + bytes(1020) + b" \0"
+_NAN_SCORES = setting(TOKENIZER + "scores", ARRAY, (FLOAT32, [*[0.0] * 31, float("nan")]))
 _ROPE = "rope_freqs.weight"
 _FEW = (ARRAY, (INT32, [1]))
 CASES = [
@@ -240,13 +251,20 @@ CASES = [
     ),
     Case("gguf: no tokenizer", without(TOKENIZER + "model"), (NAME, TOKENIZER + "model"), "text"),
     Case(
-        "gguf: another tokenizer", setting(TOKENIZER + "model", TEXT, "bert"), (NAME, "bert", "gpt2 and llama"), "text"
+        "gguf: another tokenizer",
+        setting(TOKENIZER + "model", TEXT, "rwkv"),
+        (NAME, "rwkv", "gpt2, gemma4, llama"),
+        "text",
     ),
     Case("gguf: no tokens", without(TOKENIZER + "tokens"), (NAME, TOKENIZER + "tokens"), "text"),
     Case("gguf: tokens are numbers", setting(TOKENIZER + "tokens", *_FEW), (NAME, TOKENIZER + "tokens"), "text"),
     Case("gguf: types too few", setting(TOKENIZER + "token_type", *_FEW), (NAME, "1 entries for 32 tokens"), "text"),
     Case("gguf: scores too few", setting(TOKENIZER + "scores", ARRAY, (FLOAT32, [1.0])), (NAME, "1 entries"), "text"),
+    Case("gguf: scores of NaN", _NAN_SCORES, (NAME, "scores[31] is nan", "finite"), "text"),
     Case("gguf: no scores", without(TOKENIZER + "scores"), (NAME, TOKENIZER + "scores"), "text"),
+    Case("gguf: no unknown token", unigram("token_type", (INT32, [1] * 32)), (NAME, "no unknown token"), "text"),
+    Case("gguf: a map that leads out", _charsmap(_LEADS_OUT), (NAME, "precompiled_charsmap", "leads out"), "text"),
+    Case("gguf: a map of 4 bytes", _charsmap(b"\1\0\0\0"), (NAME, "precompiled_charsmap", "has 4"), "text"),
     Case("gguf: bos beyond", setting(TOKENIZER + "bos_token_id", UINT32, 99), (NAME, "bos_token_id is 99"), "text"),
     Case(
         "gguf: merges of no tokens",
