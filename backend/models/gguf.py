@@ -43,7 +43,12 @@ def raw_config(header: GgufHeader) -> dict[str, Any]:
 
 def read_config(header: GgufHeader) -> ModelConfig:
     """The model's configuration. Its `quantization` says which types are quantised, if any. Raises ConfigError."""
-    config = as_stored(of_object(raw_config(header)), header)
+    try:
+        config = as_stored(of_object(raw_config(header)), header)
+    except ConfigError as error:
+        if str(error).startswith(header.name):
+            raise
+        raise ConfigError(f"{header.name}: what it stands for is not served: {error}") from None
     _check_tensors(header, config)
     types = {place.type.name for place in header.tensors.values()}
     if types <= set(_FLOATS):

@@ -69,7 +69,7 @@ def four_bits(blocks: Tensor) -> Weight4:
 
 
 def are_finite(blocks: Tensor, kind: str) -> bool:
-    """Whether all numbers are that scale a block. blocks: uint8 [rows, bytes]."""
+    """True if all scales of blocks uint8 [rows, bytes] are finite numbers."""
     blocks = blocks.view(-1, BLOCK_BYTES[kind])
     if kind == "MXFP4":
         return not (blocks[:, 0] == _NO_NUMBER).any()

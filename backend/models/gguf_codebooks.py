@@ -21,7 +21,7 @@ from torch import Tensor
 from backend.models.gguf_grids import PACKED
 from kernels.common.super_blocks import Kind, SuperBlocks
 
-_MINUS = 8  # of sixteen values: the sign
+_MINUS = 8  # the bit of an index that makes its value negative
 _OF_IQ2, _OF_IQ3_XXS, _OF_IQ3_S = (
     (8, 25, 43, 0, 0, 0, 0, 0),
     (4, 12, 20, 28, 36, 44, 52, 62),

@@ -25,13 +25,13 @@ FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice those o
 
 
 class Form(NamedTuple):
-    columns: int  # of a block
+    columns: int  # columns of a block
     bits: int
     group: int
     has_minima: bool
     centre: int = 0
-    values: tuple[int, ...] | None = None  # what q stands for; () where each weight has its own
-    dtype: torch.dtype = torch.float16  # of d and e
+    values: tuple[int, ...] | None = None  # the numbers that q stands for; () where each weight has its own
+    dtype: torch.dtype = torch.float16  # the type of d and e
 
     @property
     def is_super(self) -> bool:
@@ -148,7 +148,7 @@ def _signed(weight: SuperBlocks) -> Tensor:
 
 
 def _of_groups(weight: SuperBlocks) -> tuple[Tensor, Tensor | None]:
-    """What v is multiplied by, and what is subtracted, float32 [n, groups]."""
+    """The factors of v and the numbers that are subtracted then, float32 [n, groups]."""
     scale, minimum = weight.scale.float(), weight.minimum
     if weight.scales is None:
         return scale, None if minimum is None else minimum.float()

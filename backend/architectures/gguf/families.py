@@ -21,7 +21,7 @@ from backend.api.errors import ConfigError
 from backend.architectures.gguf.settings import GgufSettings
 from backend.architectures.settings import Cap, Factor, Size
 
-Keys = dict[str, Any]  # of config.json
+Keys = dict[str, Any]  # keys of a config.json with their values
 
 
 class GgufFamily(NamedTuple):
@@ -33,7 +33,7 @@ class GgufFamily(NamedTuple):
     rotates_pairs: bool = False  # rows of queries and keys are put in pairs by llama.cpp's converter
     adds_one: bool = False  # the weights of norms are stored with the 1 that the family adds to them
     mlp_norm: str = "ffn_norm"  # the tensor of the norm before the mlp
-    local_theta: float | None = None  # of layers with a window, where the file says none; 0: that of the others
+    local_theta: float | None = None  # theta of layers with a window, where the file says none; 0: that of the others
 
 
 def _biases(settings: GgufSettings) -> Keys:

@@ -69,7 +69,7 @@ def held_forms(header: GgufHeader, on_gpu: bool, holds_super_blocks: bool) -> He
 
 
 def _linear_layers(header: GgufHeader, with_embedding: bool) -> Iterable[Mapping[str, str]]:
-    """Of each linear layer its projections with their types."""
+    """Yields the projections of each linear layer, with their types."""
     fused: dict[str, dict[str, str]] = defaultdict(dict)
     for name, place in header.tensors.items():
         if (found := _PROJECTION.fullmatch(name)) is not None:

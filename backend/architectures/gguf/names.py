@@ -21,7 +21,7 @@ class Named(NamedTuple):
     """A tensor without its `.weight` or `.bias`."""
 
     hf: str
-    shape: tuple[int, ...]  # of the weight
+    shape: tuple[int, ...]  # the weight's; a bias has its first dimension
     has_bias: bool = False
 
 
@@ -85,7 +85,7 @@ def _of_layer(config: ModelConfig, family: GgufFamily) -> Iterator[tuple[str, Na
 
 
 def norms_add_one(header: GgufHeader) -> bool:
-    """Whether the weights of norms are stored with the 1 that the family adds to them."""
+    """True if the weights of norms are stored with the 1 that the family adds to them."""
     return GGUF_FAMILIES[gguf_architecture(header)].adds_one
 
 

@@ -56,7 +56,7 @@ class GgufSettings:
         return values[0]
 
     def has_tensor(self, name: str) -> bool:
-        """Whether the first layer has the tensor, such as `attn_q.bias`."""
+        """True if the first layer has the tensor, such as `attn_q.bias`."""
         return f"blk.0.{name}" in self.header.tensors
 
     def unsupported(self, key: str, value: object) -> ConfigError:
@@ -65,7 +65,7 @@ class GgufSettings:
         )
 
     def check_neutral(self) -> None:
-        """Raise ConfigError for a setting that changes what is computed, and that nobody has read."""
+        """Raise ConfigError for a setting that changes the model's results and was not read."""
         for key, values in _NEUTRAL.items():
             if key in self._read:
                 continue

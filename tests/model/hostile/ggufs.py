@@ -208,8 +208,8 @@ CASES = [
     Case("gguf: a shape that overflows", tensor(_DOWN, (1 << 63, 1 << 63), content=b""), (NAME, "cut short")),
     Case("gguf: a shape with a zero", tensor(_DOWN, (64, 0), content=b""), (NAME, _DOWN, "[0, 64]")),
     Case("gguf: half a block", tensor(_DOWN, (48, 64), Q8_0, bytes(51 * 64)), (NAME, _DOWN, "multiple of 32")),
-    Case("gguf: IQ4_XS", tensor(_DOWN, (256, 64), 23, b""), (NAME, _DOWN, "IQ4_XS", "Q4_K", "Q8_0")),
-    Case("gguf: MXFP4", tensor(_DOWN, (64, 64), 39, b""), (NAME, _DOWN, "MXFP4", "Q4_K")),
+    Case("gguf: IQ1_S", tensor(_DOWN, (256, 64), 19, b""), (NAME, _DOWN, "IQ1_S", "Q4_K", "Q8_0")),
+    Case("gguf: NVFP4", tensor(_DOWN, (64, 64), 40, b""), (NAME, _DOWN, "NVFP4", "Q4_K")),
     Case("gguf: a tensor of no type", tensor(_DOWN, (64, 64), 777, b""), (NAME, _DOWN, "777")),
     Case("gguf: a tensor over the one before", moved(_DOWN, 0), (NAME, _DOWN, "starts at 0")),
     Case("gguf: a tensor beyond the file", moved(_DOWN, 1 << 60), (NAME, _DOWN, str(1 << 60))),
@@ -222,14 +222,18 @@ CASES = [
     Case("gguf: rope factors of NaN", tensor(_ROPE, (16,), content=b"\xff" * 64), (NAME, _ROPE)),
     Case("gguf: rope factors too few", tensor(_ROPE, (8,)), (NAME, "32", _ROPE + " has 8")),
     Case(
-        "gguf: another architecture", setting("general.architecture", TEXT, "gemma3"), (NAME, "gemma3", "llama, qwen2")
+        "gguf: another architecture", setting("general.architecture", TEXT, "mamba"), (NAME, "mamba", "llama, mistral3")
     ),
     Case("gguf: architecture is a number", setting("general.architecture", UINT32, 1), (NAME, "general.architecture")),
     Case("gguf: no architecture", without("general.architecture"), (NAME, "general.architecture")),
     Case("gguf: no layers", setting("llama.block_count", UINT32, 0), (NAME, "llama.block_count is 0")),
     Case("gguf: 2^31 layers", setting("llama.block_count", UINT32, 1 << 31), (NAME, "llama.block_count")),
     Case("gguf: layers as text", setting("llama.block_count", TEXT, "1"), (NAME, "llama.block_count")),
-    Case("gguf: heads by layer", setting("llama.attention.head_count", *_FEW), (NAME, "llama.attention.head_count")),
+    Case(
+        "gguf: heads by layer",
+        setting("llama.attention.head_count", ARRAY, (INT32, [4, 2])),
+        (NAME, "llama.attention.head_count"),
+    ),
     Case("gguf: 3 KV heads of 2", setting("llama.attention.head_count_kv", UINT32, 3), (NAME, "head_count_kv")),
     Case("gguf: no width", without("llama.embedding_length"), (NAME, "lacks the setting llama.embedding_length")),
     Case(
@@ -240,8 +244,14 @@ CASES = [
     Case(
         "gguf: eps is NaN", setting("llama.attention.layer_norm_rms_epsilon", FLOAT32, float("nan")), (NAME, "epsilon")
     ),
-    Case("gguf: half rotary", setting("llama.rope.dimension_count", UINT32, 16), (NAME, "rope.dimension_count is 16")),
-    Case("gguf: yarn", setting("llama.rope.scaling.type", TEXT, "yarn"), (NAME, "rope.scaling.type is yarn")),
+    Case(
+        "gguf: half rotary", setting("llama.rope.dimension_count", UINT32, 16), (NAME, "partial_rotary_factor is 0.5")
+    ),
+    Case(
+        "gguf: yarn",
+        setting("llama.rope.scaling.type", TEXT, "yarn"),
+        (NAME, "llama.rope.scaling.original_context_length"),
+    ),
     Case("gguf: experts", setting("llama.expert_count", UINT32, 8), (NAME, "llama.expert_count is 8")),
     Case("gguf: eos beyond the vocabulary", setting(TOKENIZER + "eos_token_id", UINT32, 32), (NAME, "eos_token_id 32")),
     Case(

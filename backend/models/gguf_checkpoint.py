@@ -37,7 +37,7 @@ class GgufCheckpoint(Mapping[str, Tensor]):
 
     @property
     def has_own_rope(self) -> bool:
-        """Whether rope_parameters are of a kind that only this server reads."""
+        """True if rope_parameters are of a kind that only this server reads."""
         return bool(self.config["rope_parameters"].get("rope_type") == "factors")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -84,7 +84,8 @@ def _model_type(architecture: str) -> str:
     """The key by which transformers finds the family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return next(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture)
+    found: dict[str, str] = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return found[architecture]
 
 
 def _rope(rope: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def _frequencies(rope: dict[str, Any], config: ModelConfig) -> list[float]:
 
 
 def _divisor(wavelength: float, factor: float, low: float, high: float, original: int) -> float:
-    """Of the frequency of a pair: as backend/layers/rotary.py scales it."""
+    """The divisor of a pair's frequency, which backend/layers/rotary.py computes in another way."""
     if wavelength < original / high:
         return 1.0
     if wavelength > original / low:
