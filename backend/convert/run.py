@@ -14,11 +14,11 @@ from torch import Tensor
 from backend.api.checkpoint.gguf import gguf_file, read_header
 from backend.api.checkpoint.model_files import read_object
 from backend.api.errors import ConfigError
-from backend.models.gguf_checkpoint import GgufCheckpoint
 from backend.convert.meta import MetaCheckpoint, is_meta, meta_params, meta_tensor
 from backend.convert.meta_tokenizer import read_tokenizer
 from backend.convert.pickled import PickledTensors
 from backend.models.gguf import read_config
+from backend.models.gguf_checkpoint import GgufCheckpoint
 from backend.models.loader import DTYPES, open_directory
 from backend.quant.checkpoint import Writer, new_folder
 

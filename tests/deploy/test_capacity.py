@@ -171,15 +171,18 @@ def test_a_broken_tokenizer_or_a_hostile_template_is_no_model_that_is_ready(
     assert found.state == "fail" and told in found.seen
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0", "Q5_1", "IQ4_NL"])
 def test_the_weights_of_a_gguf_file_are_told_as_memory_holds_them(tmp_path: Path, kind: str) -> None:
-    """Types without a form of their own become floats. The head is packed apart from the embedding, and has an int8 copy."""
+    """A head of blocks is the embedding, and one of floats is packed apart from it, and has an int8 copy."""
     file = write_gguf(DEFAULT_MODEL, tmp_path / "model.gguf", kind)
     config = load_config(overrides=["model.device=cpu", "model.kernels=native", f"model.path={file}"])
     loaded = LoadedModel(loader.open_directory(file), config.model, config.kv_cache, torch.device("cpu"))
-    held = loaded.decoder.num_linear_bytes + loaded.decoder.embedding.nbytes
-    screen = loaded.decoder.embedding.numel()
-    assert examine(file).weight_bytes == pytest.approx(held + screen, rel=0.03)
+    held, table = loaded.decoder.num_linear_bytes, loaded.decoder.embedding
+    if isinstance(table, torch.Tensor):
+        held += table.nbytes + table.numel()
+    else:
+        assert table is loaded.decoder.lm_head
+    assert examine(file).weight_bytes == pytest.approx(held, rel=0.03)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])

@@ -12,9 +12,10 @@ from backend.layers.linear import QuantizedWeight, Weight, in_eight_bits
 from backend.models.cut import cut_adapter, cut_bias, cut_weight
 from kernels.common.adapter import Part
 from kernels.common.quantize import dequantize, quantize_weight
-from kernels.common.super_blocks import GROUP, SuperBlocks, floats
+from kernels.common.super_blocks import FORMS, SuperBlocks, floats
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
+from tests.native.test_super_blocks import random_weight
 
 N, K = 48, 512
 ROWS = ((3, 17), (32, 40))
@@ -39,19 +40,6 @@ def two_levels(has_groups: bool) -> Weight4A8:
     )
 
 
-def super_blocks(kind: str) -> SuperBlocks:
-    of_groups, of_blocks = (N, K // GROUP[kind]), (N, K // 256)
-    has_minima = kind != "Q6_K"
-    return SuperBlocks(
-        kind,
-        integers(0, 16, N, K),
-        integers(-60, 60, *of_groups, dtype=torch.int8),
-        integers(0, 60, *of_groups) if has_minima else None,
-        random(*of_blocks).half(),
-        random(*of_blocks).half() if has_minima else None,
-    )
-
-
 WEIGHTS: dict[str, Weight] = {
     "floats": random(N, K).bfloat16(),
     "int8": QuantizedWeight(*quantize_weight(random(N, K), 32), 32, "int8"),
@@ -60,7 +48,7 @@ WEIGHTS: dict[str, Weight] = {
     "4 bits without zeros": Weight4(integers(0, 256, N, K // 2), random(K // 128, N), None, 128),
     "two levels": two_levels(True),
     "4 bits by channels": two_levels(False),
-    **{kind: super_blocks(kind) for kind in GROUP},
+    **{kind: random_weight(kind, N, K) for kind in FORMS},
 }
 
 
