@@ -11,6 +11,7 @@ import torch
 
 from backend.worker.native_tier import PackLinears
 from benchmarks.linear import FORMATS
+from kernels.common.super_blocks import FORMS
 from kernels.cpu.choices import LIMITS, Caches, Choices, caches_of, choices_for, choose, chosen, with_named
 from kernels.cpu.isa import AMX_EMULATED, LADDER
 from tests.native.test_linear import random_tensor
@@ -35,7 +36,8 @@ def chosen_again(kernels: CDLL, isa: str) -> Iterator[None]:
 def test_no_choice_changes_a_bit(kernels: CDLL, isa: str, name: str, chosen_again: None) -> None:
     """Rows of one and of several tiles. 960 columns of two levels have five groups of 192, no piece may cut one."""
     torch.manual_seed(3)
-    k = {"q4_k": 768, "q5_k": 768, "q6_k": 768, "awq-128": 896}.get(name, 960)
+    of_blocks = {kind.lower().replace(" ", "_"): 768 for kind, form in FORMS.items() if form.is_super}
+    k = (of_blocks | {"awq-128": 896}).get(name, 960)
     n, most = (40, 70) if isa == AMX_EMULATED else (100, 150)
     weight = FORMATS[name].make(n, k)
     dtype = torch.bfloat16 if name == "bf16" else torch.float32
