@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from backend.api.checkpoint.gguf import SUFFIX, gguf_file, read_header
+from backend.api.checkpoint.gguf import gguf_file, read_header
+from backend.api.checkpoint.gguf_parts import SUFFIX
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 from deploy import ROOT

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import eos_ids, gguf_file, read_header
+from backend.api.checkpoint.gguf_parts import parts_of
 from backend.api.checkpoint.model_files import read_object, shown, token_ids
 from backend.api.checkpoint.weight_files import tensor_names, weight_files
 from backend.api.config.schema import Windows
@@ -130,7 +131,7 @@ def open_directory(directory: Path) -> CheckpointReader:
     if (file := gguf_file(directory)) is not None:
         header = read_header(file)
         config = gguf.read_config(header)
-        return CheckpointReader(config, GgufTensors(header, config), [file])
+        return CheckpointReader(config, GgufTensors(header, config), parts_of(file))
     config, files = read_model_config(directory), weight_files(directory)
     tensors = _LazyTensors(files)
     bare = _BareTensors(tensors) if _BareTensors.fits(config, tensors) else tensors

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from backend.api.checkpoint import gguf as header
+from backend.api.checkpoint.gguf_parts import merged
 from backend.architectures import llama, rope
 from backend.architectures.gguf import config as gguf_config
 from backend.architectures.gguf import settings as gguf_settings
 from backend.architectures.gguf.held import held_forms
+from backend.executor import served_engine
 from backend.models import compressed_tensors, gguf, gguf_blocks
 from backend.quant import checkpoint
 from backend.text import gguf_sentencepiece, gguf_tokenizer, tokenizer
@@ -19,6 +21,7 @@ from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
 _MODEL, _TEXT = "tests/model/test_gguf.py::", "tests/text/test_gguf_tokenizer.py::"
 _KINDS = "tests/text/test_gguf_kinds.py::"
 _SUPER = "tests/native/test_super_blocks.py::"
+_PARTS = "tests/model/test_gguf_parts.py::"
 _SERVED = "tests/model/test_gguf_served.py::"
 _VALUES = _MODEL + "test_blocks_have_the_values_of_llama_cpp_s_own_package_bit_for_bit"
 _FAMILY = _MODEL + "test_a_float32_file_has_the_logits_of_the_checkpoint_it_was_made_of"
@@ -90,8 +93,20 @@ MUTANTS = {
         [_MODEL + "test_a_layer_keeps_its_integers_if_all_projections_of_it_can"],
     ),
     "a_part_is_taken_for_the_whole": (
-        change(header._Reader, "header", ("not in (None, 0, 1)", "is not parts")),
-        [_case("a part of several")],
+        change_everywhere(merged, ("not in (None, 0, 1)", "is not said")),
+        [_case("a part of no number")],
+    ),
+    "parts_come_in_any_order": (
+        change_everywhere(merged, ("(NUMBER, number), ", "")),
+        [_case("parts in another order"), _case("a part twice")],
+    ),
+    "tensors_of_all_parts_are_read_from_the_first": (
+        change(gguf.GgufTensors, "_bytes", ("place.path.open", "self.header.path.open")),
+        [_PARTS + "test_any_part_or_their_directory_names_the_model[]"],
+    ),
+    "one_part_tells_checkpoints_apart": (
+        replace(served_engine, "parts_of", lambda file: (file,)),
+        [_PARTS + "test_each_part_is_seen_by_what_tells_checkpoints_apart"],
     ),
     "unknown_words_are_gpt_2_s": (
         change(
