@@ -14,12 +14,15 @@ from backend.api.checkpoint.gguf_parts import model_name, parts_of
 from backend.api.config.schema import ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.architectures.checkpoint import examine
+from backend.executor import Executor
+from backend.executor.own_processors import OwnProcessors
 from backend.executor.served_engine import mark_of
 from backend.models.loader import load_directory, open_directory, resolve_model_path
 from backend.text.tokenizer import Tokenizer
 from backend.worker.fingerprint import state_of
 from benchmarks.quality.perplexity import row_logits
 from compat.llm import LLM
+from compat.llm.worker import GenerationExecutorProxy
 from deploy.model_source import resolve_model
 from deploy.serve import ServeOptions
 from tests.model.gguf_files import write_gguf
@@ -92,6 +95,17 @@ def test_an_llm_of_a_part_saves_all(places: tuple[Path, Path], tmp_path: Path) -
     with LLM(places[1] / NAMES[1], engine_config=EngineConfig(ModelConfigSection(num_threads=1))) as llm:
         llm.save(tmp_path / "saved")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == NAMES
+
+
+def test_an_engine_of_its_own_is_given_the_name_of_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a hub's cache is a link, whose target has no name that tells the parts."""
+    given: list[str] = []
+    monkeypatch.setattr(Executor, "launch", lambda config, *_, **__: given.append(config.model.path))
+    monkeypatch.chdir(tmp_path)
+    Path("sha").touch()
+    Path(NAMES[0]).symlink_to("sha")
+    GenerationExecutorProxy.start_engine(EngineConfig(ModelConfigSection(path=NAMES[0])), OwnProcessors(), None)[1]()
+    assert given == [str(tmp_path / NAMES[0])]
 
 
 @pytest.mark.parametrize("named", [0, 2])

@@ -106,9 +106,9 @@ class TensorPlace(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """Of all parts, where a model is in several files."""
+    """The header of a model: of a GGUF file, or of all parts together."""
 
-    path: Path  # of the first part
+    path: Path  # the file, or the first part
     settings: Mapping[str, Any]  # int, float, bool, str, list[str], or array of numbers
     tensors: Mapping[str, TensorPlace]
 
