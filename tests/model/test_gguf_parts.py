@@ -48,7 +48,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         (directory / name).mkdir()
         file = directory / name / "Tiny-Q8_0.gguf"
         write_gguf(
-            model, file, "Q8_0", lambda writer: add_tokenizer(writer, backend, config, "llama-bpe"), part_tensors
+            model, file, "Q8_0", lambda writer: add_tokenizer(writer, backend, config, pre="llama-bpe"), part_tensors
         )
         written.append(file)
     return written[0], written[1].parent
