@@ -60,7 +60,8 @@ def serve_command(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Checkpoint directory, GGUF file or hub id; else the default model. NAME=DIRECTORY: several, an engine each."
+            help="Checkpoint directory, GGUF file or hub id (ORG/NAME or ORG/NAME:Q4_K_M); else the default model. "
+            "NAME=DIRECTORY: several, an engine each."
         ),
     ] = None,
     models: Annotated[

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from backend.api.checkpoint.gguf import SUFFIX, gguf_file, read_header
+from backend.api.checkpoint.gguf import gguf_file, read_header
+from backend.api.checkpoint.gguf_parts import SUFFIX
+from backend.api.checkpoint.hub import fetch
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 from deploy import ROOT
 from deploy.errors import UserError
 
 DEFAULT_MODEL = ROOT / "models" / "default"
-# Names that the hub allows: no "..", no "--", no dot or dash at an end, at most 96 characters.
-HUB_ID = re.compile(r"(?!.*(\.\.|--))(?=.{3,96}\Z)\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
-HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
+# Names that the hub allows: no "..", no "--", no dot or dash at an end, at most 96 characters. Then a quantisation may follow.
+HUB_ID = re.compile(
+    r"(?!.*(\.\.|--))(?=[^:]{3,96}(:|\Z))\w([\w.-]*\w)?/\w([\w.-]*\w)?(:(?=.{1,96}\Z)\w([\w.-]*\w)?)?", re.ASCII
+)
 
 
 def resolve_model(name: str) -> Path:
@@ -104,16 +107,13 @@ def _what_lacks(path: Path) -> str:
 
 
 def _download(hub_id: str) -> Path:
-    """Fetch the files that are used: configuration, safetensors, tokenizer; never code, pickles, or every GGUF file of many."""
-    from huggingface_hub import snapshot_download  # This import is slow, and few starts need it.
+    """The checkpoint directory or the GGUF file of a hub id. Raises UserError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return _check_directory(
-            Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES))),
-            f"--model {hub_id}: the hub has no safetensors checkpoint of it; choose a model that has one, or fetch "
-            "one of its GGUF files and give its path",
-        )
+        found = fetch(hub_id)
+    except ConfigError as error:
+        raise UserError(f"--model {error}") from None
     except HfHubHTTPError as error:
         reason = (
             "no such model, or it is not public" if error.response.status_code in (401, 403, 404) else "the hub refused"
@@ -124,3 +124,9 @@ def _download(hub_id: str) -> Path:
             f"--model {hub_id} is not in the local cache and cannot be downloaded ({type(error).__name__}); "
             "connect to a network, or give the path of a local checkpoint directory"
         ) from None
+    if (file := _gguf(hub_id, found)) is not None:
+        return file
+    return _check_directory(
+        found,
+        f"--model {hub_id}: the hub has neither a safetensors checkpoint nor a GGUF file of it; choose another model",
+    )

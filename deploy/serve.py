@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.checkpoint.adapter_files import check_adapter_files
-from backend.api.checkpoint.gguf import SUFFIX
+from backend.api.checkpoint.gguf_parts import model_name
 from backend.api.checkpoint.prompt_adapter_files import check_prompt_adapter
 from backend.api.config.checks import check_config
 from backend.api.config.file import load_config
@@ -93,7 +93,7 @@ class ServeOptions:
         if self.model_names:
             return tuple(dict.fromkeys((*self.model_names, "everbatch")))
         path = Path(self.model)
-        own = path.resolve().name if path.is_dir() else path.name.removesuffix(SUFFIX) if path.is_file() else self.model
+        own = path.resolve().name if path.is_dir() else model_name(path.name) if path.is_file() else self.model
         return ("everbatch", own) if own and self.model else ("everbatch",)
 
 

@@ -13,7 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backend.api.checkpoint.gguf_parts import parts_of
 from backend.api.config.schema import EngineConfig
+from backend.api.errors import ConfigError
 from backend.api.processes.setup import calm_garbage_collector
 from backend.api.request import RequestId
 from backend.core.messages import Hello
@@ -140,12 +142,13 @@ SUFFIXES = (".safetensors", ".gguf", ".bin", ".json")
 
 
 def mark_of(checkpoint: Path) -> str:
-    """A hash of names, sizes and times of change of the files of a directory, or of one file; empty where there is none."""
+    """A hash of names, sizes and times of change of the files of a directory, or of a GGUF file and the other parts of its model;
+    empty where there is none.
+    """
     try:
-        files = (
-            [checkpoint] if checkpoint.is_file() else [each for each in checkpoint.iterdir() if each.suffix in SUFFIXES]
-        )
+        is_file = checkpoint.is_file()
+        files = parts_of(checkpoint) if is_file else [each for each in checkpoint.iterdir() if each.suffix in SUFFIXES]
         facts = sorted((each.name, (status := each.stat()).st_size, status.st_mtime_ns) for each in files)
-    except OSError:
+    except (OSError, ConfigError):
         return ""
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -142,7 +142,7 @@ class GgufTensors(Mapping[str, Tensor]):
             blocks = self._bytes(place, part.start * num_bytes, count * num_bytes).view(count, num_bytes)
             if not gguf_blocks.are_finite(blocks, kind):
                 raise ConfigError(
-                    f"{self.header.name}: tensor {shown(name)} has a scale that is not finite; quantise the model again"
+                    f"{place.file}: tensor {shown(name)} has a scale that is not finite; quantise the model again"
                 )
             out[part] = blocks if as_blocks else gguf_blocks.floats(blocks, kind)
         return out
@@ -150,15 +150,15 @@ class GgufTensors(Mapping[str, Tensor]):
     def _bytes(self, place: TensorPlace, start: int, count: int) -> Tensor:
         content = torch.empty(count, dtype=torch.uint8)
         try:
-            with self.header.path.open("rb", buffering=0) as file:
+            with place.path.open("rb", buffering=0) as file:
                 file.seek(place.offset + start)
                 view = memoryview(content.numpy().data)
                 while view and (done := file.readinto(view)):
                     view = view[done:]
         except OSError as error:
-            raise ConfigError(f"{self.header.name} cannot be read ({error.strerror}); {AGAIN}") from None
+            raise ConfigError(f"{place.file} cannot be read ({error.strerror}); {AGAIN}") from None
         if view:
-            raise ConfigError(f"{self.header.name} has become shorter while it was read; {AGAIN}")
+            raise ConfigError(f"{place.file} has become shorter while it was read; {AGAIN}")
         return content
 
 
@@ -169,14 +169,14 @@ def _rope_factors(header: GgufHeader, name: str) -> list[float] | None:
         return None
     if place.type.name != "F32" or len(place.shape) != 1 or place.shape[0] > 1 << 20:
         raise ConfigError(
-            f"{header.name}: tensor {name} is {place.type.name} of shape {shown(list(place.shape))}, float32 in one dimension "
+            f"{place.file}: tensor {name} is {place.type.name} of shape {shown(list(place.shape))}, float32 in one dimension "
             f"is needed; {AGAIN}"
         )
-    with header.path.open("rb") as file:
+    with place.path.open("rb") as file:
         file.seek(place.offset)
         factors = torch.frombuffer(bytearray(file.read(place.num_bytes)), dtype=torch.float32)
     if not ((factors > 0) & factors.isfinite()).all():
-        raise ConfigError(f"{header.name}: tensor {name} holds a number that is no divisor; {AGAIN}")
+        raise ConfigError(f"{place.file}: tensor {name} holds a number that is no divisor; {AGAIN}")
     return [float(factor) for factor in factors]
 
 
@@ -193,11 +193,11 @@ def _check_tensors(header: GgufHeader, config: ModelConfig) -> None:
             raise ConfigError(f"{header.name} lacks the tensor {name}, which its settings ask for; {AGAIN}")
         if place.shape != shape:
             raise ConfigError(
-                f"{header.name}: tensor {name} has shape {shown(list(place.shape))}, its settings ask for {list(shape)}; "
+                f"{place.file}: tensor {name} has shape {shown(list(place.shape))}, its settings ask for {list(shape)}; "
                 f"{AGAIN}"
             )
         if len(shape) == 1 and place.type.name not in _FLOATS:
-            raise ConfigError(f"{header.name}: tensor {name} is {place.type.name}, a float type is needed; {AGAIN}")
+            raise ConfigError(f"{place.file}: tensor {name} is {place.type.name}, a float type is needed; {AGAIN}")
     if left := set(header.tensors) - set(needed) - set(TABLES):
         raise ConfigError(
             f"{header.name} has {len(left)} tensors that a model of its architecture does not use, {shown(min(left))} among "

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import eos_ids, gguf_file, read_header
+from backend.api.checkpoint.gguf_parts import parts_of
+from backend.api.checkpoint.hub import fetch
 from backend.api.checkpoint.model_files import read_object, shown, token_ids
 from backend.api.checkpoint.weight_files import tensor_names, weight_files
 from backend.api.config.schema import Windows
@@ -130,7 +132,7 @@ def open_directory(directory: Path) -> CheckpointReader:
     if (file := gguf_file(directory)) is not None:
         header = read_header(file)
         config = gguf.read_config(header)
-        return CheckpointReader(config, GgufTensors(header, config), [file])
+        return CheckpointReader(config, GgufTensors(header, config), parts_of(file))
     config, files = read_model_config(directory), weight_files(directory)
     tensors = _LazyTensors(files)
     bare = _BareTensors(tensors) if _BareTensors.fits(config, tensors) else tensors
@@ -273,11 +275,12 @@ class _BareTensors(Mapping[str, Tensor]):
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+        return fetch(name)
+    except ConfigError as error:
+        raise ConfigError(f"model {error}") from None
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model {shown(name)}: there is no such directory, and the hub could not be asked for a model of this name "

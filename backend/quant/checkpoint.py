@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import GgufHeader, eos_ids, gguf_file, read_header
+from backend.api.checkpoint.gguf_parts import parts_of
 from backend.api.checkpoint.model_files import find_file, read_object
 from backend.api.errors import ConfigError
 from backend.models.gguf import raw_config
@@ -80,7 +81,7 @@ class FloatCheckpoint:
 
     def num_bytes(self) -> int:
         if (file := gguf_file(self.directory)) is not None:
-            return file.stat().st_size
+            return sum(part.stat().st_size for part in parts_of(file))
         return sum(path.stat().st_size for path in self.directory.glob("*.safetensors"))
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from backend.api.checkpoint.gguf import SUFFIX
+from backend.api.checkpoint.gguf_parts import model_name
 from backend.api.config.schema import (
     GuidedConfig,
     KvCacheConfig,
@@ -169,7 +169,7 @@ class InProcessWorkerGroup:
             loaded.model.takes_adapters = True
             self._adapter_reader = AdapterReader(loaded.whole_projections, dtype, self._lora.max_rank, self._pack)
         return ModelInfo(
-            name=self.model_path.name.removesuffix(SUFFIX) or config.architecture,
+            name=model_name(self.model_path.name) or config.architecture,
             vocab_size=config.vocab_size,
             max_seq_len=loaded.max_seq_len,
             sliding_window=config.sliding_window,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.api.checkpoint.gguf import gguf_file, read_header
+from backend.api.checkpoint.gguf_parts import model_name, parts_of
 from backend.api.errors import ConfigError
 from backend.architectures.gguf.held import EMBEDDING
 from backend.models.gguf import raw_config
@@ -106,13 +107,13 @@ class GgufModel(Model):
 
     @property
     def files(self) -> list[Path]:
-        return [self.directory]
+        return list(parts_of(self.directory))
 
     def step_bytes(self, weights: str, concurrency: int, mean_length: float) -> float:
         return self.read_bytes + concurrency * mean_length * self.kv_bytes_per_token
 
     def resident_bytes(self, weights: str) -> int:
-        return self.directory.stat().st_size
+        return sum(part.stat().st_size for part in parts_of(self.directory))
 
 
 def of_file(file: Path) -> Model:
@@ -124,7 +125,7 @@ def of_file(file: Path) -> Model:
         raise UserError(str(error)) from None
     is_tied = config["tie_word_embeddings"]
     read = sum(place.num_bytes for name, place in header.tensors.items() if is_tied or name != EMBEDDING)
-    return GgufModel(file.stem, file.resolve(), config, read)
+    return GgufModel(model_name(file.name), file.absolute(), config, read)
 
 
 def of_directory(directory: Path, name: str = "") -> Model:

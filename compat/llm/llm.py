@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from backend.api import ConfigError, EverbatchError, InvalidRequest
+from backend.api.checkpoint.gguf_parts import parts_of
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import NAMED_TOKENS, Tokenizer
 from compat.llm.arguments import LlmArguments
@@ -248,7 +249,7 @@ class LLM:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target.name} exists and is not empty; give a new directory")
         target.mkdir(parents=True, exist_ok=True)
-        for file in sorted(source.iterdir()) if source.is_dir() else [source]:
+        for file in sorted(source.iterdir()) if source.is_dir() else parts_of(source):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
 

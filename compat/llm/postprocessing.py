@@ -246,7 +246,7 @@ class PostprocPool:
         """
         self._is_closed = False
         self._on_lost = on_lost
-        directory = str(Path(config.postprocess_tokenizer_dir or tokenizer_dir).resolve())
+        directory = str(Path(config.postprocess_tokenizer_dir or tokenizer_dir).absolute())
         self._workers: list[PostprocProcess] = []
         try:
             for _ in range(config.num_postprocess_workers):

@@ -357,7 +357,7 @@ class GenerationExecutorProxy(GenerationExecutorWorker):
     ) -> tuple[Executor, Callable[[], None]]:
         path = config.model.path
         if path and Path(path).exists():  # The process has a working directory of its own.
-            config = with_model(config, Path(path).resolve())
+            config = with_model(config, Path(path).absolute())
         if batched is not None:
             config = with_model_fields(config, batched_logits_post_processor=import_path("batched", batched))
         directory = tempfile.mkdtemp(prefix="everbatch-llm-")

@@ -144,6 +144,7 @@ def test_a_hub_id_that_cannot_be_downloaded_is_one_sentence(monkeypatch: pytest.
     def no_network(*_: object, **__: object) -> None:
         raise ConnectionError("unreachable")
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", no_network)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
     with pytest.raises(
         UserError, match="--model owner/name is not in the local cache and cannot be downloaded"

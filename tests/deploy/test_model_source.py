@@ -103,6 +103,7 @@ def test_a_model_that_cannot_be_fetched_ends_in_one_sentence(error: Exception, m
     def fail(*_: object, **__: object) -> str:
         raise error
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(UserError) as caught:
         _download("owner/name")
@@ -111,13 +112,16 @@ def test_a_model_that_cannot_be_fetched_ends_in_one_sentence(error: Exception, m
     assert sentence.isprintable() and "/root" not in sentence
 
 
-@pytest.mark.parametrize("name", ["owner/name", "o/n", "Qwen/Qwen2.5-0.5B-Instruct", "a_b/c.d", "x/" + "y" * 94])
+LONGEST = "x/" + "y" * 94
+NAMES = "owner/name o/n Qwen/Qwen2.5-0.5B-Instruct a_b/c.d o/n:Q4_K_M o/n:Tiny-UD-Q4_K_XL"
+NO_NAMES = "a /a a/ -a/b a/b. a/.b a..b/c a/b--c a/b: a/b:Q4: a/b:Q4/c a:b/c a/b:-Q4 a/b:Q4:Q8"
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), LONGEST, LONGEST + ":Q8_0"])
 def test_hub_ids_are_told_from_paths(name: str) -> None:
     assert HUB_ID.fullmatch(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["a", "/a", "a/", "-a/b", "a/b.", "a/.b", "a..b/c", "a/b--c", "a/b c", "x/" + "y" * 95]
-)
+@pytest.mark.parametrize("name", [*NO_NAMES.split(), "a/b c", LONGEST + "y", "a/b:" + "x" * 97])
 def test_what_the_hub_would_not_take_is_not_asked_of_it(name: str) -> None:
     assert not HUB_ID.fullmatch(name)

@@ -22,11 +22,16 @@ Change = Callable[[gguf.GGUFWriter], object]
 FLOATS = ("F32", "F16", "BF16")
 
 
-def write_gguf(model_dir: Path, file: Path, kind: Kind | str = "F32", change: Change = lambda writer: None) -> Path:
-    """`change` adds settings, such as a tokenizer's. Vectors are stored in float32."""
+def write_gguf(
+    model_dir: Path, file: Path, kind: Kind | str = "F32", change: Change = lambda writer: None, part_tensors: int = 0
+) -> Path:
+    """`change` adds settings, such as a tokenizer's. Vectors are stored in float32.
+
+    part_tensors: of each of several parts, whose names are made of that of `file`; 0: one file.
+    """
     config = json.loads((model_dir / "config.json").read_text())
     name, permuted = ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(file, name)
+    writer = gguf.GGUFWriter(file, name, split_max_tensors=part_tensors)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     _write_settings(writer, config)
     change(writer)

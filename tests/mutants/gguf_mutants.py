@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from backend.api.checkpoint import gguf as header
+from backend.api.checkpoint import hub
+from backend.api.checkpoint.gguf_parts import merged
 from backend.architectures import llama, rope
 from backend.architectures.gguf import config as gguf_config
 from backend.architectures.gguf import settings as gguf_settings
 from backend.architectures.gguf.held import held_forms
+from backend.executor import served_engine
 from backend.models import compressed_tensors, gguf, gguf_blocks
 from backend.quant import checkpoint
 from backend.text import gguf_sentencepiece, gguf_tokenizer, tokenizer
+from compat.llm import worker
 from deploy import model_source
 from kernels.common import super_blocks
 from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere, replace
@@ -19,6 +23,8 @@ from tests.mutants.changes import Plant, SetAttribute, change, change_everywhere
 _MODEL, _TEXT = "tests/model/test_gguf.py::", "tests/text/test_gguf_tokenizer.py::"
 _KINDS = "tests/text/test_gguf_kinds.py::"
 _SUPER = "tests/native/test_super_blocks.py::"
+_HUB = "tests/api/test_hub.py::"
+_PARTS = "tests/model/test_gguf_parts.py::"
 _SERVED = "tests/model/test_gguf_served.py::"
 _VALUES = _MODEL + "test_blocks_have_the_values_of_llama_cpp_s_own_package_bit_for_bit"
 _FAMILY = _MODEL + "test_a_float32_file_has_the_logits_of_the_checkpoint_it_was_made_of"
@@ -90,8 +96,40 @@ MUTANTS = {
         [_MODEL + "test_a_layer_keeps_its_integers_if_all_projections_of_it_can"],
     ),
     "a_part_is_taken_for_the_whole": (
-        change(header._Reader, "header", ("not in (None, 0, 1)", "is not parts")),
-        [_case("a part of several")],
+        change_everywhere(merged, ("not in (None, 0, 1)", "is not said")),
+        [_case("a part of no number")],
+    ),
+    "parts_come_in_any_order": (
+        change_everywhere(merged, ("(NUMBER, number), ", "")),
+        [_case("parts in another order"), _case("a part twice")],
+    ),
+    "tensors_of_all_parts_are_read_from_the_first": (
+        change(gguf.GgufTensors, "_bytes", ("place.path.open", "self.header.path.open")),
+        [_PARTS + "test_any_part_or_their_directory_names_the_model[]"],
+    ),
+    "one_part_tells_checkpoints_apart": (
+        replace(served_engine, "parts_of", lambda file: (file,)),
+        [_PARTS + "test_each_part_is_seen_by_what_tells_checkpoints_apart"],
+    ),
+    "a_program_takes_the_target_of_a_link": (
+        change(worker.GenerationExecutorProxy, "start_engine", (".absolute()", ".resolve()")),
+        [_PARTS + "test_an_engine_of_its_own_is_given_the_name_of_a_link"],
+    ),
+    "a_hub_s_patterns_are_names": (
+        change_everywhere(hub.fetch, ("glob.escape(name)", "name")),
+        [_HUB + "test_the_launcher_and_a_program_fetch_that_file_alone[:q4_0-a[1]-Q4_0.gguf-resolve_model]"],
+    ),
+    "another_quantisation_of_the_cache_is_as_good": (
+        change_everywhere(hub.gguf_files, ("len(models) == 1 and not quantisation", "models")),
+        [_HUB + "TestWithoutNetwork::test_another_quantisation_is_not_there"],
+    ),
+    "a_quantisation_is_any_text_of_a_name": (
+        change_everywhere(hub._of_quantisation, ('rf".*[-./]{word}[-./].*"', 'rf".*{word}.*"')),
+        [_HUB + "test_a_name_that_means_none_or_several_is_told_what_there_is[0-names2-of 0; put]"],
+    ),
+    "a_checkpoint_is_fetched_with_all_gguf_files": (
+        replace(hub, "CHECKPOINT", ("*",)),
+        [_HUB + "test_a_checkpoint_is_fetched_without_its_gguf_files"],
     ),
     "unknown_words_are_gpt_2_s": (
         change(

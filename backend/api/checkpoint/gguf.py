@@ -22,11 +22,11 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
 from msgspec import Meta
 
+from backend.api.checkpoint.gguf_parts import SUFFIX, merged, model_name, parts_of
 from backend.api.checkpoint.model_files import MAX_ID, convert, find_file, shown
 from backend.api.errors import ConfigError
 
 MAGIC = b"GGUF"
-SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 64 << 20
 MAX_SETTINGS, MAX_TENSORS = 1 << 14, 1 << 16
@@ -45,7 +45,6 @@ END_TEXTS = (
 CALLS = {"<|call|>", "<|calls|>"}  # Where one of these ends a text, <|end|> ends a part of it (reasoning, for one).
 TokenId = Annotated[int, Meta(ge=0, le=MAX_ID)]
 AGAIN = "fetch it again"
-MERGE = "join the parts with llama.cpp's `llama-gguf-split --merge` and give the one file"
 
 # The number of a setting's type -> its struct format.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
@@ -98,10 +97,18 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...]  # as torch has it: the fastest dimension last
     offset: int  # in the file
     num_bytes: int
+    path: Path
+
+    @property
+    def file(self) -> str:
+        """The file's name, as errors show it."""
+        return shown(self.path.name)
 
 
 class GgufHeader(NamedTuple):
-    path: Path
+    """The header of a model: of a GGUF file, or of all parts together."""
+
+    path: Path  # the file, or the first part
     settings: Mapping[str, Any]  # int, float, bool, str, list[str], or array of numbers
     tensors: Mapping[str, TensorPlace]
 
@@ -143,12 +150,14 @@ def eos_ids(header: GgufHeader) -> tuple[int, ...]:
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file that `path` names: itself, or the only one of a directory without config.json. None: it names none.
 
-    Raises ConfigError for a directory with several.
+    Of a model in several parts it is the first, whichever is named. Raises ConfigError for a directory with several models, and
+    where a part is missing.
     """
     try:
         if path.is_file():
             with path.open("rb") as file:
-                return path if path.suffix == SUFFIX or file.read(len(MAGIC)) == MAGIC else None
+                is_gguf = path.suffix == SUFFIX or file.read(len(MAGIC)) == MAGIC
+            return parts_of(path)[0] if is_gguf else None
         if not path.is_dir() or os.path.lexists(path / "config.json"):
             return None
         found = sorted(path.glob("*" + SUFFIX))
@@ -156,35 +165,43 @@ def gguf_file(path: Path) -> Path | None:
         raise ConfigError(
             f"model {shown(path.name)} cannot be looked at ({error.strerror}); let this user read it"
         ) from None
-    if len(found) > 1:
+    models = {model_name(each.name): each for each in found}
+    if len(models) > 1:
         raise ConfigError(
-            f"model {shown(path.name)} has {len(found)} GGUF files, {shown(found[0].name)} among them; give the path of one "
-            f"file, and if they are parts of one model, {MERGE}"
+            f"model {shown(path.name)} has {len(models)} models in GGUF files, {shown(min(models))} among them; give the path of "
+            f"one file"
         )
-    return find_file(path, found[0].name) if found else None
+    named = find_file(path, found[0].name) if found else None
+    return None if named is None else parts_of(named)[0]
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file. Raises ConfigError."""
-    name = shown(path.name)
+    """Read and check the header of a GGUF file, and of the other parts of the model if it is one. Raises ConfigError."""
+    parts = parts_of(path)
+    return merged(map(_read_header, parts), len(parts))
+
+
+def _read_header(path: Path) -> GgufHeader:
     try:
         # O_NONBLOCK, because the path may have become a pipe since it was checked.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return _Reader(name, file).header(path)
+            return _Reader(path, file).header()
     except OSError as error:
-        raise ConfigError(f"{name} cannot be read ({error.strerror}); let this user read it, or {AGAIN}") from None
+        raise ConfigError(
+            f"{shown(path.name)} cannot be read ({error.strerror}); let this user read it, or {AGAIN}"
+        ) from None
 
 
 class _Reader:
     """Reads the values of the header one after the other."""
 
-    def __init__(self, name: str, file: BinaryIO) -> None:
-        self._name, self._file = name, file
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._name, self._file = path, shown(path.name), file
         self._num_bytes = os.fstat(file.fileno()).st_size
         self._position = 0
         self._most = min(self._num_bytes, MAX_HEADER_BYTES)
 
-    def header(self, path: Path) -> GgufHeader:
+    def header(self) -> GgufHeader:
         self._check_start()
         num_tensors, num_settings = self._number("Q"), self._number("Q")
         for count, most, what in ((num_tensors, MAX_TENSORS, "tensors"), (num_settings, MAX_SETTINGS, "settings")):
@@ -196,9 +213,7 @@ class _Reader:
             if key in settings:
                 raise ConfigError(f"{self._name} has the setting {shown(key)} twice; {AGAIN}")
             settings[key] = self._value(key, self._number("I"))
-        if (parts := settings.get("split.count")) not in (None, 0, 1):
-            raise ConfigError(f"{self._name} is one of {shown(parts)} parts (split.count); {MERGE}")
-        return GgufHeader(path, settings, self._tensors(num_tensors, self._alignment(settings)))
+        return GgufHeader(self._path, settings, self._tensors(num_tensors, self._alignment(settings)))
 
     def _check_start(self) -> None:
         if self._num_bytes < 24 or self._read(4, "the start") != MAGIC:
@@ -264,7 +279,7 @@ class _Reader:
                 raise ConfigError(f"{place} has shape {shown(list(shape))}, {wanted}; {AGAIN}")
             if offset != end:
                 raise ConfigError(f"{place} starts at {offset}, but the tensor before it ends at {end}; {AGAIN}")
-            places[name] = TensorPlace(kind, shape, offset, prod(shape) // kind.size * kind.num_bytes)
+            places[name] = TensorPlace(kind, shape, offset, prod(shape) // kind.size * kind.num_bytes, self._path)
             end = _up_to(offset + places[name].num_bytes, alignment)
         start = _up_to(self._position, alignment)
         # The last tensor's padding may be missing.

@@ -1,8 +1,9 @@
 """Reads the files of a checkpoint directory, which may come from anywhere, in one place and with limits.
 
 A file is read when it is a regular file of at most so many bytes. A link is followed to a file of the same directory, or, in
-a hub's cache (.../snapshots/REVISION beside .../blobs), to a file of blobs; every other link is refused, because a checkpoint
-from elsewhere could bring one to any file of this machine. JSON is UTF-8, an object, and nested MAX_DEPTH levels at most.
+a hub's cache (.../snapshots/REVISION, or a folder in it, beside .../blobs), to a file of blobs; every other link is refused,
+because a checkpoint from elsewhere could bring one to any file of this machine. JSON is UTF-8, an object, and nested MAX_DEPTH
+levels at most.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ _REPR = _Repr()
 def _check_link(directory: Path, path: Path) -> None:
     """Raises ConfigError for a link that leaves the checkpoint."""
     home, target = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
-    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(target.is_relative_to(place) for place in allowed):
+    blobs = [each.parents[1] / "blobs" for each in (home, home.parent) if each.parent.name == "snapshots"]
+    if not any(target.is_relative_to(place) for place in (home, *blobs)):
         raise ConfigError(f"{shown(path.name)} is a link out of the model's directory; put the file itself there")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.model.hostile import configs, ggufs, texts, weights
+from tests.model.hostile import configs, gguf_parts, ggufs, texts, weights
 from tests.model.hostile.base import Case
 
-CASES: list[Case] = [*configs.CASES, *weights.CASES, *texts.CASES, *ggufs.CASES]
+CASES: list[Case] = [*configs.CASES, *weights.CASES, *texts.CASES, *ggufs.CASES, *gguf_parts.CASES]

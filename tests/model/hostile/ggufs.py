@@ -11,10 +11,10 @@ from typing import Any
 
 from tests.model.hostile.base import WORDS, Case
 
-UINT8, UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY, UINT64 = 0, 4, 5, 6, 7, 8, 9, 10
+UINT8, UINT16, UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY, UINT64 = 0, 2, 4, 5, 6, 7, 8, 9, 10
 F32, Q8_0 = 0, 8
 NAME = "model.gguf"
-_FORMS = {UINT8: "<B", UINT32: "<I", INT32: "<i", FLOAT32: "<f", BOOL: "<B", UINT64: "<Q"}
+_FORMS = {UINT8: "<B", UINT16: "<H", UINT32: "<I", INT32: "<i", FLOAT32: "<f", BOOL: "<B", UINT64: "<Q"}
 LETTERS = [*WORDS, "ab", "cd", "ef", "gh"]  # 32 tokens, as the model has
 TOKENIZER = "tokenizer.ggml."
 
@@ -199,8 +199,8 @@ CASES = [
     Case("gguf: alignment 0", setting("general.alignment", UINT32, 0), (NAME, "general.alignment is 0")),
     Case("gguf: alignment 48", setting("general.alignment", UINT32, 48), (NAME, "general.alignment is 48")),
     Case("gguf: alignment of a gigabyte", setting("general.alignment", UINT32, 1 << 30), (NAME, "general.alignment")),
-    Case("gguf: a part of several", setting("split.count", UINT32, 3), (NAME, "3 parts", "llama-gguf-split --merge")),
-    Case("gguf: two files", _two_files, ("2 GGUF files", "llama-gguf-split --merge")),
+    Case("gguf: a part of several", setting("split.count", UINT32, 3), (NAME, "3 parts", "-00001-of-00003.gguf")),
+    Case("gguf: two files", _two_files, ("2 models in GGUF files", "give the path")),
     Case("gguf: the file leads out", _leads_out, (NAME, "link out")),
     Case("gguf: a tensor of no dimension", tensor(_DOWN, ()), (NAME, _DOWN, "0 dimensions")),
     Case("gguf: a tensor of five", tensor(_DOWN, (64, 64, 1, 1, 1)), (NAME, _DOWN, "5 dimensions")),
