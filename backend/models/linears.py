@@ -101,6 +101,11 @@ class LinearBuilder:
         """True if the checkpoint holds this projection quantised."""
         return self._checkpoint is not None and self._source.has(name + self._checkpoint.marker)
 
+    def put_back(self, name: str) -> None:
+        """Say that a projection which the checkpoint holds quantised is to be built once more."""
+        assert self._checkpoint is not None
+        self._source.put_back(name + self._checkpoint.marker)
+
     def from_tensor(self, weight: Tensor) -> Linear:
         """The output head whose weight [n, k] stays in use elsewhere (a tied embedding)."""
         if self._checkpoint is not None:

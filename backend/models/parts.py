@@ -57,7 +57,10 @@ class CheckpointParts:
     def embedding(self) -> Tensor | Linear:
         config, name = self._config, self._config.names.embedding
         if self._linears.holds(name):
-            return self._linears.build({name: config.vocab_size}, config.hidden_size)
+            layer = self._linears.build({name: config.vocab_size}, config.hidden_size)
+            if config.tied_embeddings and self._is_cut and self._shard.is_last:
+                self._linears.put_back(name)  # The head is a part of it.
+            return layer
         return self._source.take(name + ".weight", (config.vocab_size, config.hidden_size))
 
     def head(self, embedding: Tensor | Linear, rows: int) -> Linear:

@@ -57,6 +57,10 @@ class TensorSource:
             )
         return tensor.to(self.device)
 
+    def put_back(self, name: str) -> None:
+        """Say that a tensor which was taken is to be taken once more."""
+        self._left.add(name)
+
     def take_scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Like `take_raw`, for scales. Also raises ConfigError when one of them is not finite."""
         scales = self.take_raw(name, shape)

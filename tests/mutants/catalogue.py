@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants.prepared import NO_END, Prepared
+from tests.serving import fake_triton
 
 HERE = Path(__file__).parent
 SetAttribute = Callable[[object, str, object], None]
@@ -31,6 +33,7 @@ def rooms() -> list[str]:
 
 def mutants(chosen: Iterable[str] = ()) -> list[Mutant]:
     """The planted bugs of the rooms named, or of all."""
+    sys.modules.setdefault("triton_python_backend_utils", fake_triton)  # Rooms import backend.serving, which needs it.
     found = []
     for room in list(chosen) or rooms():
         module = importlib.import_module(f"tests.mutants.{room}_mutants")

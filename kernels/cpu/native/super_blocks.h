@@ -83,97 +83,39 @@ struct SuperBlocks {
     }
 };
 
+// Calls F(format, template arguments of its SuperBlocks) for each format.
+#define EVERBATCH_SUPER_BLOCKS(F)                              \
+    F(Q4_0, 32, 4, 32, false, 8)                               \
+    F(Q4_1, 32, 4, 32, true, 0)                                \
+    F(Q5_0, 32, 5, 32, false, 16)                              \
+    F(Q5_1, 32, 5, 32, true, 0)                                \
+    F(Q8_0, 32, 8, 32, false, 128)                             \
+    F(IQ4_NL, 32, 4, 32, false, 0, OF_NL)                      \
+    F(MXFP4, 32, 4, 32, false, 0, OF_FP4, BFLOATS)             \
+    F(Q2_K, 256, 2, 16, true, 0)                               \
+    F(Q3_K, 256, 3, 16, false, 4)                              \
+    F(Q4_K, 256, 4, 32, true, 0)                               \
+    F(Q5_K, 256, 5, 32, true, 0)                               \
+    F(Q6_K, 256, 6, 16, false, 32)                             \
+    F(TERNARY, 256, 2, 32, false, 1)                           \
+    F(VALUES_32, 256, 4, 32, false, 0, IN_BLOCK)               \
+    F(VALUES_16, 256, 4, 16, false, 0, IN_BLOCK)               \
+    F(K_MIX, 256, 6, 16, true, 32)                             \
+    F(MIX_32, 32, 8, 32, true, 128, NO_VALUES, FLOATS)         \
+    F(MIX_16, 32, 8, 16, true, 128, NO_VALUES, FLOATS)
+
 // Calls f with the SuperBlocks of a format.
 template <class F>
 ALWAYS_INLINE void with_super_blocks(int32_t format, F f) {
-    switch (format) {
-        case Q4_0: return f(SuperBlocks<32, 4, 32, false, 8>());
-        case Q4_1: return f(SuperBlocks<32, 4, 32, true, 0>());
-        case Q5_0: return f(SuperBlocks<32, 5, 32, false, 16>());
-        case Q5_1: return f(SuperBlocks<32, 5, 32, true, 0>());
-        case Q8_0: return f(SuperBlocks<32, 8, 32, false, 128>());
-        case IQ4_NL: return f(SuperBlocks<32, 4, 32, false, 0, OF_NL>());
-        case MXFP4: return f(SuperBlocks<32, 4, 32, false, 0, OF_FP4, BFLOATS>());
-        case Q2_K: return f(SuperBlocks<256, 2, 16, true, 0>());
-        case Q3_K: return f(SuperBlocks<256, 3, 16, false, 4>());
-        case Q4_K: return f(SuperBlocks<256, 4, 32, true, 0>());
-        case Q5_K: return f(SuperBlocks<256, 5, 32, true, 0>());
-        case Q6_K: return f(SuperBlocks<256, 6, 16, false, 32>());
-        case TERNARY: return f(SuperBlocks<256, 2, 32, false, 1>());
-        case VALUES_32: return f(SuperBlocks<256, 4, 32, false, 0, IN_BLOCK>());
-        case VALUES_16: return f(SuperBlocks<256, 4, 16, false, 0, IN_BLOCK>());
-        case K_MIX: return f(SuperBlocks<256, 6, 16, true, 32>());
-        case MIX_32: return f(SuperBlocks<32, 8, 32, true, 128, NO_VALUES, FLOATS>());
-        case MIX_16: return f(SuperBlocks<32, 8, 16, true, 128, NO_VALUES, FLOATS>());
-    }
+#define EVERBATCH_CASE(name, ...) case name: return f(SuperBlocks<__VA_ARGS__>());
+    switch (format) { EVERBATCH_SUPER_BLOCKS(EVERBATCH_CASE) }
+#undef EVERBATCH_CASE
 }
 
-// c (+)= activations times `count` super-blocks of a panel. Of every 128 bytes that are read, `lines` cache lines ahead are fetched.
-template <class S, int ROWS>
-__attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, int count, float* c, size_t ldc, bool first, const char* ahead,
-                                                  int lines) {
-    Sums<ROWS> sums(c, ldc, first);
-    const int64_t fetched = S::BYTES / S::CHUNKS * lines / 2;
-    Bytes values{};
-    if (S::VALUES && !S::HAS_HEADER) values = S::values(w);
-    for (int g = 0; count > 0; count--, w += S::BYTES) {
-        Vec d[COLUMN_VECS], e[COLUMN_VECS];
-        if (S::HAS_HEADER) values = S::values(w);
-#pragma GCC unroll 8
-        for (int j = 0; j < COLUMN_VECS; j++) {
-            d[j] = S::of_block(w, 0, 0, j);
-            if (S::MINIMA) e[j] = S::of_block(w, 1, 0, j);
-        }
-        const uint8_t* bits = w + S::HEAD;
-        for (int chunk = 0; chunk < S::CHUNKS; chunk++, bits += S::CHUNK, ahead += fetched) {
-            for (int64_t i = 0; i < fetched; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-#pragma GCC unroll 2
-            for (int of_chunk = 0; of_chunk < S::GROUPS_OF_CHUNK; of_chunk++, g++, a.data += S::GROUP) {
-                IVec whole[ROWS][COLUMN_VECS];
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = S::start(a.sums[r * a.groups + g]);
-#pragma GCC unroll 8
-                for (int quad = 0; quad < S::QUADS; quad++) {
-                    IVec wv[COLUMN_VECS];
-#pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) wv[j] = S::read(bits, of_chunk * S::QUADS + quad, j, values);
-#pragma GCC unroll 16
-                    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-                        for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = S::dot(whole[r][j], wv[j], a.data + r * a.ld + 4 * quad);
-                }
-                Vec ws[COLUMN_VECS], wm[COLUMN_VECS];
-#pragma GCC unroll 8
-                for (int j = 0; j < COLUMN_VECS; j++) {
-                    if (!S::IS_SUPER && of_chunk > 0) {
-                        d[j] = S::of_block(w, 0, of_chunk, j);
-                        if (S::MINIMA) e[j] = S::of_block(w, 1, of_chunk, j);
-                    }
-                    ws[j] = S::scale(d[j], w, chunk * S::GROUPS_OF_CHUNK + of_chunk, j);
-                    if (S::MINIMA) wm[j] = S::minimum(e[j], w, chunk * S::GROUPS_OF_CHUNK + of_chunk, j);
-                }
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++) {
-                    const float scale = a.scales[r * a.groups + g];
-                    const Vec rs = splat(scale), minus_sum = splat(scale * float(a.sums[r * a.groups + g]));
-#pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) {
-                        sums.v[r][j] = fma(__builtin_convertvector(whole[r][j], Vec), ws[j] * rs, sums.v[r][j]);
-                        if (S::MINIMA) sums.v[r][j] = fma(wm[j], minus_sum, sums.v[r][j]);
-                    }
-                }
-            }
-        }
-    }
-    sums.put(c, ldc);
-}
-
+// c (+)= activations times `count` super-blocks of a panel. Of every 128 bytes that are read, `lines` cache lines ahead are fetched. Compiled once, in
+// super_blocks.cpp: they are most of what the compiler has to do.
 template <class S>
-void product_super(Int8Rows a, const uint8_t* w, int count, float* c, size_t ldc, bool first, int rows, const char* ahead, int lines) {
-    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_super_rows<S, n()>(a, w, count, c, ldc, first, ahead, lines); });
-}
+void product_super(Int8Rows a, const uint8_t* w, int count, float* c, size_t ldc, bool first, int rows, const char* ahead, int lines);
 
 // `count` super-blocks of a panel -> a packed panel of int8.
 template <class S>
