@@ -193,9 +193,6 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     top_k: int | None = None  # >= 0; 0 = off
     top_p: float | None = None  # (0, 1]
     min_p: float | None = None  # [0, 1]
-    top_n_sigma: float | None = (
-        None  # standard deviations below the greatest logit that a token may lie; 0 and -1 = off
-    )
     seed: int | None = None  # uint64; unset = 0, as in TensorRT-LLM
     repetition_penalty: float | None = None  # > 0; counts tokens of prompt and output
     presence_penalty: float | None = None  # counts tokens of the output only
@@ -210,6 +207,9 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     top_p_min: float | None = None  # (0, 1]; ... and falls no lower than this; unset = 1e-6
     top_p_reset_ids: int | None = None  # a token id; behind it top_p is what it was at first
     beam_width_array: list[int] | None = None  # a width for each step; refused in this version
+    top_n_sigma: float | None = (
+        None  # standard deviations below the greatest logit that a token may lie; 0 and -1 = off
+    )
 
     @property
     def is_greedy(self) -> bool:
