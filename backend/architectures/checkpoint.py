@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from backend.api.checkpoint.gguf import GgufHeader, gguf_file, read_header
-from backend.api.checkpoint.model_files import REMEDY, read_object, shown
+from backend.api.checkpoint.model_files import read_object, shown
 from backend.api.checkpoint.quantised import FILE, KvDtype
 from backend.api.checkpoint.weight_files import tensor_shapes, weight_files
 from backend.api.config.schema import EngineConfig, Implementation
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.gguf import held
-from backend.architectures.gguf.families import GGUF_FAMILIES, gguf_architecture
+from backend.architectures.gguf.config import config_of
 from backend.architectures.hosted import ENCODERS, implementation_of, sizes_of
 from backend.architectures.registry import HEADLESS, read_config
 from backend.architectures.sizes import check_hosted_sizes, check_sizes
@@ -23,7 +22,6 @@ from backend.architectures.sizes import check_hosted_sizes, check_sizes
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_BITS = {"int8": 8, "int4": 4}
 PARAMETER_BYTES = 4  # parameters of one quantised key or value of a head, beside its numbers
-_Count = Annotated[int, Meta(ge=1, le=2**40)]
 
 
 class Checkpoint(Struct, frozen=True):
@@ -94,30 +92,18 @@ def examine(path: Path, implementation: Implementation = "auto") -> Checkpoint:
 
 
 def _of_gguf(header: GgufHeader) -> Checkpoint:
-    name = gguf_architecture(header)
-
-    def need(key: str) -> int:
-        return header.need(f"{name}.{key}", _Count)
-
-    heads = need("attention.head_count")
-    kinds = {place.type.name for place in header.tensors.values() if len(place.shape) > 1}
-    dtype = "float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16"
-    held.check_sizes(header, need("block_count"), need("embedding_length"))
+    content = config_of(header, {})
+    held.check_sizes(header, content["num_hidden_layers"], content["hidden_size"])
+    dtype = content["dtype"]
     return Checkpoint(
-        GGUF_FAMILIES[name].architecture,
+        content["architectures"][0],
         held.memory_bytes(header, VALUE_BYTES["float32" if dtype == "float16" else dtype]),
-        need("block_count"),
-        header.get(f"{name}.attention.head_count_kv", _Count) or heads,
-        header.get(f"{name}.attention.key_length", _Count) or _head_dim(header.name, need("embedding_length"), heads),
-        need("context_length"),
+        content["num_hidden_layers"],
+        content["num_key_value_heads"],
+        content["head_dim"],
+        content["max_position_embeddings"],
         dtype,
     )
-
-
-def _head_dim(file: str, hidden_size: int, heads: int) -> int:
-    if hidden_size < heads:
-        raise ConfigError(f"{file}: {heads} attention heads do not fit into a hidden size of {hidden_size}; {REMEDY}")
-    return hidden_size // heads
 
 
 def _known_dtype(name: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,14 +9,18 @@ import torch
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import GgufHeader, TokenId
-from backend.architectures.description import ModelConfig
+from backend.architectures.description import ModelConfig, RopeConfig
 from backend.architectures.gguf.names import as_stored
+from backend.layers.rotary import inverse_frequencies
 from backend.models.config import of_object
 from backend.models.gguf import GgufTensors, raw_config
 
-# Sets of Llama 3's scaling: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings). A file holds the
-# divisors of frequencies that follow from one of them, not the set.
-_LLAMA3 = [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (16.0, 1.0, 4.0, 8192), (40.0, 1.0, 4.0, 8192)]
+# The scalings of published models of Llama 3.1 and after. A file holds the divisors of frequencies that follow from one of them,
+# and not its numbers.
+_LLAMA3: list[dict[str, Any]] = [
+    dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    for factor in (8.0, 16.0, 32.0, 40.0)
+]
 
 
 class GgufCheckpoint(Mapping[str, Tensor]):
@@ -92,30 +95,10 @@ def _rope(rope: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """Llama 3's scaling by its own name, where the divisors are those of a known set."""
     if rope.get("rope_type") != "factors":
         return rope
-    for factor, low, high, original in _LLAMA3:
-        expected = [_divisor(2 * math.pi / each, factor, low, high, original) for each in _frequencies(rope, config)]
-        if all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(expected, rope["factors"], strict=True)):
-            return dict(
-                rope_type="llama3",
-                rope_theta=rope["rope_theta"],
-                factor=factor,
-                low_freq_factor=low,
-                high_freq_factor=high,
-                original_max_position_embeddings=original,
-            )
+    plain = inverse_frequencies(RopeConfig(rope["rope_theta"]), config.head_dim)
+    for known in _LLAMA3:
+        divisors = plain / inverse_frequencies(RopeConfig(rope["rope_theta"], "llama3", **known), config.head_dim)
+        if torch.allclose(divisors, torch.tensor(rope["factors"]), rtol=1e-5):
+            scaling = {key.replace("max_position", "max_position_embeddings"): value for key, value in known.items()}
+            return dict(rope_type="llama3", rope_theta=rope["rope_theta"], **scaling)
     return rope
-
-
-def _frequencies(rope: dict[str, Any], config: ModelConfig) -> list[float]:
-    rotated = config.ropes[0].rotary_dim or config.head_dim
-    return [float(rope["rope_theta"] ** (-pair / rotated)) for pair in range(0, rotated, 2)]
-
-
-def _divisor(wavelength: float, factor: float, low: float, high: float, original: int) -> float:
-    """The divisor of a pair's frequency, which backend/layers/rotary.py computes in another way."""
-    if wavelength < original / high:
-        return 1.0
-    if wavelength > original / low:
-        return factor
-    smooth = (original / wavelength - low) / (high - low)
-    return 1 / ((1 - smooth) / factor + smooth)

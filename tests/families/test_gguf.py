@@ -7,6 +7,7 @@ bit for bit for all others, and transformers' log-probabilities within 4e-5.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from backend.api import ConfigError
 from backend.api.checkpoint.gguf import TYPES, read_header
+from backend.architectures.checkpoint import examine
 from backend.architectures.gguf.families import GGUF_FAMILIES
 from backend.convert.run import ConvertSettings, convert_checkpoint
 from backend.layers.linear import DenseLinear, Weight, make_torch_linear
@@ -168,7 +170,8 @@ def written(writer: gguf.GGUFWriter, file: Path) -> Path:
 def test_one_number_for_each_layer_is_read_where_they_are_alike(tmp_path: Path) -> None:
     """As in files of Granite 4."""
     key = "granite.attention.head_count_kv"
-    assert read_config(read_header(changed(tmp_path, "granite", key, [2, 2, 2]))).num_kv_heads == 2
+    file = changed(tmp_path, "granite", key, [2, 2, 2])
+    assert read_config(read_header(file)).num_kv_heads == examine(file).num_kv_heads == 2
     with pytest.raises(
         ConfigError, match=r"granite.attention.head_count_kv is \[2, 1, 2\], and differs between layers"
     ):
@@ -223,3 +226,32 @@ def test_a_file_becomes_a_checkpoint_that_transformers_reads(tmp_path: Path, nam
         with torch.inference_mode():
             measured = model(ROWS).logits.log_softmax(-1)
         torch.testing.assert_close(measured, logits(file), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_published_scalings_of_llama_3_have_their_name_again(tmp_path: Path, factor: float) -> None:
+    rope = dict(
+        rope_type="llama3",
+        rope_theta=500_000.0,
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    directory = make(tmp_path / "checkpoint", "llama", head_dim=64, rope_parameters=rope)
+    done = convert_checkpoint(convert(directory, tmp_path / "model.gguf"), tmp_path / "back", ConvertSettings())
+    assert done.remarks == []
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_parameters"] == rope
+
+
+def test_a_file_is_examined_as_it_is_loaded(tmp_path: Path) -> None:
+    """Before a server starts: sizes, and the family that its settings make it one of."""
+    directory = make(tmp_path / "checkpoint", "olmo 3", **CASES["olmo 3"])
+    file = convert(directory, tmp_path / "model.gguf")
+    found, loaded = examine(file), read_config(read_header(file))
+    assert (found.architecture, found.num_layers, found.head_dim, found.max_position) == (
+        "Olmo3ForCausalLM",
+        loaded.num_layers,
+        loaded.head_dim,
+        loaded.max_position,
+    )

@@ -80,7 +80,8 @@ def random_blocks(shape: tuple[int, ...], kind: Type) -> np.ndarray:
     return blocks.reshape(shape[0], -1)
 
 
-# Of a type: the first byte of its float16, and the greatest numbers that they multiply; none: no minima.
+# For each type: the byte of a block at which its float16 scales begin, the greatest number that the first one multiplies, and
+# that which the second one, of minima, multiplies (0: the type has no minima).
 _SCALES: dict[str, tuple[int, float, float]] = {
     "Q4_1": (0, 15, 1),
     "Q5_1": (0, 31, 1),

@@ -18,7 +18,8 @@ from tests.e2e.wire import TokenClient, events, post
 from tests.real.conftest import RealModel
 
 pytestmark = pytest.mark.real
-# With "What is the capital of France?" two first words of SmolLM2 are 0.05 apart in log-probability, and rounding decides.
+# Asked "What is the capital of France?", SmolLM2 has two first tokens whose log-probabilities differ by 0.05, so that
+# the rounding of a kernel decides which answer comes; for this question it does not.
 QUESTION = "Name the capital of France."
 EXPECTED = "Paris"
 MESSAGES = [{"role": "user", "content": QUESTION}]

@@ -33,10 +33,8 @@ MAX_SETTINGS, MAX_TENSORS = 1 << 14, 1 << 16
 MAX_TEXT_BYTES = 8 << 20
 MAX_DIMENSIONS = 4  # ggml's own limit
 MAX_ALIGNMENT = 1 << 16
-CONTROL, USER_DEFINED = (
-    3,
-    4,
-)  # tokenizer.ggml.token_type of special tokens, and of others that are found in a text as a whole
+# tokenizer.ggml.token_type of special tokens, and of others that are found in a text as a whole.
+CONTROL, USER_DEFINED = 3, 4
 END_TEXTS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "[EOT]",
     "[EOS]", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
@@ -150,8 +148,8 @@ def eos_ids(header: GgufHeader) -> tuple[int, ...]:
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file that `path` names: itself, or the only one of a directory without config.json. None: it names none.
 
-    Of a model in several parts it is the first, whichever is named. Raises ConfigError for a directory with several models, and
-    where a part is missing.
+    If `path` names a part of a split model, the file of its first part is returned. Raises ConfigError for a directory with
+    several models, and where a part is missing.
     """
     try:
         if path.is_file():

@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub: which files of a repository are fetched, and where they lie then.
 
 ORG/NAME is a checkpoint of safetensors. ORG/NAME:QUANTISATION is the GGUF file, or the parts of one, whose name has that
-quantisation, as llama.cpp and Ollama have it. Of a repository without safetensors ORG/NAME is its only GGUF model, or one of
-USUAL.
+quantisation; llama.cpp and Ollama read such names in the same way. Where a repository has no safetensors, ORG/NAME is its only
+GGUF model, or the first of the quantisations USUAL that it has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Listing(NamedTuple):
 
 
 def fetch(hub_id: str) -> Path:
-    """The directory of a checkpoint, or a GGUF file, in the local cache. What is not there yet is downloaded.
+    """Download the files of a model that the local cache lacks. Returns the checkpoint's directory there, or the GGUF file.
 
     Raises ConfigError, whose message begins with the id, where the repository has no such file; and what huggingface_hub's
     snapshot_download raises where the model is neither there nor can be fetched.
