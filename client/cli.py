@@ -101,8 +101,9 @@ def generate_command(
     ca_file: CaFile = None,
     timeout: Timeout = 600.0,
     quiet: Annotated[bool, typer.Option(help="No statistics.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, which the model answers.")] = False,
 ) -> None:
-    """Continue a text; it streams to standard output, statistics go to standard error."""
+    """Continue a text, or answer it; it streams to standard output, statistics go to standard error."""
     from client.terminal import run_generate
 
     text = _prompt(prompt)
@@ -115,7 +116,7 @@ def generate_command(
     _run(
         server,
         lambda: server.connect(namespace, api_key, ca_file),
-        lambda client: run_generate(client, text, options, timeout, quiet, server.introduction()),
+        lambda client: run_generate(client, text, options, timeout, quiet, server.introduction(), chat=chat),
     )
 
 

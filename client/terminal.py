@@ -38,19 +38,25 @@ def run_generate(
     timeout_s: float,
     quiet: bool,
     introduction: str | None = None,
+    *,
+    chat: bool = False,
 ) -> int:
-    """Stream one completion; `introduction` says who answers. Returns the exit status: 0, or 130 after Ctrl-C (which cancels).
-    Raises ClientError.
+    """Stream one completion; `introduction` says who answers. `chat`: the prompt is a message to the model's chat template.
+
+    Returns the exit status: 0, or 130 after Ctrl-C (which cancels). Raises ClientError.
     """
     clock = AnswerClock()
-    stream = client.stream(prompt, timeout_s=timeout_s, **options)
+    if chat:
+        stream = client.stream(messages=[{"role": "user", "content": prompt}], timeout_s=timeout_s, **options)
+    else:
+        stream = client.stream(prompt, timeout_s=timeout_s, **options)
     if introduction is not None and not quiet:
         _remark(introduction)
     status = 0
     echoed = False
     try:
         for chunk in stream:
-            if not echoed and sys.stdout.isatty():
+            if not echoed and not chat and sys.stdout.isatty():
                 sys.stdout.write(f"{_DIM}{printable(prompt)}{_PLAIN}")
             echoed = True
             clock.add(chunk)
@@ -66,6 +72,8 @@ def run_generate(
     if sys.stdout.isatty() or not clock.text.endswith("\n"):
         write("\n")
     if not quiet:
+        if status == 0 and not clock.text and not chat:
+            _remark("the model ends this text at once; --chat sends it as a message")
         _remark(clock.summary())
     return status
 

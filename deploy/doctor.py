@@ -23,7 +23,7 @@ from rich.table import Table
 from backend.api.config.schema import EngineConfig, ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.api.processes.launched import KEY_VARIABLE, key_of, launched
-from deploy import IS_CHECKOUT, ROOT, capacity, invocation, libpython, text_check
+from deploy import IS_CHECKOUT, ROOT, capacity, default_model, invocation, libpython, text_check
 from deploy.environment import hashes, is_complete
 from deploy.errors import UserError
 from deploy.kv_directory import look_at
@@ -282,7 +282,7 @@ def model(name: str = "") -> Finding:
     """Findings about a model: if it is supported, its size, how much of its KV fits into memory, its tokenizer and template."""
     title, remedy = (f"model {name}", "") if name else ("default model", "give one with --model PATH_OR_HUB_ID")
     try:
-        path = resolve_model(name)
+        path = resolve_model(name or default_model.at_hand())
         config = EngineConfig(model=ModelConfigSection(path=str(path)))
         described = capacity.described(capacity.examined(config), config)
         if wrong := text_check.wrong_with(path):

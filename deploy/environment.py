@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -147,15 +148,37 @@ def make(root: Path, venv: Path, kit: Kit, progress: SteppedProgress, lock: int)
         return
     (venv / "incomplete").touch()
     check_disk(venv.parent, kit)
+    kernels = _compile_kernels(root, venv) if kit is SERVING else None
+    try:
+        _install(root, venv, kit, progress, lock)
+        if kernels is not None and kernels.poll() is None:
+            progress.step("compiling the native kernels, which began beside pip")
+            while kernels.poll() is None:
+                progress.tick()
+                time.sleep(0.2)
+    finally:
+        if kernels is not None:
+            kernels.terminate()
+            kernels.wait()
+    (venv / "incomplete").unlink(missing_ok=True)
+    _finish(venv, wanted)
+    progress.done("environment ready")
+
+
+def _compile_kernels(root: Path, venv: Path) -> subprocess.Popen[bytes]:
+    """Begin to compile them: pip leaves a core idle. Where that fails, the first start says why."""
+    command = [str(venv / "bin" / "python"), "-P", "-m", "kernels.cpu.build"]
+    variables = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _install(root: Path, venv: Path, kit: Kit, progress: SteppedProgress, lock: int) -> None:
     files = [flag for name in kit.for_pip for flag in ("-r", str(root / "requirements" / name))]
     pip(venv, files, progress, f"installing packages ({kit.size} on disk, once)", lock)
     server = ["--no-deps", "-r", str(root / "requirements" / SERVER)]
     pip(venv, server, progress, "installing tritonserver (30 MB)", lock)
     if missing := missing_pins(root, venv, kit.files):
         raise SetupError(f"{', '.join(missing)} is not there after pip had installed it; remove .venv and start again")
-    (venv / "incomplete").unlink(missing_ok=True)
-    _finish(venv, wanted)
-    progress.done("environment ready")
 
 
 def _finish(venv: Path, wanted: dict[str, str]) -> None:

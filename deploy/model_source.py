@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from backend.api.checkpoint.gguf import gguf_file, read_header
-from backend.api.checkpoint.gguf_parts import SUFFIX
+from backend.api.checkpoint.gguf_parts import SUFFIX, model_name, title
 from backend.api.checkpoint.hub import fetch
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
@@ -18,6 +19,16 @@ DEFAULT_MODEL = ROOT / "models" / "default"
 HUB_ID = re.compile(
     r"(?!.*(\.\.|--))(?=[^:]{3,96}(:|\Z))\w([\w.-]*\w)?/\w([\w.-]*\w)?(:(?=.{1,96}\Z)\w([\w.-]*\w)?)?", re.ASCII
 )
+
+
+def names_of(given: str) -> Iterator[str]:
+    """What clients may call the model of `--model GIVEN`: its own name first, then `everbatch`, then what it is started by."""
+    path = Path(given)
+    if path.is_dir():
+        name = path.resolve().name
+    else:
+        name = model_name(path.name) if path.is_file() else given.partition(":")[0].rpartition("/")[2]
+    yield from (title(name), "everbatch", name, given) if given else ("everbatch",)
 
 
 def resolve_model(name: str) -> Path:

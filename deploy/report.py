@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from backend.api.config.schema import EngineConfig
 from deploy import COMMAND, ROOT, server_log
+from deploy.engine_sets import OWN_MODEL
 from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
 from deploy.questions import TOKENS, shown_model
 from deploy.triton_server import TritonServer
@@ -21,18 +22,19 @@ COMMAND_LINE_MODEL = "ensemble"  # the model of `generate` and `chat` without --
 # Roles of models that they can ask -> over which protocol. Triton makes tensors of the older, unsigned types over HTTP only.
 COMMAND_LINE_ROLES = {"ensemble": "grpc", "tensorrt_llm_bls": "grpc", "ensemble_uint32": "http"}
 DEFAULT_GRPC_URL = "127.0.0.1:8001"  # their server without --url
+CODE, TEXT, QUESTION = "def main(", "The capital of France is", "What is the capital of France?"
 DEFAULT_MODEL = ROOT / "models" / "default"
 NO_CHAT = "this model has no chat template, so it continues texts and does not chat; --chat-template FILE gives it one"
 
 
 def differences(config: EngineConfig) -> list[str]:
-    """The settings that are not the default, as the `--set` arguments that would make them. Serving the default model is none."""
+    """The settings that are not the default, as the `--set` arguments that would make them. The model is none of them."""
     default, actual = msgspec.to_builtins(EngineConfig()), msgspec.to_builtins(config)
     return [
         f"{section}.{key}={_plain(value)}"
         for section, values in actual.items()
         for key, value in values.items()
-        if value != default[section][key] and value != str(DEFAULT_MODEL)
+        if value != default[section][key] and (section, key) != ("model", "path")
     ]
 
 
@@ -67,29 +69,36 @@ def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:
 
 
 def examples(
-    server: TritonServer, openai_url: str | None, *, keys: bool = False, chats: bool = True, generates: bool = True
+    server: TritonServer,
+    openai_url: str | None,
+    *,
+    keys: bool = False,
+    chats: bool = True,
+    generates: bool = True,
+    name: str = OWN_MODEL,
 ) -> list[str]:
     """Commands that ask this server for text, by models that it has, or for an embedding where the model does not generate.
-    `keys`: the OpenAI endpoint asks for one; `chats`: the model has a chat template.
+    `keys`: the OpenAI endpoint asks for one, and knows the model by `name`; `chats`: the model has a chat template.
     """
+    start_of_text = CODE if server.config.model.path == str(DEFAULT_MODEL) else TEXT
     headers = "-H 'Content-Type: application/json'" + ' -H "Authorization: Bearer $KEY"' * keys
     if not generates:
-        body = json.dumps({"model": "everbatch", "input": ["Hello"]})
+        body = json.dumps({"model": name, "input": ["Hello"]})
         return [] if openai_url is None else [f"curl {openai_url}/v1/embeddings {headers} -d '{body}'"]
     found = []
     if shown := shown_model(server.models):
         form, model = shown
         streams = model.streams(bool(server.config.triton.decoupled))
-        body = json.dumps(form.body("def main(", 16 if form is TOKENS else 64, streams))
+        body = json.dumps(form.body(start_of_text, 16 if form is TOKENS else 64, streams))
         start, verb = ("curl -N", "generate_stream") if streams else ("curl", "generate")
         found.append(f"{start} {server.http_url}/v2/models/{model.name}/{verb} -d '{body}'")
     if openai_url is not None:
         way = "chat/completions" if chats else "completions"
-        asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "def main("}
-        body = json.dumps({"model": "everbatch", **asked, "max_tokens": 64})
+        asked = {"messages": [{"role": "user", "content": QUESTION}]} if chats else {"prompt": start_of_text}
+        body = json.dumps({"model": name, **asked, "max_tokens": 64})
         found.append(f"curl {openai_url}/v1/{way} {headers} -d '{body}'")
     if (options := _command_line_options(server)) is not None:
-        found.append(f'{COMMAND} generate "import os" --max-tokens 64{options}')
+        found.append(f'{COMMAND} generate "{start_of_text}" --max-tokens 64{options}')
         found += [f"{COMMAND} chat{options}"] * chats
     return found
 
@@ -119,9 +128,10 @@ class ConsoleReporter:
         keys: bool = False,
         chats: bool = True,
         generates: bool = True,
+        name: str = OWN_MODEL,
     ) -> None:
         """`openai_url`: of the OpenAI endpoint, if there is one; `keys`: whether it asks for one. `chats`: whether the model has
-        a chat template. `generates`: false for a model that makes embeddings only.
+        a chat template. `generates`: false for a model that makes embeddings only. `name`: by which the endpoint knows it.
         """
         self._console = console
         self._server = server
@@ -129,6 +139,7 @@ class ConsoleReporter:
         self._keys = keys
         self._chats = chats
         self._generates = generates
+        self._name = name
         self._phase: str | None = None
         self._phase_began = self._began = time.monotonic()
 
@@ -162,7 +173,12 @@ class ConsoleReporter:
         if not self._chats and self._generates:
             self._print(f"  [yellow]{NO_CHAT}[/yellow]\n")
         for command in examples(
-            server, self._openai_url, keys=self._keys, chats=self._chats, generates=self._generates
+            server,
+            self._openai_url,
+            keys=self._keys,
+            chats=self._chats,
+            generates=self._generates,
+            name=self._name,
         ):
             self._print(f"  [cyan]{escape(command)}[/cyan]")
         self._print("\n[dim]Ctrl-C stops it.[/dim]")

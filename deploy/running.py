@@ -12,6 +12,7 @@ from typing import Literal
 from msgspec import DecodeError, Struct, ValidationError
 from msgspec import json as msgspec_json
 
+from backend.api.checkpoint.gguf_parts import model_name, title
 from backend.api.config.schema import EngineConfig
 from client.located import Located
 from deploy.model_source import DEFAULT_MODEL
@@ -40,7 +41,7 @@ class RunningServer(Struct, frozen=True):
 def write(directory: Path, state: State, http_url: str, grpc_url: str, config: EngineConfig) -> None:
     """Tell of a server of this process. It stays told until forget(), or until this process ends."""
     path = Path(config.model.path or DEFAULT_MODEL)
-    name = "the default model" if path == DEFAULT_MODEL else path.name
+    name = "the small model" if path == DEFAULT_MODEL else title(model_name(path.name))
     stat = read_stat(os.getpid())
     assert stat is not None, "this process runs"
     running = RunningServer(os.getpid(), stat.start, state, http_url, grpc_url, name)

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.checkpoint.adapter_files import check_adapter_files
-from backend.api.checkpoint.gguf_parts import model_name
 from backend.api.checkpoint.prompt_adapter_files import check_prompt_adapter
 from backend.api.config.checks import check_config
 from backend.api.config.file import load_config
@@ -21,10 +20,10 @@ from backend.api.config.schema import EngineConfig
 from backend.api.config.telemetry import check_traces
 from backend.api.errors import ConfigError, EverbatchError
 from backend.architectures.checkpoint import Checkpoint
-from deploy import capacity, chat_template, launch, passed_flags, rundir
+from deploy import capacity, chat_template, default_model, launch, passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
-from deploy.model_source import resolve_model
+from deploy.model_source import names_of, resolve_model
 from deploy.models_file import Models
 from deploy.multi_model import MultiModel
 from deploy.multi_model_options import described, of_several, several_of
@@ -87,26 +86,22 @@ class ServeOptions:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Names that clients may send as `model`: those of the options, else the hub id or the last part of the path; and
-        always `everbatch`.
+        """Names that clients may send as `model`, in the order of /v1/models: those of the options, else the model's own and
+        what it was started by; and always `everbatch`.
         """
-        if self.model_names:
-            return tuple(dict.fromkeys((*self.model_names, "everbatch")))
-        path = Path(self.model)
-        own = path.resolve().name if path.is_dir() else model_name(path.name) if path.is_file() else self.model
-        return ("everbatch", own) if own and self.model else ("everbatch",)
+        return tuple(dict.fromkeys((*self.model_names, "everbatch") if self.model_names else names_of(self.model)))
 
 
 def effective_config(options: ServeOptions) -> EngineConfig:
     """File, then `--set`, then `--model` and `--chat-template`, both with absolute paths. Raises UserError in one sentence."""
     try:
-        config = load_config(options.engine_config, options.overrides)
+        config = _loaded(options)
         config = with_prompt_adapters(with_adapters(config, options.adapters))
         check_traces(config.telemetry)
     except ConfigError as error:
         raise UserError(str(error)) from None
     name = options.model or config.model.path
-    if not name and not any(model.is_ours for model in compose(options.profiles, options.model_repositories)):
+    if not name and not _needs_checkpoint(options):
         if options.chat_template is not None:
             raise UserError(
                 f"--chat-template {options.chat_template}: no model of this server would use it; leave it out"
@@ -117,6 +112,24 @@ def effective_config(options: ServeOptions) -> EngineConfig:
     if template:
         model = msgspec.structs.replace(model, chat_template=str(Path(template).expanduser().absolute()))
     return msgspec.structs.replace(config, model=model)
+
+
+def names_no_model(options: ServeOptions) -> bool:
+    """True where a checkpoint is wanted, and neither the options nor the configuration say which. Raises UserError."""
+    try:
+        return (
+            options.models is None and not (options.model or _loaded(options).model.path) and _needs_checkpoint(options)
+        )
+    except ConfigError as error:
+        raise UserError(str(error)) from None
+
+
+def _loaded(options: ServeOptions) -> EngineConfig:
+    return load_config(options.engine_config, options.overrides)
+
+
+def _needs_checkpoint(options: ServeOptions) -> bool:
+    return any(model.is_ours for model in compose(options.profiles, options.model_repositories))
 
 
 def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
@@ -155,6 +168,9 @@ def serve(options: ServeOptions, console: Console) -> int:
     """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
     too_low = launch.raise_open_files()
     options.ports.check_free(options.host)
+    if names_no_model(options):
+        found, settings = default_model.find(console)
+        options = replace(options, model=found, overrides=(*settings, *options.overrides))
     several = None if options.models is None else several_of(options, options.models)
     config = effective_config(options) if several is None else several.default.engine.share.config
     checkpoint = capacity.examined(config) if config.model.path else None
@@ -172,7 +188,8 @@ def serve(options: ServeOptions, console: Console) -> int:
     openai_url = served.url if isinstance(served, ServerWithGateway) else None
     chats = chat_template.exists(config)
     has_keys = options.api_keys is not None
-    reporter = ConsoleReporter(console, server, openai_url, keys=has_keys, chats=chats, generates=generates)
+    name = gateway.names[0] if gateway is not None else ""
+    reporter = ConsoleReporter(console, server, openai_url, keys=has_keys, chats=chats, generates=generates, name=name)
     server.on_event = reporter.event
     _introduce(options, config, checkpoint, console)
     for each in several.sets if several is not None else ():

@@ -279,11 +279,11 @@ class ResponseBody(BaseModel):
     previous_response_id: str | None
     service_tier: Literal["default"] | None
     store: bool
-    temperature: float
+    temperature: float | None
     text: TextSettings
     tool_choice: str | dict[str, Any]
     tools: list[Any]
-    top_p: float
+    top_p: float | None
     truncation: str
     usage: ResponseUsage | None
 

@@ -214,18 +214,16 @@ def _template_role(role: str) -> str:
 
 
 def sampling(message: Sampling) -> dict[str, Any]:
-    """The sampling parameters. OpenAI's default temperature, 1, is sent explicitly; its other defaults are the model's.
-
-    Without one the model would always take the most likely token; everything else is off unless it is asked for.
-    """
+    """The sampling parameters. What a client leaves out is as the model's makers recommend, else as in OpenAI's API."""
     request = {name: value for name in _SAME_NAME if (value := getattr(message, name)) is not None}
-    request["temperature"] = 1.0 if message.temperature is None else message.temperature
+    if message.temperature is not None:
+        request["temperature"] = message.temperature
     if message.top_p:
         request["top_p"] = message.top_p
     if message.top_p == 0:  # nothing but the most likely token; the model's own top_p is above 0
         request["top_k"] = 1
-    elif message.top_k is not None and message.top_k > 0:  # 0 and -1 mean: all tokens
-        request["top_k"] = message.top_k
+    elif message.top_k is not None:
+        request["top_k"] = max(message.top_k, 0)  # 0 and -1 mean: all tokens
     if message.seed is not None:  # without one the model takes a random one
         request["seed"] = message.seed % (1 << 64)
     if message.stop:

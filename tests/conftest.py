@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 import pytest
 
+from deploy.default_model import VARIABLE
+from deploy.model_source import DEFAULT_MODEL
 from tests.compiled_once import share_native_kernels
 from tests.quick import Quick, Slowest
 
@@ -24,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Quick(config.getoption("--quick")))
     config.pluginmanager.register(Slowest())
     share_native_kernels()
+    os.environ.setdefault(VARIABLE, str(DEFAULT_MODEL))  # Servers of tests need no package index, and the small model is fast.
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from backend.api.checkpoint.gguf_parts import model_name
+from backend.api.checkpoint.gguf_parts import model_name, title
+from backend.api.checkpoint.recommended import default_sampling
 from backend.api.config.schema import (
     GuidedConfig,
     KvCacheConfig,
@@ -169,7 +170,7 @@ class InProcessWorkerGroup:
             loaded.model.takes_adapters = True
             self._adapter_reader = AdapterReader(loaded.whole_projections, dtype, self._lora.max_rank, self._pack)
         return ModelInfo(
-            name=model_name(self.model_path.name) or config.architecture,
+            name=title(model_name(self.model_path.name)) or config.architecture,
             vocab_size=config.vocab_size,
             max_seq_len=loaded.max_seq_len,
             sliding_window=config.sliding_window,
@@ -197,6 +198,9 @@ class InProcessWorkerGroup:
             kv_block_bytes=loaded.config.num_layers * loaded.kv_block(block_size).num_bytes,
             kv_layers=loaded.config.num_layers if self._keeps_pool and tier_name == "native" else 0,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
+            default_sampling={}
+            if self._buffers is not None
+            else default_sampling(self.model_path, section.default_sampling),
         )
 
     def _make_guides(self, vocab_size: int, eos_ids: tuple[int, ...]) -> str:

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import torch  # noqa: F401  # imported before the library is loaded, which then binds to torch's libgomp.so.1
-
 from kernels.cpu.isa import chosen_isas, compiler_flags
 from kernels.cpu.trust import distrust_of_directory, make_private_directory, open_trusted
 
@@ -75,6 +73,8 @@ def load(
     sources: the directory of the *.cpp and *.h; functions named everbatch_* are exported.
     Raises NativeUnavailable, and ValueError for a variant that this machine cannot run.
     """
+    import torch  # noqa: F401  # The library that is loaded afterwards binds to torch's libgomp.so.1.
+
     recipe = _best_recipe((isa,) if isa else chosen_isas(), sanitize, sources)
     if sanitize and "libasan" not in Path("/proc/self/maps").read_text():
         raise NativeUnavailable(
@@ -92,6 +92,13 @@ def load(
             f"the compiled native kernels cannot be loaded ({error}); "
             f"set {CACHE_VARIABLE} to a directory whose mount allows execution if that is the cause"
         ) from error
+
+
+def compile_ahead() -> None:
+    """Have the cache hold what `load` will ask for. Needs no package; raises NativeUnavailable."""
+    recipe = _best_recipe(chosen_isas(), sanitize=False, sources=SOURCES)
+    if recipe.cached() is None:
+        recipe.compile(progress=None)
 
 
 def asan_environment() -> dict[str, str]:
@@ -300,3 +307,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if re.search(r"\berror\b", line)), lines[0] if lines else "no message")
+
+
+if __name__ == "__main__":
+    compile_ahead()

@@ -21,6 +21,8 @@ SUFFIX = ".gguf"
 MAX_PARTS = 512
 AGAIN = "fetch all parts of it again"
 COUNT, NUMBER, NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
+# The types of llama-quantize, at the end of a file's name; ".Q4_1", "-UD-Q4_K_XL" and "_bf16" are such ends.
+_TYPE_AT_END = re.compile(r"[-._](UD-)?(I?Q\d\w*|TQ\d_\d|MXFP4\w*|B?F16|F32)\Z", re.IGNORECASE)
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
@@ -44,6 +46,11 @@ def model_name(file: str) -> str:
     """The name of the model that a file of this name is, or is a part of."""
     named = _PART.fullmatch(file)
     return file.removesuffix(SUFFIX) if named is None else named[1]
+
+
+def title(model: str) -> str:
+    """The name of a model without the type of its weights, as people call it: `Qwen3-4B` of `Qwen3-4B-Q4_K_M`."""
+    return _TYPE_AT_END.sub("", model) or model
 
 
 def merged(headers: Iterator[GgufHeader], count: int) -> GgufHeader:

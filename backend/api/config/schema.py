@@ -48,6 +48,7 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     cache_dir: str = ""  # packed weights are kept here for the next start; empty = beside the compiled kernels
     cache_max_gb: float = 20.0  # bound on the packed weights that are kept; the longest unused go first. 0 = none are
     chat_template: str = ""  # file with a Jinja template in place of the model's own; empty = the model's own
+    default_sampling: tuple[str, ...] = ()  # `NAME=VALUE`, before generation_config.json's; `none`: without those
 
 
 CPU_MEMORY_FRACTION = 0.25  # kv_cache.free_memory_fraction on a CPU: other programs need the rest of the memory

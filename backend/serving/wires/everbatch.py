@@ -193,7 +193,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         input_token_ids=prompt.ids,
         max_tokens=fitting_tokens(context, num_prompt) if asked.max_tokens is None else _not_negative(asked.max_tokens),
         streaming=asked.stream or bool(asked.stops),
-        sampling_config=asked.sampling_config(),
+        sampling_config=asked.sampling_config(context.model.default_sampling),
         output_config=OutputConfig(
             return_log_probs=asked.logprobs is not None or asked.is_ranked,
             top_log_probs=asked.logprobs or 0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -22,6 +24,7 @@ MAX_NAMED = 4  # unknown names that one error lists
 MAX_CHOICES = 128  # sequences for one prompt, as in OpenAI's API: the answer may hold the prompt so many times
 _TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
 _PLACE = re.compile(r"\.(\w+)")  # a name in msgspec's path of an error
+PLAIN_DEFAULTS: Mapping[str, float] = MappingProxyType({})
 _EARLY_STOPPING: dict[bool | str, int] = {True: 1, False: 0, "never": 2}  # as the engine has it
 
 if TYPE_CHECKING:
@@ -35,9 +38,9 @@ else:
 class NamedSampling(_PlainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names, defaults and meaning follow vLLM's SamplingParams, as far as the engine knows them.
 
-    Without a temperature there is sampling at 1.0; 0 is greedy. Without a seed each request has a random one. Of `best_of`
-    sequences the `n` with the greatest log-probability are returned, the best first; with `use_beam_search` it is the number of
-    beams.
+    Without a temperature there is sampling, at 1.0 or as the model's makers recommend; 0 is greedy. Without a seed each
+    request has a random one. Of `best_of` sequences the `n` with the greatest log-probability are returned, the best first;
+    with `use_beam_search` it is the number of beams.
     """
 
     max_tokens: int | None = None  # None: as many as fit
@@ -74,8 +77,10 @@ class NamedSampling(_PlainFields, frozen=True, kw_only=True, forbid_unknown_fiel
         """True if the sequences are ordered by their log-probabilities, rather than as they were sampled."""
         return self.use_beam_search or self.num_generated > self.n
 
-    def sampling_config(self, default_temperature: float | None = 1.0) -> SamplingConfig:
-        """Raises InvalidRequest for a token id in logit_bias that is no number."""
+    def sampling_config(self, defaults: Mapping[str, float] = PLAIN_DEFAULTS) -> SamplingConfig:
+        """`defaults`: values of fields that are not given, but with beams. Raises InvalidRequest for a token id in logit_bias
+        that is no number.
+        """
         if self.use_beam_search:
             return self._config(
                 num_return_sequences=self.n,
@@ -84,8 +89,10 @@ class NamedSampling(_PlainFields, frozen=True, kw_only=True, forbid_unknown_fiel
                 early_stopping=_EARLY_STOPPING[self.early_stopping],
                 temperature=0.0 if self.num_generated == 1 else None,  # one beam is greedy decoding
             )
-        temperature = default_temperature if self.temperature is None else self.temperature
-        return self._config(
+        left = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        asked = msgspec.structs.replace(self, **left)
+        temperature = 1.0 if asked.temperature is None else asked.temperature
+        return asked._config(
             num_return_sequences=self.num_generated if self.num_generated > 1 else None,
             temperature=temperature,
             seed=secrets.randbits(63) if self.seed is None and temperature != 0 else self.seed,
