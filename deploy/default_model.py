@@ -13,7 +13,10 @@ from deploy.published import SMOLLM2, Unavailable, cached, fetch
 VARIABLE = "EVERBATCH_MODEL"  # what to serve instead: as --model
 # Its file has four bits. In those a step rounds its inputs to 8 bits, and in a model so small that decides some first words:
 # "What is the capital of France?" has two, 0.08 apart. With int8 weights the inputs are not rounded, and it says Paris.
-SETTINGS = ("model.quantization=int8", "model.default_sampling=temperature=0.2,top_p=0.9")  # as its model card says
+SETTINGS = (
+    "model.quantization=int8",
+    'model.default_sampling=["temperature=0.2", "top_p=0.9"]',
+)  # as its model card says
 
 
 def find(console: Console) -> tuple[str, tuple[str, ...]]:

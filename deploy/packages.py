@@ -69,7 +69,18 @@ def missing_pins(root: Path, venv: Path, files: Sequence[str]) -> list[str]:
 def pip(venv: Path, arguments: list[str], progress: SteppedProgress, title: str, lock: int) -> None:
     """Run pip install and show what it does; it ends with us. Raises SetupError with the reason in one sentence."""
     progress.step(title)
-    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", "--no-input", *arguments]
+    # --no-compile: Python compiles the modules that are imported, when they are. All of them would take half a minute.
+    command = [
+        str(venv / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--progress-bar",
+        "off",
+        "--no-input",
+        "--no-compile",
+    ]
+    command += arguments
     output: list[str] = []
     counter = Counter(venv)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)) as process:

@@ -27,7 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Quick(config.getoption("--quick")))
     config.pluginmanager.register(Slowest())
     share_native_kernels()
-    os.environ.setdefault(VARIABLE, str(DEFAULT_MODEL))  # Servers of tests need no package index, and the small model is fast.
+    os.environ.setdefault(
+        VARIABLE, str(DEFAULT_MODEL)
+    )  # Servers of tests need no package index, and the small model is fast.
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
