@@ -50,7 +50,8 @@ def effective(config: EngineConfig) -> list[str]:
 
 
 def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """As --set takes it."""
+    return json.dumps(value) if isinstance(value, bool | tuple) else str(value)
 
 
 def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:

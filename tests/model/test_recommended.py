@@ -16,7 +16,7 @@ from backend.api.errors import ConfigError
 from backend.serving.wires.named_sampling import NamedSampling
 
 # As Qwen3's repository has it.
-QWEN3 = {"do_sample": True, "eos_token_id": [1], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}  # fmt: skip
+QWEN3 = {"do_sample": True, "eos_token_id": [1], "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 OF_QWEN3 = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
@@ -58,9 +58,14 @@ def test_the_operator_comes_before_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [({"top_p": 3}, "top_p is 3, allowed is 0 to 1"), ({"temperature": "hot"}, "temperature is hot"), ({"top_k": 1.5}, "top_k is 1.5"),
-     ({"temperature": float("nan")}, "temperature is nan"), ({"repetition_penalty": True}, "repetition_penalty is true")],
-)  # fmt: skip
+    [
+        ({"top_p": 3}, "top_p is 3, allowed is 0 to 1"),
+        ({"temperature": "hot"}, "temperature is hot"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"repetition_penalty": True}, "repetition_penalty is true"),
+    ],
+)
 def test_a_number_that_cannot_be_is_refused_with_the_way_around(
     tmp_path: Path, content: dict[str, Any], said: str
 ) -> None:
