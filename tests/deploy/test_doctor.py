@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from backend.api.config.schema import EngineConfig
-from deploy import doctor, invocation, libpython, memory, model_source, running
+from deploy import default_model, doctor, invocation, libpython, memory, model_source, running
 from deploy.doctor import Finding, show
 from deploy.errors import UserError
 
@@ -118,7 +118,7 @@ def test_a_port_of_this_checkouts_own_server_is_no_failure(tmp_path: Path, monke
         running.write(tmp_path / "serve-1", "serving", "http://127.0.0.1:1", "127.0.0.1:2", EngineConfig())
         for number in numbers:
             finding = doctor.port("127.0.0.1", number, "--grpc-port")
-            assert finding.state == "warn" and "the default model at http://127.0.0.1:1" in finding.seen
+            assert finding.state == "warn" and "the small model at http://127.0.0.1:1" in finding.seen
         child.communicate(b"\n")
 
 
@@ -136,8 +136,18 @@ def test_a_machine_without_a_gpu_is_fine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_missing_default_model_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_source, "DEFAULT_MODEL", tmp_path)
+    monkeypatch.setenv(default_model.VARIABLE, str(tmp_path))
     assert doctor.model().state == "warn" and "--model PATH_OR_HUB_ID" in doctor.model().remedy
+
+
+def test_the_default_model_is_the_fetched_one_else_the_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(default_model.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert str(model_source.DEFAULT_MODEL) in doctor.model().seen and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(default_model, "cached", lambda published: tmp_path / published.file)
+    assert default_model.SMOLLM2.file in doctor.model().seen
 
 
 @pytest.mark.parametrize(("states", "status"), [(["ok", "warn"], 0), (["ok", "fail"], 1)])

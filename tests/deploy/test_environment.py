@@ -84,7 +84,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert (venv / "incomplete").exists()
         notes.append(" ".join(["pip", *(Path(word).name for word in arguments if word != "-r")]))
 
+    def compile_kernels(root: Path, venv: Path) -> subprocess.Popen[bytes]:
+        notes.append("kernels")
+        return subprocess.Popen(["sleep", "0.3"])
+
     monkeypatch.setattr(environment, "_make_venv", make_venv)
+    monkeypatch.setattr(environment, "_compile_kernels", compile_kernels)
     monkeypatch.setattr(environment, "pip", pip)
     monkeypatch.setattr(environment, "check_disk", lambda place, kit: None)
     monkeypatch.setattr(environment, "missing_pins", lambda root, venv, files: [])
@@ -95,7 +100,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_fresh_clone_gets_a_venv_then_packages_then_the_stamp(checkout: Path, recorded: list[str]) -> None:
     environment.ensure(checkout, SERVING)
-    assert recorded == ["venv", "pip run.txt", "pip --no-deps server.txt"]
+    assert recorded == ["venv", "kernels", "pip run.txt", "pip --no-deps server.txt"]
     assert environment.is_complete(checkout / ".venv", environment.hashes(checkout, SERVING))
 
 
@@ -143,7 +148,7 @@ def test_an_interrupted_environment_is_completed_by_pip_alone(
     (venv / "incomplete").touch()
     monkeypatch.setattr(environment, "runs", lambda python: True)
     environment.ensure(checkout, SERVING)
-    assert recorded == ["pip run.txt", "pip --no-deps server.txt"]
+    assert recorded == ["kernels", "pip run.txt", "pip --no-deps server.txt"]
     assert not (venv / "incomplete").exists()
 
 

@@ -271,11 +271,12 @@ def test_serve_starts_the_endpoint_unless_its_port_is_zero(monkeypatch: pytest.M
     assert (served[1].options.port, served[1].options.host) == (free, "::1")
 
 
-def test_the_model_is_named_as_clients_know_it_and_never_by_a_path(tmp_path: Path) -> None:
+def test_the_model_has_its_own_name_and_those_that_it_was_started_by(tmp_path: Path) -> None:
     options = lambda model: serve.ServeOptions(model, openai_port=1)
     assert options("").served_names == ("everbatch",)
-    assert options("owner/name").served_names == ("everbatch", "owner/name")
-    assert options(str(tmp_path)).served_names == ("everbatch", tmp_path.name)
+    assert options("owner/name").served_names == ("name", "everbatch", "owner/name")
+    assert options("owner/name-GGUF:Q4_K_M").served_names == ("name-GGUF", "everbatch", "owner/name-GGUF:Q4_K_M")
+    assert options(str(tmp_path)).served_names == (tmp_path.name, "everbatch", str(tmp_path))
     asked = serve.ServeOptions("owner/name", openai_port=1, model_names=("big", "small", "everbatch"))
     assert asked.served_names == ("big", "small", "everbatch"), "in the order in which /v1/models lists them"
     assert serve.ServeOptions(model_names=("big",)).served_names == ("big", "everbatch")

@@ -14,7 +14,7 @@ from backend.api.config.file import load_config
 from backend.api.config.schema import EngineConfig
 from deploy import ports as ports_module
 from deploy.ports import Ports
-from deploy.report import ConsoleReporter, addresses, examples
+from deploy.report import TEXT, ConsoleReporter, addresses, examples
 from deploy.repository import profiles
 from deploy.triton_server import TritonServer
 from tests.deploy.test_repository import OURS, add_model
@@ -90,11 +90,23 @@ def shown(tmp_path: Path, *settings: str, keys: bool = False, ports: Ports | Non
 @pytest.mark.parametrize(
     ("profile", "example"),
     [
-        ("trtllm", 'ensemble/generate_stream -d \'{"text_input": "def main(", "max_tokens": 64, "stream": true}\''),
-        ("langchain", 'ensemble/generate_stream -d \'{"text_input": "def main(", "max_tokens": 64, "stream": true}\''),
-        ("llmapi", 'tensorrt_llm/generate_stream -d \'{"text_input": "def main(", "sampling_param_max_tokens": 64'),
-        ("lmdeploy", 'lmdeploy_model/generate_stream -d \'{"prompt": "def main(", "max_tokens": 64'),
-        ("vllm", 'vllm_model/generate_stream -d \'{"text_input": "def main(", "stream": true, "sampling_parameters"'),
+        (
+            "trtllm",
+            'ensemble/generate_stream -d \'{"text_input": "{TEXT}", "max_tokens": 64, "stream": true}\'',
+        ),
+        (
+            "langchain",
+            'ensemble/generate_stream -d \'{"text_input": "{TEXT}", "max_tokens": 64, "stream": true}\'',
+        ),
+        (
+            "llmapi",
+            'tensorrt_llm/generate_stream -d \'{"text_input": "{TEXT}", "sampling_param_max_tokens": 64',
+        ),
+        ("lmdeploy", 'lmdeploy_model/generate_stream -d \'{"prompt": "{TEXT}", "max_tokens": 64'),
+        (
+            "vllm",
+            'vllm_model/generate_stream -d \'{"text_input": "{TEXT}", "stream": true, "sampling_parameters"',
+        ),
         (
             "turbomind",
             'turbomind/generate_stream -d \'{"input_ids": [10, 11, 12], "input_lengths": 3, "request_output_len"',
@@ -102,7 +114,9 @@ def shown(tmp_path: Path, *settings: str, keys: bool = False, ports: Ports | Non
     ],
 )
 def test_each_profile_is_shown_by_a_model_of_its_own(tmp_path: Path, profile: str, example: str) -> None:
-    assert shown(tmp_path, profiles=[profile])[0].startswith(f"curl -N http://127.0.0.1:8000/v2/models/{example}")
+    assert shown(tmp_path, profiles=[profile])[0].startswith(
+        f"curl -N http://127.0.0.1:8000/v2/models/{example.replace('{TEXT}', TEXT)}"
+    )
 
 
 def test_a_model_that_generates_nothing_is_shown_by_an_embedding(tmp_path: Path) -> None:

@@ -37,11 +37,11 @@ def test_the_latest_server_that_serves_is_asked(tmp_path: Path, monkeypatch: pyt
     told(tmp_path, "server-4", "serving", 4)  # of a test
     found = running.locate()
     assert found is not None and found.grpc_url == "127.0.0.1:3" and found.http_url == "http://127.0.0.1:2"
-    assert found.model == "the default model" and [each.grpc_url for each in found.others] == [
+    assert found.model == "the small model" and [each.grpc_url for each in found.others] == [
         "127.0.0.1:2",
         "127.0.0.1:4",
     ]
-    name = "the default model"
+    name = "the small model"
     assert introduced(found, None, "ensemble") == (
         f"{name} answers, at 127.0.0.1:3; --url for {name} at 127.0.0.1:2 or {name} at 127.0.0.1:4"
     )

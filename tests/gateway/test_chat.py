@@ -151,8 +151,16 @@ def test_every_sampling_parameter_reaches_the_model(client: openai.OpenAI, trito
 
 
 def test_what_is_not_said_is_not_sent(client: openai.OpenAI, triton: FakeTriton) -> None:
-    client.chat.completions.create(model="everbatch", messages=HELLO, n=1, stop=[], extra_body={"top_k": -1})
-    assert triton.last().body == {"messages": HELLO, "temperature": 1.0, "timeout_s": 600.0}
+    client.chat.completions.create(model="everbatch", messages=HELLO, n=1, stop=[])
+    assert triton.last().body == {"messages": HELLO, "timeout_s": 600.0}
+
+
+def test_all_tokens_are_asked_for_although_a_model_may_recommend_fewer(
+    client: openai.OpenAI, triton: FakeTriton
+) -> None:
+    for given in (0, -1):
+        client.chat.completions.create(model="everbatch", messages=HELLO, extra_body={"top_k": given})
+        assert triton.last().body["top_k"] == 0
 
 
 def test_top_p_of_zero_asks_for_the_most_likely_token(client: openai.OpenAI, triton: FakeTriton) -> None:

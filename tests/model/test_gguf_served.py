@@ -151,7 +151,7 @@ def test_the_launcher_takes_the_file_or_its_directory(
 
 
 def test_clients_may_call_it_by_the_name_of_the_file(file: Path) -> None:
-    assert ServeOptions(model=str(file)).served_names == ("everbatch", "Tiny-F32")
+    assert ServeOptions(model=str(file)).served_names == ("Tiny", "everbatch", "Tiny-F32", str(file))
 
 
 def test_a_spoiled_file_ends_in_one_sentence_before_a_server_is_started(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def default_sampling(path: Path, settings: Iterable[str]) -> dict[str, float]:
 
 
 def of_checkpoint(path: Path) -> dict[str, float]:
-    """What the checkpoint recommends. Raises ConfigError for a number that the field cannot have."""
+    """The checkpoint's recommendations. Raises ConfigError for a number that the field cannot have."""
     if (file := gguf_file(path)) is not None:
         header = read_header(file)
         keys = {name: f"general.sampling.{field.gguf}" for name, field in FIELDS.items()}
