@@ -31,9 +31,17 @@ PICTURES: tuple[tuple[str, int, int, Literal["dark", "light"], str], ...] = (  #
     ("page-phone-chat.png", 390, 780, "dark", "chat"),
     ("page-phone-batch.png", 390, 780, "light", "live"),
 )
-QUESTIONS = ("Write the function read_lines.", "Now one that writes them.")
-PROMPTS = ("def parse_header(line):", "class Queue:", "import socket\n\ndef listen(", "def merge(left, right):")
-SETTINGS = ("kv_cache.max_tokens=5120", "scheduler.max_batch_size=6")
+CHATS = (  # the last one is seen
+    ("Explain photosynthesis in three sentences.",),
+    ("What is the capital of France?", "And of Italy?", "What is Rome famous for?", "What do people eat there?"),
+)
+PROMPTS = (
+    "Tell me a story about a lighthouse. ",
+    "How does a sailing boat work? ",
+    "Why do leaves turn red? ",
+    "Describe a market. ",
+)
+SETTINGS = ("kv_cache.max_tokens=6144", "scheduler.max_batch_size=8", "model.max_seq_len=1024")
 
 
 @contextmanager
@@ -75,7 +83,7 @@ def crowd(url: str, grpc: str, done: threading.Event) -> list[threading.Thread]:
                 return
             content = PROMPTS[(index + turn) % len(PROMPTS)] * (1 + (index + 2 * turn) % 5 * 6)
             message = {"role": "user", "content": f"{turn} {content}"}
-            tokens = 400 + 150 * (index + turn) % 700
+            tokens = 150 + 70 * (index + turn) % 350
             body = {"model": "everbatch", "messages": [message], "max_tokens": tokens, "ignore_eos": True, "seed": turn}
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
@@ -89,8 +97,8 @@ def crowd(url: str, grpc: str, done: threading.Event) -> list[threading.Thread]:
 
 
 def converse(page: Any) -> None:
-    """Two conversations, the second one with two turns, the last of which is answered while the pictures are made."""
-    for number, questions in enumerate((QUESTIONS[1:], QUESTIONS)):
+    """The conversations of CHATS, each turn when the one before is answered."""
+    for number, questions in enumerate(CHATS):
         if number:
             page.click("#new")
         for question in questions:
@@ -108,7 +116,7 @@ def draw(directory: Path) -> None:
         raise SystemExit("there is no chromium; apt-get install chromium")
     done = threading.Event()
     with serving() as (url, grpc), sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
-        settings = {"temperature": "0.6", "seed": "2"}
+        settings = {"seed": "2"}  # and the temperature that the model's makers recommend
         browser = playwright.chromium.launch_persistent_context(
             profile, executable_path=chromium, args=["--no-sandbox"], viewport={"width": 1360, "height": 960}
         )

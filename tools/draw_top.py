@@ -1,4 +1,4 @@
-"""`python -m tools.draw_top [FILE]`: the picture of docs/top.md, of the default model under conversations and long requests."""
+"""`python -m tools.draw_top [FILE]`: the picture of docs/top.md, of models/default under conversations and long requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Train Everbatch's default model: a small Llama that has read the CPython standard library.
+r"""Train the small model of models/default: a Llama that has read the CPython standard library.
 
 The script needs no network and no GPU. It collects the running interpreter's own library, trains a byte-level BPE
 tokenizer and a Llama of about 5 million parameters, and exports both in Hugging Face's layout. A run that was

@@ -2,14 +2,13 @@
 
 That server has every profile that shares one, and the models of docs/vllm.md. `./everbatch serve` of a block is not started once
 more: tests/docs/test_blocks.py holds its options and settings against the command line. Programs of README.md, docs/openai.md
-and docs/anthropic.md run here too.
+and docs/anthropic.md run here too. What the default model answers on the pages, tests/real/test_pages.py reads.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -132,20 +131,6 @@ def test_a_block_does_what_it_is_for(shell: Shell, block: Block) -> None:
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
 def test_a_program_prints_an_answer(shell: Shell, block: Block) -> None:
     assert shell.run(sys.executable, "-c", shell.at_this_server(block.text)).strip()
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_generate_and_chat_print_what_the_page_shows(shell: Shell, page: str) -> None:
-    (shown,) = [block.text for block in blocks(page) if "$ ./everbatch chat" in block.text]
-    generate, chat = shown[shown.index("$ ./everbatch generate") :].split("\n\n")
-    command, _, expected = generate[2:].partition("\n")
-    prompt = shlex.split(command)[2]  # only a terminal shows it once more
-    assert shapes(shell.at_this_server(expected).replace(prompt, "")) <= shapes(shell.told_by(command))
-    command, *lines = chat[2:].splitlines()
-    said = "\n".join(line[2:] for line in lines if line.startswith("> "))
-    expected = "\n".join(line for line in lines if not line.startswith("> "))
-    alone = f"{command} --namespace {page}"  # others have asked the same, and their KV is cached
-    assert shapes(expected) <= shapes(shell.told_by(alone, typed=said))
 
 
 def shapes(text: str) -> set[str]:

@@ -31,7 +31,7 @@ ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     """Which checkpoint, and how it is held in memory."""
 
-    path: str = ""  # directory with config.json and safetensors, GGUF file, or hub id; empty = models/default
+    path: str = ""  # directory, GGUF file or hub id; empty = models/default, but for `serve` its default model
     dtype: DType = "auto"  # `float32`, `bfloat16`, `float16`; auto = the checkpoint's own
     device: str = "auto"  # cpu, cuda, cuda:1; auto = cuda where there is one
     max_seq_len: int | None = None  # tokens of one sequence, prompt and output; unset = the model's own limit
