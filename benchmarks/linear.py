@@ -32,7 +32,6 @@ from torch import Tensor
 from backend.layers.linear import QuantizedWeight, Weight
 from backend.worker.native_tier import PackLinears
 from benchmarks.harness.machine import describe
-from kernels.common import two_levels
 from kernels.common.four_bits import VALUES
 from kernels.common.rotation import group_of
 from kernels.common.super_blocks import FORMS, NL, Kind, SuperBlocks
@@ -88,15 +87,6 @@ def _rotated(n: int, k: int) -> QuantizedWeight:
     return _int8("w8a8", group)(n, k)._replace(is_rotated=True)
 
 
-def _two_levels(n: int, k: int) -> QuantizedWeight:
-    group = group_of(k)
-    assert group is not None, "main() refuses such k"
-    multiples = torch.randint(-two_levels.MOST, two_levels.MOST + 1, (n, k // two_levels.CHUNK))
-    places = torch.randint(16, (n, k // two_levels.CHUNK, two_levels.CHUNK))
-    q = two_levels.levels_of(multiples).gather(2, places).flatten(1).char()
-    return QuantizedWeight(q, torch.rand(n, k // group).bfloat16().float(), group, "w4a8", True)
-
-
 def _values(n: int, k: int) -> QuantizedWeight:
     q = torch.tensor(VALUES, dtype=torch.int8)[torch.randint(16, (n, k))]
     return QuantizedWeight(q, torch.rand(n, k // 32).bfloat16().float(), 32, "w4a8")
@@ -137,8 +127,7 @@ FORMATS = {
     "w8a8-32": Format("int8", _int8("w8a8", 32)),
     "w8a8-128": Format("int8", _int8("w8a8", 128)),
     "w8a8-row": Format("int8", _int8("w8a8", None)),
-    "w4a8": Format("int8", _two_levels),  # as model.quantization=w4a8 makes it
-    "w4a8-32": Format("int8", _values),  # of columns that are not rotated
+    "w4a8": Format("int8", _values),  # as model.quantization=w4a8 makes it
     "awq-128": Format("int8", _four_bits(128)),
     **{kind.lower().replace(" ", "_"): Format("int8", _super_blocks(kind)) for kind in FORMS},
 }

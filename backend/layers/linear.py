@@ -29,7 +29,7 @@ QuantizedFormat = Literal["int8", "w8a8", "w4a8"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in the format of kernels/common/quantize.py or, for w4a8, of four_bits.py or two_levels.py.
+    """A weight in the format of kernels/common/quantize.py or, for w4a8, of four_bits.py.
 
     One of a checkpoint may also hold -128.
     """
@@ -37,9 +37,9 @@ class QuantizedWeight(NamedTuple):
     q: Tensor  # int8 [n, k]
     scale: Tensor  # float32 [n, ceil(k / group)]
     group: int  # columns; k = one scale a row
-    # w8a8, w4a8: activations are quantised as well, per token and group; w4a8: q is of VALUES or, if rotated, of LEVELS
+    # w8a8, w4a8: activations are quantised as well, per token and group; w4a8: q is of VALUES
     format: QuantizedFormat
-    is_rotated: bool = False  # w8a8, w4a8: of kernels/common/rotation.py, which rotates inputs
+    is_rotated: bool = False  # w8a8: of kernels/common/rotation.py, which rotates inputs
 
 
 Weight = (

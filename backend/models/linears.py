@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,10 +15,14 @@ from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, Quantized
 from backend.models.cut import cut_bias, cut_weight
 from backend.models.quantized import QuantizedLayers, stack
 from backend.models.tensors import TensorSource
-from kernels.common import four_bits, rotation, two_levels
+from kernels.common import four_bits, rotation
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
 from kernels.common.rotation import Round
 
+RoundToFourBits = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # four_bits.round_weight
+Importance = Callable[
+    [str], Tensor | None
+]  # a projection's name -> the mean square of its inputs [k], if that is known
 WHOLE_ROW = -1  # a value of LinearOptions.group: one scale a row
 
 
@@ -37,25 +41,28 @@ class LinearOptions(NamedTuple):
     quantization: Quantization = "none"  # format to which float weights are quantised while loading; none: they are not
     group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = what is best
     make: MakeLinear = make_torch_linear
-    round_to_four_bits: Round = four_bits.round_weight
+    round_to_four_bits: RoundToFourBits = four_bits.round_weight
     holds_super_blocks: bool = False  # True if `make` takes SuperBlocks; they are floats where it does not
     rotate: rotation.Rotate = rotation.rotate
-    round_to_levels: Round = two_levels.round_weight
-    has_two_levels: bool = False  # w4a8: kernels/common/two_levels.py where columns can be rotated, else four_bits.py
+    importance: Importance = lambda name: None  # of the inputs of weights that are rounded to four bits
 
-    def rounding(self, columns: int, is_head: bool) -> Rounding:
-        """How a weight of `columns` columns is rounded. `is_head`: as in LinearBuilder.build."""
+    def rounding(self, columns: int, is_head: bool, importance: Tensor | None = None) -> Rounding:
+        """How a weight of `columns` columns is rounded, whose inputs have this importance [columns]. `is_head`: as in
+        LinearBuilder.build.
+        """
         assert self.quantization != "none"
-        format = _of_head(self.quantization) if is_head else self.quantization
-        is_rotated = format == "w8a8" or (format == "w4a8" and self.has_two_levels)
-        together = rotation.group_of(columns) if is_rotated and self.group is None else None
+        format = self.quantization
+        if format == "w4a8" and is_head:
+            format = "w8a8"  # With fewer bits it would cost more quality than it saves.
+        if format == "w4a8":
+            return Rounding(format, four_bits.GROUP, lambda w, _: self.round_to_four_bits(w, importance))
+        together = rotation.group_of(columns) if format == "w8a8" and self.group is None else None
         if together is not None:
-            rounded = self.round_to_levels if format == "w4a8" else quantize_weight
             return Rounding(
-                format, together, lambda w, group: rotation.round_weight(w, group, self.rotate, rounded), True
+                format, together, lambda w, group: rotation.round_weight(w, group, self.rotate, quantize_weight), True
             )
         group = columns if self.group == WHOLE_ROW else self.group or DEFAULT_GROUPS[format]
-        return Rounding(format, group, self.round_to_four_bits if format == "w4a8" else quantize_weight)
+        return Rounding(format, group, quantize_weight)
 
 
 class LinearBuilder:
@@ -125,7 +132,10 @@ class LinearBuilder:
     def _quantize(self, rows: Mapping[str, int], columns: int, cut: Cut, is_head: bool) -> QuantizedWeight:
         """Quantise the stored values, before any rounding to the model's dtype."""
         first, end = cut.columns or (0, columns)
-        rounding = self._options.rounding(end - first, is_head)
+        importance = self._options.importance(next(iter(rows))) if self._options.quantization == "w4a8" else None
+        rounding = self._options.rounding(
+            end - first, is_head, None if importance is None else importance[first:end].contiguous()
+        )
         group, num_rows = rounding.group, sum(stop - start for start, stop in cut.rows)
         for name, count in rows.items():
             self._source.check_shape(name + ".weight", (count, columns))
@@ -153,8 +163,3 @@ def make_linear(weight: Tensor, bias: Tensor | None, options: LinearOptions, is_
         return options.make(weight, bias)
     format, group, rounded, is_rotated = options.rounding(weight.shape[1], is_head)
     return options.make(QuantizedWeight(*rounded(weight, group), group, format, is_rotated), bias)
-
-
-def _of_head(format: QuantizedFormat) -> QuantizedFormat:
-    """How the output head is quantised: with fewer bits than 8 it would cost more quality than it saves."""
-    return "w8a8" if format == "w4a8" else format

@@ -62,9 +62,11 @@ def of_layer(config: ModelConfig, index: int) -> ModelConfig:
 class Calibration:
     """A text on its way through the model."""
 
-    def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor) -> None:
-        """rows [rows, length] int64: token ids, each row a text of its own. embedding [vocab, hidden]."""
-        self._config = config
+    def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor, *, has_hessians: bool = True) -> None:
+        """rows [rows, length] int64: token ids, each row a text of its own. embedding [vocab, hidden]. has_hessians: False if the
+        diagonals [k] of the hessians are enough, which take less time and memory.
+        """
+        self._config, self._has_hessians = config, has_hessians
         scale = config.block.embedding_scale
         self._hidden = F.embedding(rows, embedding).float() * scale  # [rows, length, hidden]
         self._sampled_of_each = max(1, SAMPLED // -(-len(rows) // ROWS_AT_ONCE))
@@ -88,7 +90,7 @@ class Calibration:
 
         def make(weight: Weight, bias: Tensor | None) -> _Recorder:
             assert isinstance(weight, Tensor)  # the configuration above says that nothing is quantised
-            made.append(_Recorder(weight, bias, self._sampled_of_each))
+            made.append(_Recorder(weight, bias, self._sampled_of_each, self._has_hessians))
             return made[-1]
 
         length = self._hidden.shape[1]
@@ -109,8 +111,9 @@ class Calibration:
 class _Recorder(DenseLinear):
     """A float linear layer that records its inputs."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int, has_hessian: bool) -> None:
         super().__init__(weight, bias)
+        self._has_hessian = has_hessian
         k = weight.shape[1]
         self._sampled = sampled
         self._num_tokens = 0
@@ -119,10 +122,13 @@ class _Recorder(DenseLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._num_tokens:
-            self._squares = torch.zeros(x.shape[1], x.shape[1])
+            self._squares = torch.zeros(x.shape[1:] * (1 + self._has_hessian))
         self._num_tokens += len(x)
         self._max_abs = torch.maximum(self._max_abs, x.abs().amax(0))
-        self._squares.addmm_(x.T, x)
+        if self._has_hessian:
+            self._squares.addmm_(x.T, x)
+        else:
+            self._squares += x.square().sum(0)
         count = min(self._sampled, len(x))
         self._samples.append(x[torch.arange(count) * len(x) // count].clone())
         return super().__call__(x)

@@ -15,7 +15,7 @@ from kernels.cpu.linear import PackedLinear
 from kernels.cpu.screen import Screen
 
 _EMBEDDING, _HEAD, _SCREEN = "embedding of the model", "head of the model", "screen of the head"  # no names of tensors
-_NUM_LINEAR_PARTS, _NUM_SCREEN_PARTS = 5, 4
+_NUM_LINEAR_PARTS, _NUM_SCREEN_PARTS = 4, 4
 
 
 class RecordedParts:

@@ -18,6 +18,7 @@ from backend.models import loader
 from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.lora import Layers, ProjectionPlace, Projections, projections_of
+from backend.quant.importance import Importance
 from backend.worker.adapter_pages import (
     AdapterPages,
     PagedLayers,
@@ -34,11 +35,9 @@ from backend.worker.packed_model import PackedModels
 from backend.worker.tier import KVBlock, Tier, TierChoice, choose_tier, kv_dtype, kv_layout
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier
-from kernels.common import two_levels
 from kernels.common.kv_format import PoolLayout
 from kernels.cpu.build import NativeLibrary
-from kernels.cpu.isa import supported_isas
-from kernels.cpu.linear import RotateInBlocks, RoundToFourBits, RoundToLevels
+from kernels.cpu.linear import RotateInBlocks, RoundToFourBits
 from kernels.cpu.lora import PackedAdapter, packed_bytes
 from kernels.cpu.ranks import RanksMemory
 from kernels.cpu.screen import Screen
@@ -73,6 +72,9 @@ class LoadedModel:
         own = () if isinstance(checkpoint, loader.CheckpointReader) else checkpoint.remarks
         self.remarks = (*own, *_remarks(self.choice, kv_cache.block_size, dtype, device, self.config))
         linears = linear_options(self.choice, section.quantization, self.dtype)
+        if section.quantization == "w4a8" and isinstance(checkpoint, loader.CheckpointReader) and not self.is_encoder:
+            path = loader.resolve_model_path(section.path)
+            linears = linears._replace(importance=Importance(path, checkpoint.config, checkpoint.tensors, progress))
         self._screen: Screen | None = None
         self.mapped_bytes = 0  # weights that are pages of a file, which other engines may share
         self.model: Decoder | HostedModel
@@ -296,8 +298,6 @@ def load_draft_model(
 
 def linear_options(choice: TierChoice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:
     """How the tier holds linear layers. `quantization`: model.quantization. Raises ConfigError for one that it has not."""
-    isa = supported_isas()[0] if choice.library is None else choice.library.isa
-    has_two_levels = isa in two_levels.FASTER_ON
     match choice.name:
         case "native":
             assert choice.library is not None  # choose_tier chooses this tier only with it
@@ -306,8 +306,6 @@ def linear_options(choice: TierChoice, quantization: Quantization, dtype: torch.
                 make=PackLinears(choice.library),
                 round_to_four_bits=RoundToFourBits(choice.library),
                 rotate=RotateInBlocks(choice.library),
-                round_to_levels=RoundToLevels(choice.library),
-                has_two_levels=has_two_levels,
                 holds_super_blocks=True,
             )
         case "triton":
@@ -318,4 +316,4 @@ def linear_options(choice: TierChoice, quantization: Quantization, dtype: torch.
                 )
             group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel supports
             return LinearOptions(quantization, group, make_triton_linear(dtype))
-    return LinearOptions(quantization, has_two_levels=has_two_levels)
+    return LinearOptions(quantization)

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -72,15 +73,12 @@ class PackLinears:
                     f"weights of {weight.dtype} cannot be packed for the native kernels; use --set model.dtype=bfloat16"
                 )
             return PackedLinear.of_floats(self._library, self._arena, weight, bias)
-        if weight.format == "w4a8" and weight.is_rotated:
-            return PackedLinear.of_two_levels(self._library, self._arena, weight.q, weight.scale, weight.group, bias)
-        self._check_scales(weight.scale)
         if weight.format == "w4a8":
-            q, scales, group = _regrouped(weight)
-            values = torch.tensor(four_bits.VALUES, dtype=torch.int8)
-            return PackedLinear.of_four_bits(
-                self._library, self._arena, four_bits.indices(q), scales, values, group, bias
-            )
+            n, columns = weight.q.shape
+            q = F.pad(four_bits.indices(weight.q), (0, -columns % four_bits.GROUP))
+            blocks = SuperBlocks("IQ4_NL", q, None, None, weight.scale.half(), None)
+            return PackedLinear.of_super_blocks(self._library, self._arena, blocks, bias, columns)
+        self._check_scales(weight.scale)
         is_w8a8 = weight.format == "w8a8"
         return PackedLinear.of_int8(self._library, self._arena, *_regrouped(weight), bias, is_w8a8, weight.is_rotated)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from ctypes import CDLL, byref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.common.four_bits import VALUES
+from kernels.common.four_bits import GROUP, VALUES, stored
 from kernels.common.quantize import row_slices
-from kernels.common.rotation import MOST_IN_GROUP
 from kernels.common.super_blocks import FORMS, SuperBlocks
 from kernels.cpu.memory import Arena
 from kernels.cpu.structs import (
@@ -20,7 +20,6 @@ from kernels.cpu.structs import (
     PANEL,
     ROTATED,
     SUPER_BLOCKS,
-    TWO_LEVELS,
     W4A8,
     W8A8,
     LinearStruct,
@@ -29,7 +28,6 @@ from kernels.cpu.structs import (
 _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 # The dtypes of inputs that each format takes; quantised ones take both.
 _INPUTS = {FLOAT32: [torch.float32], BFLOAT16: [torch.bfloat16], FLOAT16: [torch.float32]}
-_ROTATED = ROTATED, TWO_LEVELS
 _GROUPS = {number: FORMS[kind].group for kind, number in SUPER_BLOCKS.items()}
 
 
@@ -49,13 +47,13 @@ class PackedLinear:
     def of_parts(
         cls, library: CDLL, parts: tuple[Tensor | None, ...], n: int, k: int, kind: int, group: int
     ) -> PackedLinear:
-        """A layer of `parts`, data, scales, zeros, values and bias, as another layer has them; they stay where they are.
+        """A layer of `parts`, data, scales, zeros and bias, as another layer has them; they stay where they are.
 
         Raises ValueError for parts that such a layer cannot have.
         """
         sizes = _sizes(library, n, k, kind, group)
         found = [None if part is None else part.nbytes for part in parts]
-        needed = [True, INT8 <= kind <= TWO_LEVELS, False, False, False]
+        needed = [True, INT8 <= kind <= ROTATED, False, False]
         if any(own != size and (own is not None or need) for own, size, need in zip(found, sizes, needed, strict=True)):
             raise ValueError(f"the parts have {found} bytes, a layer of {n} rows and {k} columns has {sizes}")
         return cls(library, parts, LinearStruct(*map(_pointer, parts), n, k, kind, group))
@@ -99,7 +97,7 @@ class PackedLinear:
         arena: Arena,
         weight: Tensor,
         scales: Tensor,
-        zeros_or_values: Tensor | None,
+        zeros: Tensor | None,
         group: int,
         bias: Tensor | None,
     ) -> PackedLinear:
@@ -107,39 +105,23 @@ class PackedLinear:
 
             weight - 8                  None is given
             weight - zeros              zeros [n, ceil(k / group)] uint8, 0..16
-            values[weight]              values [16] int8
 
         scales [n, ceil(k / group)] are exact in bfloat16; group is 32 or a multiple of 64. Activations are quantised in
         groups of 32.
         """
         _check_group(group)
-        return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros_or_values)
+        return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros)
 
     @classmethod
-    def of_two_levels(
-        cls, library: CDLL, arena: Arena, weight: Tensor, scales: Tensor, group: int, bias: Tensor | None
+    def of_super_blocks(
+        cls, library: CDLL, arena: Arena, weight: SuperBlocks, bias: Tensor | None, columns: int | None = None
     ) -> PackedLinear:
-        """Packs weight [n, k] int8 of kernels/common/two_levels.py in four bits, and scales [n, k / group] exact in bfloat16.
+        """Packs blocks without loss. Activations are quantised in groups of the weight's size.
 
-        Raises ValueError for groups that do not fit, and for numbers that are no levels.
+        columns: inputs of the layer, where the last block has fewer than it could.
         """
-        n, k = weight.shape
-        _check_rotated(k, group)
-        weight, threads = weight.contiguous(), torch.get_num_threads()
-        packed = arena.empty(library.everbatch_packed_bytes(n, k, TWO_LEVELS, group))
-        others = library.everbatch_pack_levels(weight.data_ptr(), n, k, group, packed.data_ptr(), threads)
-        if others:
-            raise ValueError(
-                f"{others} runs of 32 columns of the weight are no levels of one multiple; round it by two_levels.round_weight"
-            )
-        packed_scales = _by_panels(arena, scales, k // group, torch.bfloat16)
-        return cls.of_parts(library, (packed, packed_scales, None, None, _by_columns(bias, n)), n, k, TWO_LEVELS, group)
-
-    @classmethod
-    def of_super_blocks(cls, library: CDLL, arena: Arena, weight: SuperBlocks, bias: Tensor | None) -> PackedLinear:
-        """Packs blocks without loss. Activations are quantised in groups of the weight's size."""
         kind, group, (n, k) = SUPER_BLOCKS[weight.kind], weight.form.group, weight.q.shape
-        if k % weight.form.columns:
+        if k % weight.form.columns or not 0 <= k - (columns or k) < weight.form.columns:
             raise ValueError(
                 f"the weight has {k} columns, blocks of {weight.kind} have {weight.form.columns}; use another form"
             )
@@ -149,8 +131,8 @@ class PackedLinear:
         library.everbatch_pack_super(
             *map(_pointer, tables), weight.unit, n, k, kind, packed.data_ptr(), torch.get_num_threads()
         )
-        held = packed, None, None, None, _by_columns(bias, n)
-        return cls.of_parts(library, held, n, k, kind, group)
+        held = packed, None, None, _by_columns(bias, n)
+        return cls.of_parts(library, held, n, columns or k, kind, group)
 
     @classmethod
     def _pack(
@@ -162,7 +144,7 @@ class PackedLinear:
         group: int,
         scales: Tensor | None,
         bias: Tensor | None,
-        zeros_or_values: Tensor | None = None,
+        zeros: Tensor | None = None,
     ) -> PackedLinear:
         n, k = weight.shape
         weight = weight.contiguous()
@@ -171,17 +153,14 @@ class PackedLinear:
         library.everbatch_pack(weight.data_ptr(), n, k, kind, group, packed.data_ptr(), threads)
         groups = library.everbatch_groups(k, group)
         packed_scales = None if scales is None else _by_panels(arena, scales, groups, torch.bfloat16)
-        zeros = values = None
-        if zeros_or_values is not None and zeros_or_values.dtype == torch.int8:
-            values = zeros_or_values.repeat(4)  # as four_bits.h wants it
-        elif zeros_or_values is not None:
-            zeros = _by_panels(arena, zeros_or_values, groups, torch.uint8)
-        held = packed, packed_scales, zeros, values, _by_columns(bias, n)
+        if zeros is not None:
+            zeros = _by_panels(arena, zeros, groups, torch.uint8)
+        held = packed, packed_scales, zeros, _by_columns(bias, n)
         return cls.of_parts(library, held, n, k, kind, group)
 
     @property
     def parts(self) -> tuple[Tensor | None, ...]:
-        """Data, scales, zeros, values and bias, packed as native/linear.h has them."""
+        """Data, scales, zeros and bias, packed as native/linear.h has them."""
         return self._held
 
     @property
@@ -224,28 +203,20 @@ class RoundToFourBits:
         self._library = library
         self._values = torch.tensor(VALUES, dtype=torch.int8)
 
-    def __call__(self, w: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        n, k = w.shape
-        q, scale = torch.empty(n, k, dtype=torch.int8), torch.empty(n, -(-k // group))
+    def __call__(self, w: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        n, columns = w.shape
+        groups = -(-columns // GROUP)
+        k = groups * GROUP
+        q, scale = torch.empty(n, k, dtype=torch.int8), torch.empty(n, groups)
+        counts = F.pad(torch.ones(columns) if importance is None else importance.float(), (0, k - columns))
+        values, threads = self._values.data_ptr(), torch.get_num_threads()
         for rows in row_slices(n, k):
-            part, values = w[rows].float().contiguous(), self._values.data_ptr()
-            into = q[rows].data_ptr(), scale[rows].data_ptr()
-            self._library.everbatch_round(part.data_ptr(), len(part), k, group, values, *into, torch.get_num_threads())
-        return q, scale
-
-
-class RoundToLevels:
-    """kernels/common/two_levels.py's `round_weight` by native/rounding.cpp: the same, but for sums in another order."""
-
-    def __init__(self, library: CDLL) -> None:
-        self._library = library
-
-    def __call__(self, w: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        (n, k), w = w.shape, w.float().contiguous()
-        q, scale = torch.empty(n, k, dtype=torch.int8), torch.empty(n, k // group)
-        into = q.data_ptr(), scale.data_ptr()
-        self._library.everbatch_round_levels(w.data_ptr(), n, k, group, *into, torch.get_num_threads())
-        return q, scale
+            part = F.pad(w[rows].float(), (0, k - columns)).contiguous()
+            given = part.data_ptr(), len(part), k, values
+            self._library.everbatch_best_scales(*given, counts.data_ptr(), scale[rows].data_ptr(), threads)
+            scale[rows] = stored(scale[rows])
+            self._library.everbatch_round(*given, scale[rows].data_ptr(), q[rows].data_ptr(), threads)
+        return q[:, :columns], scale
 
 
 class RotateInBlocks:
@@ -263,16 +234,15 @@ class RotateInBlocks:
 def _sizes(library: CDLL, n: int, k: int, kind: int, group: int) -> list[int]:
     """Bytes of the parts that a layer may have. Raises ValueError for a format that there is not."""
     if (
-        kind not in (*range(TWO_LEVELS + 1), *_GROUPS)
+        kind not in (*range(ROTATED + 1), *_GROUPS)
         or (kind in _GROUPS and group != _GROUPS[kind])
-        or (kind in _ROTATED and k % (group or 1))
-        or (kind == TWO_LEVELS and group > MOST_IN_GROUP)
+        or (kind == ROTATED and k % (group or 1))
         or (kind >= INT8 and group not in (16, 32) and (group < 64 or group % 64))
     ):
         raise ValueError(f"there is no format {kind} with groups of {group}")
     columns = -(-n // PANEL) * PANEL
     groups = library.everbatch_groups(k, group) if kind >= INT8 else 0
-    return [library.everbatch_packed_bytes(n, k, kind, group), 2 * groups * columns, groups * columns, 64, 4 * columns]
+    return [library.everbatch_packed_bytes(n, k, kind, group), 2 * groups * columns, groups * columns, 4 * columns]
 
 
 def _is_float16(weight: Tensor) -> bool:

@@ -10,8 +10,8 @@ from kernels.common.super_blocks import FORMS, Kind
 # The enums NormKind of native/rows.h, Activation of native/activation.h and Format of native/formats.h.
 NORMS = {"rms": 0, "layer": 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, ROTATED, TWO_LEVELS = range(8)
-SUPER_BLOCKS: dict[Kind, int] = {kind: 8 + index for index, kind in enumerate(FORMS)}
+FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, ROTATED = range(7)
+SUPER_BLOCKS: dict[Kind, int] = {kind: 7 + index for index, kind in enumerate(FORMS)}
 PANEL = 32
 
 
@@ -20,7 +20,6 @@ class LinearStruct(Structure):
         ("data", c_void_p),
         ("scales", c_void_p),
         ("zeros", c_void_p),
-        ("values", c_void_p),
         ("bias", c_void_p),
         ("n", c_int64),
         ("k", c_int64),

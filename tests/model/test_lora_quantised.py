@@ -20,11 +20,10 @@ from backend.api import EngineConfig, OutputConfig, Request
 from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
-from kernels.common import four_bits, rotation, two_levels
+from kernels.common import four_bits, rotation
 from kernels.common.quantize import DEFAULT_GROUPS, dequantize, quantize_activations, quantize_weight
-from kernels.cpu.isa import supported_isas
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToFourBits, RoundToLevels
+from kernels.cpu.linear import RoundToFourBits
 from tests.executor.helpers import drain
 from tests.model.adapters import make_adapter
 from tests.model.gathering import tensor_of
@@ -41,13 +40,10 @@ class Scheme(NamedTuple):
     rounds_inputs: bool = True
 
 
-HAS_TWO_LEVELS = supported_isas()[0] in two_levels.FASTER_ON  # as backend/worker/loaded_model.py chooses
 SCHEMES = {
     "int8": Scheme(quantize_weight, DEFAULT_GROUPS["int8"], rounds_inputs=False),
     "w8a8": Scheme(quantize_weight, None),
-    "w4a8": Scheme(two_levels.round_weight, None)
-    if HAS_TWO_LEVELS
-    else Scheme(four_bits.round_weight, DEFAULT_GROUPS["w4a8"]),
+    "w4a8": Scheme(lambda w, _: four_bits.round_weight(w), four_bits.GROUP),
 }
 
 
@@ -139,8 +135,8 @@ def test_the_result_is_the_quantised_base_and_the_adapters_part(
 ) -> None:
     scheme = SCHEMES[name]
     if tier is NATIVE and name == "w4a8":  # its search for scales finds others that are as good
-        native = RoundToLevels if HAS_TWO_LEVELS else RoundToFourBits
-        scheme = scheme._replace(round=native(load_kernels()))
+        native = RoundToFourBits(load_kernels())
+        scheme = scheme._replace(round=lambda w, _: native(w))
     paths = [*adapters, None]
     loras = [None if path is None else LoraConfig(index, path=str(path)) for index, path in enumerate(paths)]
     measured = logits_of(base, tier, loras, quantization=name)

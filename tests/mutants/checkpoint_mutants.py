@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backend.api.checkpoint import model_files, weight_files
-from backend.models import linears, loader
+from backend.models import loader
+from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
 from backend.text import template, tokenizer
 from backend.worker import loaded_model, native_tier
@@ -95,8 +96,16 @@ MUTANTS = {
         [_FOUR_BITS + "test_both_scales_of_qoq_become_one[True]"],
     ),
     "the_output_head_has_four_bits": (
-        replace(linears, "_of_head", lambda format: format),
+        change(LinearOptions, "rounding", ('format == "w4a8" and is_head', "False")),
         [_LOADING + "test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four"],
+    ),
+    "all_inputs_count_alike": (
+        change(four_bits, "best_scales", ("counts * q * grouped", "q * grouped")),
+        [_FOUR_BITS + "test_native_rounding_is_as_good_as_its_reference[True-generic]"],
+    ),
+    "the_importance_of_other_columns_is_taken": (
+        change(LinearBuilder, "_quantize", ("importance[first:end]", "importance.flip(0)[first:end]")),
+        ["tests/quant/test_importance.py::test_a_model_is_rounded_by_the_importance_of_each_layer_s_inputs"],
     ),
     "the_first_scale_is_taken": (
         change(four_bits, "best_scales", ("explained > best", "best == 0")),

@@ -8,7 +8,7 @@ from backend.layers.linear import QuantizedLinear
 from backend.worker import fingerprint, kept_parts, native_tier, packed_model, tier, weight_cache
 from backend.worker.group import InProcessWorkerGroup
 from deploy import server_log
-from kernels.common import rotation, two_levels
+from kernels.common import rotation
 from kernels.cpu import attention, decoder, linear, modules
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -20,7 +20,6 @@ _LINEAR = "tests/native/test_linear.py::"
 _BLOCKS = "tests/native/test_blocks.py::test_logits_are_those_of_the_torch_tier"
 _ALONE = "tests/native/test_attention.py::"
 _ROTATION = "tests/weight_formats/test_rotation.py::"
-_LEVELS = "tests/native/test_two_levels.py::"
 
 
 def _form(*replacement: tuple[str, str]) -> Plant:
@@ -108,14 +107,6 @@ MUTANTS = {
     "groups_are_of_any_number_of_blocks": (
         change_everywhere(rotation.group_of, ("MOST_BLOCKS * block_of(columns), ", "")),
         [_ROTATION + "test_groups_divide_the_columns_and_span_few_blocks[448]"],
-    ),
-    "multiples_are_never_negative": (
-        change_everywhere(two_levels.levels_of, ("multiples.float()", "multiples.float().abs()")),
-        [_ROTATION + "test_levels_are_values_times_a_multiple"],
-    ),
-    "every_multiple_is_one_too_large": (
-        change_everywhere(two_levels._round_chunks, ("(-1, 0, 1)", "(1,)")),
-        [_LEVELS + "test_native_rounding_is_as_good_as_its_reference"],
     ),
     "a_file_is_known_by_its_time_of_change_alone": (
         change(fingerprint, "state_of", ("s.st_mtime_ns, s.st_ctime_ns", "s.st_mtime_ns, 0")),

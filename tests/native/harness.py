@@ -26,7 +26,7 @@ from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.cpu.build import NativeUnavailable
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToFourBits, RoundToLevels
+from kernels.cpu.linear import RoundToFourBits
 from tests.model.driver import Driver
 
 CPU = torch.device("cpu")
@@ -43,10 +43,9 @@ class Format(NamedTuple):
     group: int | None = None  # columns that share a scale of int8 weights
     super_blocks: bool = False  # those of a GGUF file
     int4_kv: bool = False
-    two_levels: bool = False  # those of four bits, where columns can be rotated
 
     def __str__(self) -> str:
-        held = "super_blocks" if self.super_blocks else self.quantization + "_two_levels" * self.two_levels
+        held = "super_blocks" if self.super_blocks else self.quantization
         return "-".join([self.dtype, held, *([f"{self.kv}_kv"] if self.kv_bits else [])])
 
     @property
@@ -113,11 +112,10 @@ def _library_that_rounds() -> CDLL | None:
 def linear_options(form: Format, make: MakeLinear) -> LinearOptions:
     """One rounding for all tiers and variants, whose weights are the same then: the native one, which is fast, if it is there."""
     options = LinearOptions(form.quantization, form.group, make, holds_super_blocks=form.super_blocks)
-    options = options._replace(has_two_levels=form.two_levels)
     library = _library_that_rounds()
     if library is None:
         return options
-    return options._replace(round_to_four_bits=RoundToFourBits(library), round_to_levels=RoundToLevels(library))
+    return options._replace(round_to_four_bits=RoundToFourBits(library))
 
 
 def load(

@@ -24,7 +24,6 @@ FORMATS = [
     Format("bfloat16"),
     Format("float32"),
     Format("bfloat16", "w8a8"),
-    Format("float32", "w4a8", two_levels=True),
 ]
 FORMATS += [Format("bfloat16", int8_kv=True), Format("float32", int8_kv=True), Format("bfloat16", int4_kv=True)]
 CASES = [(None, form, 101) for form in FORMATS] + [

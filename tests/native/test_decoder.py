@@ -121,7 +121,6 @@ def test_in_float32_logits_are_those_of_the_torch_tier(
         Format("float32", "w8a8"),
         Format("bfloat16", "w8a8"),
         Format("bfloat16", "w4a8"),
-        Format("bfloat16", "w4a8", two_levels=True),
         Format("float32", int8_kv=True),
         Format("bfloat16", "w8a8", int8_kv=True),
         Format("bfloat16", int4_kv=True),
@@ -137,7 +136,7 @@ def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(
     """
     for family, play in scenes.of(isa, is_narrow=True):
         four_bits = "w4a8" if form.quantization == "w4a8" else "none"
-        exact = Format("float32", four_bits, int4_kv=form.int4_kv, two_levels=form.two_levels)
+        exact = Format("float32", four_bits, int4_kv=form.int4_kv)
         in_float32 = scenes.torch(family, exact, play)
         own = distance(scenes.native(kernels, family, form, play), in_float32)
         of_torch = distance(scenes.torch(family, form, play), in_float32)

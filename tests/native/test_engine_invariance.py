@@ -21,7 +21,7 @@ FAMILIES = {"qk_norm_no_window": 2, "window": 1, "windows_and_sink_tokens": 0}  
 FORMATS = [
     Format("bfloat16"),
     Format("bfloat16", "w8a8", int8_kv=True),
-    Format("bfloat16", "w4a8", int4_kv=True, two_levels=True),
+    Format("bfloat16", "w4a8", int4_kv=True),
 ]
 # max_num_tokens, whether the prompt's head is cached, steps from one eviction of everybody to the next, requests, threads
 ARRANGEMENTS = [

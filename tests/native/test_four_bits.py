@@ -19,7 +19,7 @@ from kernels.cpu.memory import Arena
 from tests.native.harness import threads
 from tests.native.test_linear import DTYPES, as_the_kernels_quantise, assert_product, random_tensor, shapes
 
-KINDS = ["even", "zeros", "values"]
+KINDS = ["even", "zeros"]
 GROUPS = [32, 64, 128, None]  # columns that share a scale; None = one scale a row
 ACTIVATION_GROUP = 32
 
@@ -36,15 +36,10 @@ class Numbers:
         self.extra: Tensor | None = None
         if kind == "zeros":
             self.extra = torch.randint(17, (n, groups), generator=rng, dtype=torch.uint8)
-        elif kind == "values":
-            self.extra = torch.tensor(VALUES, dtype=torch.int8)
-        self.whole = self._whole(kind)
+        self.whole = self._whole()
 
-    def _whole(self, kind: str) -> Tensor:
+    def _whole(self) -> Tensor:
         """int8 [n, k]: the weights over their scales."""
-        if kind == "values":
-            assert self.extra is not None
-            return self.extra[self.q.int()]
         zeros = (
             8
             if self.extra is None
@@ -87,7 +82,7 @@ def test_sums_of_the_largest_numbers_are_exact(kernels: CDLL, isa: str, kind: st
     numbers.q[0], numbers.q[1] = 15, 0
     if kind == "zeros" and numbers.extra is not None:
         numbers.extra[0], numbers.extra[1] = 0, 16
-    numbers.whole = numbers._whole(kind)
+    numbers.whole = numbers._whole()
     x = torch.randint(-127, 128, (rows, k), generator=torch.Generator().manual_seed(2))
     x[:, ::ACTIVATION_GROUP] = 127
     x[0] = 127
@@ -121,11 +116,10 @@ def test_the_number_of_threads_changes_no_bit(best_kernels: CDLL, kind: str) -> 
             assert torch.equal(layer(x), alone)
 
 
-@pytest.mark.parametrize("kind, bits", [("even", 4.5), ("values", 4.5), ("zeros", 4.75)])
+@pytest.mark.parametrize("kind, bits", [("even", 4.5), ("zeros", 4.75)])
 def test_a_group_of_32_takes_16_bits_of_scale_and_8_of_zero_point(best_kernels: CDLL, kind: str, bits: float) -> None:
     n, k = 512, 1024
-    table = 64 if kind == "values" else 0
-    assert Numbers(kind, n, k, 32).layer(best_kernels).num_bytes - table == n * k * bits / 8
+    assert Numbers(kind, n, k, 32).layer(best_kernels).num_bytes == n * k * bits / 8
 
 
 @pytest.mark.parametrize("zero_points", [True, False])
@@ -156,40 +150,53 @@ def test_a_rounded_weight_is_packed_as_the_numbers_that_it_stands_for(kernels: C
     rng = torch.Generator().manual_seed(8)
     for k in (100, 512):
         x, w = random_tensor(rng, 7, k), random_tensor(rng, 64, k)
-        q, scale = round_weight(w, 32)
+        q, scale = round_weight(w)
         layer = PackLinears(kernels)(QuantizedWeight(q, scale, 32, "w4a8"), None)
         values = as_the_kernels_quantise(kernels, x, ACTIVATION_GROUP)
         assert_product(layer(x), values, dequantize(q, scale, 32).double(), None, (isa, k))
         assert layer.num_bytes == 64 + 64 * -(-k // 64) * 64 * 4.5 / 8
 
 
-def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str) -> None:
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str, is_weighted: bool) -> None:
     """Sums go in another order, so that another of two equally good scales may be taken."""
     rng = torch.Generator().manual_seed(9)
-    for n, k, group in ((50, 256, 32), (3, 100, 32), (1, 1, 32), (20, 300, 64)):
-        w = random_tensor(rng, n, k)
+    for n, k in ((50, 256), (3, 100), (1, 1), (20, 300)):
+        w, importance = random_tensor(rng, n, k), torch.rand(k, generator=rng) ** 4 + 1e-6 if is_weighted else None
         w[0, :] = 0
         errors = []
-        for q, scale in (RoundToFourBits(kernels)(w, group), round_weight(w, group)):
+        for q, scale in (RoundToFourBits(kernels)(w, importance), round_weight(w, importance)):
             assert set(q.unique().tolist()) <= set(VALUES)
-            assert torch.equal(scale, scale.bfloat16().float())
-            assert scale.shape == (n, -(-k // group))
-            errors.append((dequantize(q, scale, group) - w).norm().item())
+            assert torch.equal(scale, scale.half().float())
+            assert scale.shape == (n, -(-k // 32))
+            square = (dequantize(q, scale, 32) - w).square()
+            errors.append((square if importance is None else square * importance).sum().sqrt().item())
         assert errors[0] <= 1.002 * errors[1]
+
+
+def test_inputs_that_count_more_are_rounded_better(best_kernels: CDLL) -> None:
+    """Every eighth column counts a thousand times as much; a wrong column's importance would spoil it."""
+    rng = torch.Generator().manual_seed(12)
+    w, importance = random_tensor(rng, 200, 256), torch.ones(256)
+    importance[::8] = 1000
+    errors = [
+        (dequantize(*RoundToFourBits(best_kernels)(w, given), 32) - w)[:, ::8].norm() for given in (importance, None)
+    ]
+    assert errors[0] < 0.75 * errors[1]
 
 
 def test_a_rounded_weight_s_error_is_what_the_search_promises(best_kernels: CDLL) -> None:
     """7.3 % on normal numbers, as kernels/common/four_bits.py says; without a search it is 7.7 %. Zeros stay zeros."""
     w = random_tensor(torch.Generator().manual_seed(10), 400, 512)
-    q, scale = RoundToFourBits(best_kernels)(w, 32)
+    q, scale = RoundToFourBits(best_kernels)(w)
     assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
-    q, scale = RoundToFourBits(best_kernels)(torch.zeros(3, 70), 32)
+    q, scale = RoundToFourBits(best_kernels)(torch.zeros(3, 70))
     assert not dequantize(q, scale, 32).any()
 
 
 def test_the_reference_s_error_is_what_it_promises() -> None:
     w = random_tensor(torch.Generator().manual_seed(11), 100, 256)
-    q, scale = round_weight(w, 32)
+    q, scale = round_weight(w)
     assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
 
 

@@ -24,7 +24,6 @@ FORMATS = [
     Format("float32", "none", True),
     Format("float32", "int8", False),
     Format("float32", "w8a8", True),
-    Format("float32", "w4a8", True, two_levels=True),
     Format("float32", int8_kv=True, super_blocks=True),
     Format("bfloat16", int4_kv=True),
     Format("float32", "w8a8", int4_kv=True),

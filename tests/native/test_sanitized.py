@@ -18,7 +18,6 @@ FILES = [
     for name in (
         "linear",
         "four_bits",
-        "two_levels",
         "choices",
         "super_blocks",
         "rows",

@@ -17,7 +17,7 @@ from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality.perplexity import row_logits
-from kernels.common.four_bits import round_weight
+from kernels.common.four_bits import GROUP, round_weight
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
 from tests.weight_formats.checkpoints import ODD
 from tools.make_random_model import make_random_model
@@ -71,8 +71,9 @@ def test_every_linear_layer_is_quantised_from_its_stored_values(make: Callable[.
     assert len(recorder.weights) == len(expected)
     for index, (measured, stored) in enumerate(zip(recorder.weights, expected)):
         held = "w8a8" if format == "w4a8" and index == 0 else format  # the output head stays in 8 bits
-        q, scale = (round_weight if held == "w4a8" else quantize_weight)(stored, DEFAULT_GROUPS[held])
-        assert (measured.group, measured.format) == (DEFAULT_GROUPS[held], held)
+        group = GROUP if held == "w4a8" else DEFAULT_GROUPS[held]
+        q, scale = round_weight(stored) if held == "w4a8" else quantize_weight(stored, group)
+        assert (measured.group, measured.format) == (group, held)
         assert torch.equal(measured.q, q) and torch.equal(measured.scale, scale)
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"].bfloat16())
     assert model.norm.weight.dtype == model.layers[0].attention_norm.weight.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Weights for inputs that are rotated: kernels/common/rotation.py, two_levels.py, and the layers made of them."""
+"""Weights for inputs that are rotated: kernels/common/rotation.py, and the layers made of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.layers.linear import QuantizedFormat, QuantizedLinear, QuantizedWeight, make_torch_linear
+from backend.layers.linear import QuantizedLinear, QuantizedWeight, make_torch_linear
 from backend.models.linears import WHOLE_ROW, LinearOptions, make_linear
-from kernels.common import rotation, two_levels
+from kernels.common import rotation
 from kernels.common.quantize import DEFAULT_GROUPS, dequantize, quantize_activations, quantize_weight
 
-FORMATS: list[QuantizedFormat] = ["w8a8", "w4a8"]
 GROUPS = {
     64: 64,
     128: 128,
@@ -47,45 +46,18 @@ def test_groups_divide_the_columns_and_span_few_blocks(columns: int) -> None:
     assert columns % group == columns % block == group % 64 == 0 and group <= 4 * block
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("columns", [1, 32, 96, 100, 1120 + 8])
-def test_columns_that_are_no_multiple_of_64_are_not_rotated(columns: int, format: QuantizedFormat) -> None:
+def test_columns_that_are_no_multiple_of_64_are_not_rotated(columns: int) -> None:
     assert rotation.group_of(columns) is None
-    layer = make_linear(random_tensor(5, columns), None, LinearOptions(format))
+    layer = make_linear(random_tensor(5, columns), None, LinearOptions("w8a8"))
     assert isinstance(layer, QuantizedLinear)
-    assert layer._weight.group == DEFAULT_GROUPS[format] and not layer._weight.is_rotated
+    assert layer._weight.group == DEFAULT_GROUPS["w8a8"] and not layer._weight.is_rotated
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("group", [WHOLE_ROW, 64])
-def test_who_names_a_group_gets_no_rotation(group: int, format: QuantizedFormat) -> None:
-    layer = make_linear(random_tensor(5, 128), None, LinearOptions(format, group))
+def test_who_names_a_group_gets_no_rotation(group: int) -> None:
+    layer = make_linear(random_tensor(5, 128), None, LinearOptions("w8a8", group))
     assert isinstance(layer, QuantizedLinear) and not layer._weight.is_rotated
-
-
-@pytest.mark.parametrize("columns", [64, 192, 640])
-def test_four_bits_of_other_columns_are_levels_of_two(columns: int) -> None:
-    """The error of a product is that of its weights, 7.4 %; a head stays in eight bits."""
-    x, w = random_tensor(9, columns), random_tensor(33, columns)
-    layer, head = (
-        make_linear(w, None, LinearOptions("w4a8", has_two_levels=True), is_head) for is_head in (False, True)
-    )
-    assert isinstance(layer, QuantizedLinear) and isinstance(head, QuantizedLinear)
-    assert (layer._weight.format, layer._weight.group) == ("w4a8", rotation.group_of(columns))
-    assert layer._weight.is_rotated and int(layer._weight.q.abs().max()) == 63
-    for chunk in layer._weight.q.view(-1, 32):
-        assert len(chunk.unique()) <= 16
-    error = (layer(x) - x @ w.T).norm() / (x @ w.T).norm()
-    assert 0.05 < error < 0.09
-    assert (head._weight.format, head._weight.is_rotated) == ("w8a8", True)
-
-
-def test_levels_are_values_times_a_multiple() -> None:
-    levels = two_levels.levels_of(torch.tensor([63, 0, -63, 1]))
-    assert levels[0].tolist() == [-63, -51, -41, -32, -24, -17, -11, -5, 0, 6, 12, 19, 26, 34, 44, 56]
-    assert not levels[1].any()
-    assert levels[2].tolist() == [63, 51, 41, 32, 24, 17, 11, 5, 0, -6, -12, -19, -26, -34, -44, -56]
-    assert levels[3].tolist() == [-1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("columns", [64, 192, 256, 640])

@@ -1,8 +1,7 @@
-// Weights of four bits (W4A8), q of 0 .. 15, of one of three kinds. A weight is its scale times
+// Weights of four bits (W4A8), q of 0 .. 15, of one of two kinds. A weight is its scale times
 //
 //     EVEN      q - 8
 //     ZEROS     q - zero, where each group of a column has its zero point of 0 .. 16
-//     VALUES    values[q]: 16 int8 that the layer chooses, which lie in memory four times in a row
 //
 // A packed panel is [k / 8][32 columns][4] bytes, in the same order with and without AMX: the low bits of a byte hold q of one of the
 // eight rows' first four, the high bits that of the row four below it. So one load yields two dwords of a dot product for each column.
@@ -14,7 +13,7 @@
 
 namespace everbatch {
 
-enum FourBits { EVEN, ZEROS, VALUES };
+enum FourBits { EVEN, ZEROS };
 constexpr int EVEN_ZERO = 8;
 
 // Weights of a panel of four bits, read from row 0 on, in the way of Int8Panel: q where they are EVEN, else what q stands for, plus BIAS.
@@ -22,12 +21,9 @@ template <FourBits KIND, int BIAS = DOT_BIAS>
 struct Int4Panel {
     static constexpr int QUADS = 2;
     const uint8_t* at;
-    Bytes table;                 // VALUES: the values plus BIAS
     Bytes offsets[COLUMN_VECS];  // ZEROS: BIAS - zero, in each byte of a column's dword
 
-    ALWAYS_INLINE Int4Panel(const void* data, const int8_t* values) : at(static_cast<const uint8_t*>(data)) {
-        if constexpr (KIND == VALUES) table = load<Bytes>(values) + uint8_t(BIAS);
-    }
+    ALWAYS_INLINE explicit Int4Panel(const void* data) : at(static_cast<const uint8_t*>(data)) {}
     ALWAYS_INLINE void begin_group(const Scales& scales, int row) {
         constexpr int32_t IN_EACH_BYTE = 0x01010101;
         if constexpr (KIND == ZEROS) {
@@ -41,7 +37,6 @@ struct Int4Panel {
     ALWAYS_INLINE IVec read(int q, int j) const {
         const UVec bytes = load<UVec>(at + 4 * j * LANES) >> 4 * q, nibbles = bytes & 0x0f0f0f0fu;
         if constexpr (KIND == ZEROS) return (IVec)((Bytes)nibbles + offsets[j]);
-        if constexpr (KIND == VALUES) return (IVec)look_up(table, (Bytes)bytes);
         return (IVec)nibbles;
     }
     ALWAYS_INLINE void advance() { at += 4 * PANEL; }
@@ -49,8 +44,8 @@ struct Int4Panel {
 
 // Rows 0 .. count of four bits, a multiple of 32 -> a packed panel of int8.
 template <FourBits KIND>
-void unpack_int4(const void* data, const int8_t* values, const Scales& scales, int count, int8_t* out) {
-    Int4Panel<KIND, WEIGHT_BIAS> panel(data, values);
+void unpack_int4(const void* data, const Scales& scales, int count, int8_t* out) {
+    Int4Panel<KIND, WEIGHT_BIAS> panel(data);
     const Bytes offset = Bytes{} + uint8_t(KIND == EVEN ? WEIGHT_BIAS - EVEN_ZERO : 0);
     for (int i = 0; i < count; i += 8, panel.advance()) {
         if (i % PANEL == 0) panel.begin_group(scales, i);

@@ -8,7 +8,6 @@
 #include "formats.h"
 #include "super_blocks.h"
 #include "team.h"
-#include "two_levels.h"
 
 namespace everbatch {
 
@@ -16,20 +15,19 @@ struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
     const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats and super-blocks
     const uint8_t* zeros;  // the same, of W4A8 of the kind ZEROS; else null
-    const int8_t* values;  // [4][16], of W4A8 of the kind VALUES; else null
     const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
     int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 16 or 32 of super-blocks; 0 of floats
 
-    FourBits kind() const { return zeros ? ZEROS : values ? VALUES : EVEN; }
+    FourBits kind() const { return zeros ? ZEROS : EVEN; }
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
     int64_t depth() const { return padded_depth(k, group); }
     int64_t groups() const { return group ? depth() / group : 0; }
     bool has_super_blocks() const { return format >= Q4_0; }
     bool multiplies_int8() const { return format == W8A8 || format == ROTATED; }  // as it lies in memory
-    bool is_rotated() const { return format == ROTATED || format == TWO_LEVELS; }
+    bool is_rotated() const { return format == ROTATED; }
     // Columns of the input that share a scale; 0 for inputs that are floats.
-    int input_group() const { return multiplies_int8() || has_super_blocks() || format == TWO_LEVELS ? group : format == W4A8 ? PANEL : 0; }
+    int input_group() const { return multiplies_int8() || has_super_blocks() ? group : format == W4A8 ? PANEL : 0; }
     // Rows of a super-block, or two blocks.
     int64_t rows_of_block() const {
         int64_t rows = 0;
@@ -41,7 +39,6 @@ struct Linear {
     template <class T>
     int64_t bytes_of(int64_t count) const {
         int64_t bytes = format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(format == FLOAT16 ? sizeof(fp16) : sizeof(T));
-        if (format == TWO_LEVELS) bytes = bytes_of_levels(count / PANEL);
         with_super_blocks(format, [&](auto s) { bytes = count / (s.ROWS * PANEL) * s.BYTES; });
         return bytes;
     }
@@ -87,7 +84,7 @@ inline bool multiplies_by_vectors([[maybe_unused]] const Linear& l, [[maybe_unus
 constexpr int MOST_UNPACKED = 256;  // rows, of bfloat16; of int8 twice as many, for a group of two levels may have them
 inline int64_t longest_piece(Format format, bool unpacks) {
     const int64_t unpacked = std::min(MOST_UNPACKED, choices.short_piece);
-    return unpacks ? format == TWO_LEVELS ? 2 * unpacked : unpacked : format == BFLOAT16 ? choices.halves_piece : choices.long_piece;
+    return unpacks ? unpacked : format == BFLOAT16 ? choices.halves_piece : choices.long_piece;
 }
 constexpr int HELD_ROWS = 96;  // rows whose sums of a panel fit the first-level cache until put() takes them
 
@@ -140,7 +137,7 @@ class Pass {
 public:
     Pass(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t panels, At& panel_at, Put& put, int threads)
         : l_(l), a_(a), row0_(row0), rows_(rows), panels_(panels), panel_at_(panel_at), put_(put) {
-        const int64_t unit = l.has_super_blocks() ? l.rows_of_block() : l.multiplies_int8() || l.format == TWO_LEVELS ? std::max(64, l.group) : 64;
+        const int64_t unit = l.has_super_blocks() ? l.rows_of_block() : l.multiplies_int8() ? std::max(64, l.group) : 64;
         const int64_t longest = std::max(unit, longest_piece(Format(l.format), unpacks_) / unit * unit);
         const int64_t pieces = (depth_ + longest - 1) / longest;
         piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
@@ -188,7 +185,6 @@ private:
         switch (l_.kind()) {
             case EVEN: return f(std::integral_constant<FourBits, EVEN>());
             case ZEROS: return f(std::integral_constant<FourBits, ZEROS>());
-            case VALUES: return f(std::integral_constant<FourBits, VALUES>());
         }
     }
 
@@ -202,13 +198,11 @@ private:
         int8_t* to = reinterpret_cast<int8_t*>(unpacked);
         if (l_.has_super_blocks())
             with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), int(count / s.ROWS), to); });
-        else if (l_.format == TWO_LEVELS)
-            unpack_levels(static_cast<const uint8_t*>(packed), l_.group, count, to);
         else if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
             with_kind([&](auto kind) {
-                unpack_int4<kind()>(packed, l_.values, scales, int(count), to);
+                unpack_int4<kind()>(packed, scales, int(count), to);
             });
         return {unpacked, packed, scales, data + next};
     }
@@ -257,10 +251,8 @@ private:
             with_super_blocks(l_.format, [&](auto s) {
                 product_super<decltype(s)>(x, packed, int(count / s.ROWS), c, PANEL, first == 0, n, next, lines());
             });
-        else if (l_.format == TWO_LEVELS)
-            product_levels(x, packed, part.scales, input_group_, groups, c, PANEL, first == 0, n, next, lines());
         else if (l_.format == W4A8)
-            with_kind([&](auto kind) { of_int8(Int4Panel<kind()>(packed, l_.values)); });
+            with_kind([&](auto kind) { of_int8(Int4Panel<kind()>(packed)); });
         else
             of_int8(Int8Panel{static_cast<const int8_t*>(part.packed)});
     }
@@ -313,10 +305,10 @@ private:
     At& panel_at_;
     Put& put_;
     const bool by_vectors_ = multiplies_by_vectors(l_, rows_);
-    const bool unpacks_ = (l_.format == INT8 || l_.format == W4A8 || l_.format == TWO_LEVELS || l_.has_super_blocks()) && !by_vectors_;  // to memory
+    const bool unpacks_ = (l_.format == INT8 || l_.format == W4A8 || l_.has_super_blocks()) && !by_vectors_;  // to memory
     const int64_t depth_ = l_.depth();
     const int input_group_ = l_.input_group();
-    const int tile_rows_ = by_vectors_ ? l_.format == TWO_LEVELS ? LEVEL_ROWS : W8A8_ROWS : input_group_ ? TILE_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;
+    const int tile_rows_ = by_vectors_ ? W8A8_ROWS : input_group_ ? TILE_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;
     const int held_ = std::max(1, HELD_ROWS / tile_rows_);  // tiles
     const bool few_ = tiles_ == 1 && !unpacks_;
 #if defined(EVERBATCH_AMX)

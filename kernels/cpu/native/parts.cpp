@@ -15,7 +15,7 @@ void everbatch_choose(const Choices* made) { choices = *made; }
 
 // Bytes of the packed form of a weight [n][k], without scales.
 int64_t everbatch_packed_bytes(int64_t n, int64_t k, int32_t format, int64_t group) {
-    const Linear l{nullptr, nullptr, nullptr, nullptr, nullptr, n, k, format, int32_t(group)};
+    const Linear l{nullptr, nullptr, nullptr, nullptr, n, k, format, int32_t(group)};
     const int64_t cells = l.panels() * PANEL * l.depth();
     return format == FLOAT32 ? l.bytes_of<float>(cells) : l.bytes_of<bf16>(cells);
 }
@@ -84,23 +84,6 @@ void everbatch_pack_super(const uint8_t* q, const int8_t* s, const uint8_t* m, c
             });
         });
     });
-}
-
-// int8 weights [n][k] of two levels (two_levels.h), k a multiple of `group` -> packed panels. Columns beyond n become zero. Returns the number of runs
-// of CHUNK columns that are no levels of one multiple; where there are any, the panels are of no use.
-int64_t everbatch_pack_levels(const int8_t* weight, int64_t n, int64_t k, int64_t group, void* packed, int32_t threads) {
-    const LevelFinder finder;
-    const int64_t panels = (n + PANEL - 1) / PANEL;
-    std::vector<int64_t> others(size_t(panels), 0);
-    run_team(threads, [&](Team& team) {
-        team.for_each(panels, [&](int64_t p) {
-            uint8_t* panel = static_cast<uint8_t*>(packed) + p * bytes_of_levels(k);
-            memset(panel, 0, size_t(bytes_of_levels(k)));
-            for (int64_t i = p * PANEL; i < std::min<int64_t>(n, (p + 1) * PANEL); i++)
-                others[size_t(p)] += finder.pack(weight + i * k, k, group, int(i % PANEL), panel);
-        });
-    });
-    return std::accumulate(others.begin(), others.end(), int64_t(0));
 }
 
 // out [rows][n] = x [rows][k] times the layer; computes in float32 or, with element_bytes 2, in bfloat16.

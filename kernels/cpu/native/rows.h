@@ -80,7 +80,7 @@ public:
     // Makes room for `rows` rows in the form that layers like `l` read.
     void shape(const Linear& l, int64_t rows, size_t element_bytes) {
         const int64_t depth = l.depth();
-        k_ = l.k, depth_ = depth, group_ = l.input_group(), sum_factor_ = l.format == TWO_LEVELS ? LEVEL_ZERO : l.multiplies_int8() ? DOT_BIAS : 1;
+        k_ = l.k, depth_ = depth, group_ = l.input_group(), sum_factor_ = l.multiplies_int8() ? DOT_BIAS : 1;
         rotates_ = l.is_rotated();
         bytes_ = group_ ? 1 : element_bytes;
         const size_t ld = size_t(depth) + 64 / bytes_;  // so that rows start in different cache sets

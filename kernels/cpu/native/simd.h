@@ -247,7 +247,7 @@ ALWAYS_INLINE Bytes repeated(const int8_t* p) {
 }
 
 // The 16 bytes at part(0), those at part(1), ... in one vector. They are inserted into a register. A compiler makes of copies to a variable four stores
-// and one wider load, which cannot be forwarded: with that, products of two_levels.h were 3 to 6 times as slow on an Intel Xeon.
+// and one wider load, which cannot be forwarded: with that, products of four bits were 3 to 6 times as slow on an Intel Xeon.
 template <typename Part>
 ALWAYS_INLINE Bytes joined(Part part) {
 #if defined(__AVX512F__)

@@ -190,7 +190,7 @@ constexpr int rows_at_once() {
 // ------------------------------------------------------------------------------------------------------- int8 x int8
 
 // Rows of int8 activations: a value is data * the scale of its group. `sums` holds minus the sum of each group's
-// data, times what has been added to weights before they are multiplied: DOT_BIAS for W8A8, LEVEL_ZERO for two levels.
+// data, times what has been added to weights before they are multiplied: DOT_BIAS for W8A8.
 struct Int8Rows {
     const int8_t* data;
     size_t ld;
