@@ -44,7 +44,7 @@ class LinearOptions(NamedTuple):
     round_to_four_bits: RoundToFourBits = four_bits.round_weight
     holds_super_blocks: bool = False  # True if `make` takes SuperBlocks; they are floats where it does not
     rotate: rotation.Rotate = rotation.rotate
-    importance: Importance = lambda name: None  # of the inputs of weights that are rounded to four bits
+    importance: Importance = lambda name: None  # for weights that are rounded to four bits
 
     def rounding(self, columns: int, is_head: bool, importance: Tensor | None = None) -> Rounding:
         """How a weight of `columns` columns is rounded, whose inputs have this importance [columns]. `is_head`: as in

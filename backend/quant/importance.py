@@ -21,7 +21,7 @@ from backend.text.tokenizer import Tokenizer
 
 log = logging.getLogger("everbatch.quant")
 ROWS, ROW_TOKENS = 4, 256  # More tokens change no bit of SmolLM2's perplexity that matters (docs/quantisation.md).
-STEPS = 2  # of a doubling: a coarse number is the same one on every kind of CPU
+STEPS = 2  # steps of a doubling: so coarse a number is the same one on every kind of CPU
 
 
 class Importance:
@@ -65,7 +65,7 @@ def measured(config: ModelConfig, tensors: Mapping[str, Tensor], rows: Tensor) -
     """Projection -> the importance of its inputs, positive, float32 [k]. Raises ConfigError for damaged weights."""
     rows = rows[:, : config.max_position]
     config = replace(config, quantization=None)
-    embedding = tensors[config.names.embedding + ".weight"].float()
+    embedding = tensors[config.names.embedding + ".weight"]
     calibration = Calibration(config, embedding, rows, has_hessians=False)
     found: dict[str, Tensor] = {}
     for index in range(config.num_layers):

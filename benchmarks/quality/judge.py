@@ -145,7 +145,7 @@ def run(model: str, against: str, text: Path | None, forms: str, tokens: int, ou
         table.add_column(heading, justify="left" if heading in ("model", "form") else "right")
     for each in found:
         rise = f"{100 * each.rise:+.2f} ± {100 * each.rise_error:.2f} %"
-        kl = f"{each.kl:.5f} ± {each.kl_error:.5f}"
+        kl = f"{each.kl:.4f} ± {each.kl_error:.4f}"
         table.add_row(*[each.model] * bool(against), each.form, rise, kl, f"{100 * each.top:.1f} %", each.weights)
     console.print(table)
     if output is not None:

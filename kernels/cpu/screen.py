@@ -31,7 +31,7 @@ class Screen:
         self.parts = parts or tuple(arena.empty(size) for size in sizes)
         self.error, self.norm = (part.view(torch.float32) for part in self.parts[2:])  # [columns]
         data, scales, error, norm = (part.data_ptr() for part in self.parts)
-        self.struct = ScreenStruct(LinearStruct(data, scales, None, None, None, n, k, W8A8, GROUP), error, norm)
+        self.struct = ScreenStruct(LinearStruct(data, scales, None, None, n, k, W8A8, GROUP), error, norm)
         if parts is None:
             library.everbatch_screen(byref(lm_head.struct), byref(self.struct), torch.get_num_threads())
 

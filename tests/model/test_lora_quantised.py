@@ -7,8 +7,9 @@ the millionth, and all together to a few hundredths. A part that was computed fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from backend.api import EngineConfig, OutputConfig, Request
 from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
+from backend.models.loader import open_directory
+from backend.quant.importance import Importance
 from kernels.common import four_bits, rotation
 from kernels.common.quantize import DEFAULT_GROUPS, dequantize, quantize_activations, quantize_weight
 from kernels.cpu.library import load_kernels
@@ -35,7 +38,7 @@ PROMPTS = [[(7 * i + 13 * start) % 120 for i in range(6)] for start in range(8)]
 
 
 class Scheme(NamedTuple):
-    round: rotation.Round
+    round: Any  # (weight, group) -> rounded weight and scales; of four bits (weight, importance)
     group: int | None  # columns that share a scale; None: inputs are rotated, and rotation.group_of says it
     rounds_inputs: bool = True
 
@@ -43,7 +46,7 @@ class Scheme(NamedTuple):
 SCHEMES = {
     "int8": Scheme(quantize_weight, DEFAULT_GROUPS["int8"], rounds_inputs=False),
     "w8a8": Scheme(quantize_weight, None),
-    "w4a8": Scheme(lambda w, _: four_bits.round_weight(w), four_bits.GROUP),
+    "w4a8": Scheme(four_bits.round_weight, four_bits.GROUP),
 }
 
 
@@ -88,12 +91,17 @@ def logits_of(
     return list(rows.chunk(len(loras)))
 
 
-def quantise(model: nn.Module, scheme: Scheme) -> None:
+def quantise(model: nn.Module, scheme: Scheme, importance: Callable[[str], Tensor | None]) -> None:
     """Every linear layer stands for what its rounded weight is. (Of four bits the head has eight, and is rotated.)"""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             has_eight_bits = name.endswith("lm_head") and scheme.rounds_inputs
-            quantise_layer(module, Scheme(quantize_weight, None) if has_eight_bits else scheme)
+            of_layer = Scheme(quantize_weight, None) if has_eight_bits else scheme
+            if of_layer.round is scheme.round and scheme.group == four_bits.GROUP:
+                counts = importance(name)
+                assert counts is not None
+                of_layer = of_layer._replace(round=lambda w, _, counts=counts: scheme.round(w, counts))
+            quantise_layer(module, of_layer)
 
 
 def quantise_layer(module: nn.Linear, scheme: Scheme) -> None:
@@ -122,7 +130,8 @@ def quantise_layer(module: nn.Linear, scheme: Scheme) -> None:
 def expected_logits(base: Path, scheme: Scheme, adapter: Path | None) -> Tensor:
     """PEFT's layers compute the adapter's part from the inputs as they are, and give them to the base layer besides."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    quantise(model, scheme)
+    checkpoint = open_directory(base)
+    quantise(model, scheme, Importance(base, checkpoint.config, checkpoint.tensors, lambda line: None))
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).eval()
     return model(torch.tensor(PROMPTS)).logits
@@ -135,8 +144,7 @@ def test_the_result_is_the_quantised_base_and_the_adapters_part(
 ) -> None:
     scheme = SCHEMES[name]
     if tier is NATIVE and name == "w4a8":  # its search for scales finds others that are as good
-        native = RoundToFourBits(load_kernels())
-        scheme = scheme._replace(round=lambda w, _: native(w))
+        scheme = scheme._replace(round=RoundToFourBits(load_kernels()))
     paths = [*adapters, None]
     loras = [None if path is None else LoraConfig(index, path=str(path)) for index, path in enumerate(paths)]
     measured = logits_of(base, tier, loras, quantization=name)

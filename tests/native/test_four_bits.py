@@ -154,7 +154,7 @@ def test_a_rounded_weight_is_packed_as_the_numbers_that_it_stands_for(kernels: C
         layer = PackLinears(kernels)(QuantizedWeight(q, scale, 32, "w4a8"), None)
         values = as_the_kernels_quantise(kernels, x, ACTIVATION_GROUP)
         assert_product(layer(x), values, dequantize(q, scale, 32).double(), None, (isa, k))
-        assert layer.num_bytes == 64 + 64 * -(-k // 64) * 64 * 4.5 / 8
+        assert layer.num_bytes == 64 * -(-k // 64) * 64 * 4.5 / 8
 
 
 @pytest.mark.parametrize("is_weighted", [True, False])

@@ -93,7 +93,8 @@ def test_lines_say_what_is_done_and_what_was_found(model: Path, cache: Path, mon
     monkeypatch.setattr(packed_model, "QUIET_S", 0.0)
     lines: list[str] = []
     load(model, cache, lines)
-    assert lines[:2] == ["packing the model: 1 of 3 layers", "packing the model: 2 of 3 layers"]
+    assert lines[0].startswith("measuring the inputs of its layers")
+    assert lines[1:3] == ["packing the model: 1 of 3 layers", "packing the model: 2 of 3 layers"]
     again: list[str] = []
     load(model, cache, again)
     assert len(again) == 1 and again[0].startswith("found the packed model: 0.0 GB mapped in 0.")
