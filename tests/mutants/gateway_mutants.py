@@ -149,7 +149,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         RESPONSES,
     ),
     "a_response_shows_another_top_p": (
-        change(response_events.ResponseWriter, "body", ("else message.top_p", "else message.temperature")),
+        change(response_events.ResponseWriter, "body", ('"top_p": message.top_p', '"top_p": message.temperature')),
         RESPONSES,
     ),
     "the_first_tool_is_meant": (

@@ -179,10 +179,9 @@ def test_inputs_that_count_more_are_rounded_better(best_kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(12)
     w, importance = random_tensor(rng, 200, 256), torch.ones(256)
     importance[::8] = 1000
-    errors = [
-        (dequantize(*RoundToFourBits(best_kernels)(w, given), 32) - w)[:, ::8].norm() for given in (importance, None)
-    ]
-    assert errors[0] < 0.75 * errors[1]
+    for rounded in (RoundToFourBits(best_kernels), round_weight):
+        errors = [(dequantize(*rounded(w, given), 32) - w)[:, ::8].norm() for given in (importance, None)]
+        assert errors[0] < 0.75 * errors[1]
 
 
 def test_a_rounded_weight_s_error_is_what_the_search_promises(best_kernels: CDLL) -> None:
