@@ -157,8 +157,8 @@ def make(root: Path, venv: Path, kit: Kit, progress: SteppedProgress, lock: int)
                 progress.tick()
                 time.sleep(0.2)
     finally:
-        if kernels is not None:
-            kernels.terminate()
+        if kernels is not None and kernels.poll() is None:
+            os.killpg(kernels.pid, signal.SIGTERM)  # the compilers that it has started, too
             kernels.wait()
     (venv / "incomplete").unlink(missing_ok=True)
     _finish(venv, wanted)
@@ -169,7 +169,9 @@ def _compile_kernels(root: Path, venv: Path) -> subprocess.Popen[bytes]:
     """Begin to compile them: pip leaves a core idle. Where that fails, the first start says why."""
     command = [str(venv / "bin" / "python"), "-P", "-m", "kernels.cpu.build"]
     variables = os.environ | {"PYTHONPATH": str(root)}
-    return subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def _install(root: Path, venv: Path, kit: Kit, progress: SteppedProgress, lock: int) -> None:

@@ -86,7 +86,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def compile_kernels(root: Path, venv: Path) -> subprocess.Popen[bytes]:
         notes.append("kernels")
-        return subprocess.Popen(["sleep", "0.3"])
+        return subprocess.Popen(["sleep", "0.3"], start_new_session=True)
 
     monkeypatch.setattr(environment, "_make_venv", make_venv)
     monkeypatch.setattr(environment, "_compile_kernels", compile_kernels)
