@@ -81,7 +81,7 @@ def examples(
     """Commands that ask this server for text, by models that it has, or for an embedding where the model does not generate.
     `keys`: the OpenAI endpoint asks for one, and knows the model by `name`; `chats`: the model has a chat template.
     """
-    start_of_text = CODE if server.config.model.path == str(DEFAULT_MODEL) else TEXT
+    start_of_text = CODE if server.config.model.path in ("", str(DEFAULT_MODEL)) else TEXT
     headers = "-H 'Content-Type: application/json'" + ' -H "Authorization: Bearer $KEY"' * keys
     if not generates:
         body = json.dumps({"model": name, "input": ["Hello"]})

@@ -27,8 +27,8 @@ ARROWS: dict[str, set[str]] = {
     "models": {"api", "core", "layers", "architectures"},
     "hosted": {"api", "architectures", "layers", "models"},
     "convert": {"api", "models", "quant", "text"},  # offline: nobody imports it
-    "quant": {"api", "architectures", "models", "layers", "text"},  # offline: only convert imports it
-    "worker": {"api", "core", "architectures", "models", "layers", "guided", "hosted", "sampling", "wire"},
+    "quant": {"api", "architectures", "models", "layers", "text"},  # worker imports it to round to four bits
+    "worker": {"api", "core", "architectures", "models", "layers", "guided", "hosted", "quant", "sampling", "wire"},
     "engine": {"api", "core", "kvcache", "scheduler", "storage"},
     "wire": {"api", "core"},
     "executor": {"api", "core", "engine", "wire", "worker"},

@@ -147,7 +147,7 @@ def test_the_default_model_is_the_fetched_one_else_the_small_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert str(model_source.DEFAULT_MODEL) in doctor.model().seen and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(default_model, "cached", lambda published: tmp_path / published.file)
-    assert default_model.SMOLLM2.file in doctor.model().seen
+    assert default_model.SMOLLM2.title in doctor.model().seen
 
 
 @pytest.mark.parametrize(("states", "status"), [(["ok", "warn"], 0), (["ok", "fail"], 1)])

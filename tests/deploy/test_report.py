@@ -14,7 +14,7 @@ from backend.api.config.file import load_config
 from backend.api.config.schema import EngineConfig
 from deploy import ports as ports_module
 from deploy.ports import Ports
-from deploy.report import TEXT, ConsoleReporter, addresses, examples
+from deploy.report import CODE, ConsoleReporter, addresses, examples
 from deploy.repository import profiles
 from deploy.triton_server import TritonServer
 from tests.deploy.test_repository import OURS, add_model
@@ -115,7 +115,7 @@ def shown(tmp_path: Path, *settings: str, keys: bool = False, ports: Ports | Non
 )
 def test_each_profile_is_shown_by_a_model_of_its_own(tmp_path: Path, profile: str, example: str) -> None:
     assert shown(tmp_path, profiles=[profile])[0].startswith(
-        f"curl -N http://127.0.0.1:8000/v2/models/{example.replace('{TEXT}', TEXT)}"
+        f"curl -N http://127.0.0.1:8000/v2/models/{example.replace('{TEXT}', CODE)}"
     )
 
 
