@@ -23,7 +23,7 @@ from backend.api.checkpoint.model_files import find_file, read_object
 from backend.api.errors import ConfigError
 from backend.models.gguf import raw_config
 from backend.models.loader import open_directory
-from backend.quant.folds import Layer
+from backend.quant.folds import Layer, stored_layer
 from backend.text.chat import FILES, templates_of
 from backend.text.gguf_tokenizer import build_tokenizer
 
@@ -50,14 +50,11 @@ class FloatCheckpoint:
     def layer(self, index: int) -> tuple[Layer, torch.dtype]:
         """Returns the tensors of decoder layer `index` in float32, by their names within the layer, and their stored type."""
         names = self.config.names
-        prefix = f"{names.layers}{index}."
-        stored = {
-            name.removeprefix(prefix): self._tensors[name]
-            for name in self._tensors
-            if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
-        }
+        stored = stored_layer(self._tensors, self.config, index)
         if not stored:
-            raise ConfigError(f"the checkpoint lacks the tensors of {prefix}; its config.json describes another model")
+            raise ConfigError(
+                f"the checkpoint lacks the tensors of {names.layers}{index}.; its config.json describes another model"
+            )
         projection = stored.get(names.layer.down + ".weight")
         dtype = torch.float32 if projection is None else projection.dtype
         return {name: tensor.float() for name, tensor in stored.items()}, dtype

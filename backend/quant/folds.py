@@ -18,6 +18,7 @@ is folded into the tensors that make those inputs:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,16 @@ class FoldPart(NamedTuple):
 
     name: str  # name of the tensor within the layer, without `.weight`
     rows: slice
+
+
+def stored_layer(tensors: Mapping[str, Tensor], config: ModelConfig, index: int) -> Layer:
+    """The tensors of decoder layer `index` as they are stored, by their names within the layer, without computed frequencies."""
+    prefix = f"{config.names.layers}{index}."
+    return {
+        name.removeprefix(prefix): tensors[name]
+        for name in tensors
+        if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
+    }
 
 
 def kinds(config: ModelConfig) -> dict[str, tuple[str, ...]]:

@@ -15,12 +15,12 @@ from torch import Tensor
 from backend.api.errors import ConfigError, EverbatchError
 from backend.architectures.description import ModelConfig
 from backend.quant.calibration import Calibration
-from backend.quant.folds import Layer, kinds
+from backend.quant.folds import kinds, stored_layer
 from backend.quant.text import built_in_texts
 from backend.text.tokenizer import Tokenizer
 
 log = logging.getLogger("everbatch.quant")
-ROWS, ROW_TOKENS = 4, 256  # More tokens change no bit of SmolLM2's perplexity that matters (docs/quantisation.md).
+ROWS, ROW_TOKENS = 4, 256  # few, because a model of floats reads them while a server starts
 STEPS = 2  # steps of a doubling: so coarse a number is the same one on every kind of CPU
 
 
@@ -70,7 +70,7 @@ def measured(config: ModelConfig, tensors: Mapping[str, Tensor], rows: Tensor) -
     found: dict[str, Tensor] = {}
     for index in range(config.num_layers):
         prefix = f"{config.names.layers}{index}."
-        layer: Layer = {name.removeprefix(prefix): tensors[name].float() for name in tensors if name.startswith(prefix)}
+        layer = {name: tensor.float() for name, tensor in stored_layer(tensors, config, index).items()}
         of_kinds = calibration.advance(index, layer)._asdict()
         for kind, names in kinds(config).items():
             found |= dict.fromkeys((prefix + name for name in names), coarse(of_kinds[kind].hessian))

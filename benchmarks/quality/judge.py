@@ -28,6 +28,7 @@ from backend.api.config.schema import KvCacheConfig, LimitsConfig, ModelConfigSe
 from backend.engine.core import EngineCore
 from backend.text.tokenizer import Tokenizer
 from backend.worker.group import InProcessWorkerGroup
+from deploy.errors import UserError
 from deploy.model_source import resolve_model
 from deploy.progress import SteppedProgress
 
@@ -103,10 +104,10 @@ def rows_of(model: Path, text: Path | None, tokens: int) -> Tensor:
 
 
 def judged(name: str, form: str, served: Served, rows: Tensor, expected: Sequence[Tensor]) -> Judged:
-    """`expected`: the reference's log_probs, float16."""
+    """`expected`: the reference's log_probs."""
     losses, divergences, same = [], [], []
     for row, reference, found in zip(rows, expected, served.log_probs(rows), strict=True):
-        wanted = reference.float()
+        wanted = reference
         target = row[1:, None]
         losses.append((wanted[:-1].gather(1, target) - found[:-1].gather(1, target))[:, 0])
         divergences.append((wanted.exp() * (wanted - found)).sum(1))
@@ -129,14 +130,20 @@ def judged(name: str, form: str, served: Served, rows: Tensor, expected: Sequenc
 def run(model: str, against: str, text: Path | None, forms: str, tokens: int, output: Path | None) -> None:
     """Measure every form of `model`, and `against` as it is; print a table, and write a JSON object."""
     progress = SteppedProgress()
-    directory = resolve_model(model)
+    if unknown := [form for form in forms.split(",") if form not in FORMS.split(",")]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {FORMS}", param_hint="--formats")
+    try:
+        directory = resolve_model(model)
+        other = resolve_model(against) if against else None
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from None
     rows = rows_of(directory, text, tokens)
     progress.step(f"{directory.name}: reference, {rows.numel():,} tokens")
-    reference = [each.float() for each in Served(directory, "none", kernels="torch", dtype="float32").log_probs(rows)]
+    reference = list(Served(directory, "none", kernels="torch", dtype="float32").log_probs(rows))
     loss = torch.cat([-each[:-1].gather(1, row[1:, None])[:, 0] for each, row in zip(reference, rows)]).mean()
     found = []
-    wanted = [(directory, form) for form in forms.split(",") if form]
-    for path, form in [*wanted, *([(resolve_model(against), "none")] if against else [])]:
+    wanted = [(directory, form) for form in forms.split(",")]
+    for path, form in [*wanted, *([(other, "none")] if other else [])]:
         progress.step(f"{path.name}: {form}")
         found.append(judged(path.name, form, Served(path, form), rows, reference))
     title = f"{directory.name}, {rows.numel():,} tokens, perplexity {math.exp(loss):.3f} in float32"

@@ -7,7 +7,7 @@ That is 4.5 bits a weight. VALUES are spaced as those of a normal distribution a
 A group's scale is searched for: the largest number is mapped to 0.8 .. 1.12 of the least and of the greatest value, all
 numbers are rounded to the nearest value, and of the scales that least squares then gives, the one with the least error is taken.
 The error of a column counts as much as its inputs do: `importance` [k] is their mean square (imatrix of llama.cpp; AWQ, Lin et
-al., 2023). With it SmolLM2's perplexity rises by 12 % instead of 27 % (docs/quantisation.md).
+al., 2023). docs/quantisation.md says what it gains.
 """
 
 from __future__ import annotations
