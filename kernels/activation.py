@@ -8,6 +8,8 @@ q, scale, sums               y as int8 (kernels/int8_rows.py), for the down proj
     gelu        x * (1 + erf(x / sqrt(2))) / 2                                  (Hendrycks and Gimpel, 2016)
     gelu_tanh   x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2           their approximation
 
+    swiglu_oai  g * sigmoid(1.702 g) * (1 + u)   with g = min(gate, 7), u = up between -7 and 7   (gpt-oss, arXiv:2508.10925)
+
 in float32.
 """
 
@@ -21,7 +23,7 @@ from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_
 from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 
 CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of what is given
-KINDS = ("silu", "gelu", "gelu_tanh")
+KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 MAX_ROW_BLOCK = 1 << 14  # columns of a row that one program of the int8 form holds in registers
 LOOP_BLOCK = 1 << 12  # columns of a longer row that it reads at a time
@@ -31,6 +33,10 @@ TILE = 1 << 10  # columns of a program of the plain form
 def reference(given: Tensor, kind: str = "silu", gated: bool = True) -> Tensor:
     """given [..., 2 * intermediate] -> [..., intermediate]; without a gate given has the result's shape."""
     x, up = given.chunk(2, dim=-1) if gated else (given, None)
+    if kind == "swiglu_oai":
+        assert up is not None
+        g = x.clamp(max=7.0)
+        return g * F.sigmoid(1.702 * g) * (1 + up.clamp(-7.0, 7.0))
     y = F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
     return y if up is None else y * up
 
@@ -83,6 +89,10 @@ def _activated(
         up = tl.load(given + intermediate + columns, mask, other=0).to(tl.float32)
     if KIND == "silu":
         y = x / (1.0 + tl.exp(-x))
+    elif KIND == "swiglu_oai":
+        x = tl.minimum(x, 7.0)
+        y = x / (1.0 + tl.exp(-1.702 * x))
+        up = 1.0 + tl.maximum(tl.minimum(up, 7.0), -7.0)
     elif KIND == "gelu":
         y = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
     else:  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))

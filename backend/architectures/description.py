@@ -11,6 +11,7 @@ A layer computes, with h the hidden states [tokens, hidden] and each norm absent
                   out = softmax(softcap(attention_scale * q k^T) + mask) v, with the window of the layer
                   with attention_sinks the softmax of head h has one more score, sinks[h], whose weight no value gets (gpt-oss)
     mlp           gated: down(activation(gate(x)) * up(x)) ; otherwise down(activation(up(x)))
+                  in layers with experts: sum over a token's experts e of weight_e * mlp_e(x), and the shared mlp(x) (Experts)
     model         h = embedding[token] * embedding_scale ; logits = softcap(logit_scale * lm_head(norm(h)))
     softcap(x)    cap * tanh(x / cap), or x where the cap is 0 (Gemma 2, arXiv:2408.00118)
 """
@@ -27,7 +28,8 @@ from backend.api.checkpoint.quantised import KvDtype
 from backend.api.config.schema import Windows
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]  # gelu: with the error function; gelu_tanh: its approximation
+# gelu: with the error function; gelu_tanh: its approximation; swiglu_oai: gpt-oss's, which is clamped
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 QkNorm = Literal[
     "none", "head", "row"
 ]  # head: each head on its own (Qwen3); row: all heads of a token together (OLMo 2)
@@ -88,11 +90,50 @@ class Block(Struct, frozen=True):
     residual_scale: float = 1.0
 
 
+class Experts(Struct, frozen=True):
+    """A mixture of experts in the place of an mlp (Shazeer et al., 2017). For each token x, in float32:
+
+        score    = softmax or sigmoid of router(x)
+        chosen   = the `places` experts with the greatest score + choice_bias (DeepSeek-V3, arXiv:2412.19437), out of the
+                   `kept_groups` best groups; a group is as good as its best expert, or its two best together
+        weight_e = scale * score_e, divided by the sum over those chosen where `is_normalised`
+        y        = sum of weight_e * mlp_e(x), the best expert first, + shared(x) * sigmoid(shared_gate(x)) where there are such
+    """
+
+    count: int
+    places: int  # experts of a token
+    intermediate: int  # of each
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    adds_two_best: bool = False
+    has_choice_bias: bool = False
+    choice_bias_is_row: bool = False  # it is stored as [1, experts]
+    has_bias: bool = False  # of the products of experts
+    router_bias: bool = False
+    shared: int = 0  # intermediate size of the mlp of all tokens; 0 = there is none
+    has_shared_gate: bool = False
+
+
 class LayerConfig(Struct, frozen=True):
     """Settings that differ between the layers of a model."""
 
     window: int | None = None  # attention window in tokens; None = unlimited
     rope: int | None = 0  # index into ModelConfig.ropes; None = queries and keys are not rotated
+    has_experts: bool = False  # ModelConfig.experts in the place of the mlp
+
+
+class StackedExperts(Struct, frozen=True):
+    """Tensors of all experts of a layer [experts, n, k], by their whole names behind the layer's prefix."""
+
+    gate_up: str
+    down: str
+    gate_up_bias: str = ""  # [experts, n]; where Experts.has_bias
+    down_bias: str = ""
+    is_transposed: bool = False  # [experts, k, n]
+    is_interleaved: bool = False  # rows of gate and up take turns
 
 
 class LayerNames(Struct, frozen=True):
@@ -113,6 +154,15 @@ class LayerNames(Struct, frozen=True):
     q_norm: str = "self_attn.q_norm"  # where Block.qk_norm is not none
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # where Block.attention_sinks; the whole name, [heads]
+    router: str = "mlp.gate"  # this and the following: of layers with experts
+    choice_bias: str = "mlp.gate.e_score_correction_bias"  # the whole name, [experts]
+    experts: str = "mlp.experts."  # the number of an expert and a dot follow
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    stacked: StackedExperts | None = None  # where a tensor holds those of all experts
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 class TensorNames(Struct, frozen=True):
@@ -181,6 +231,8 @@ class ModelConfig(Struct, frozen=True):
     sink_tokens: int = 0  # first tokens of a sequence, which all others attend to, also from outside of a window
     shard: Shard = WHOLE
     held_layers: tuple[int, int] | None = None  # [first, end); None: all
+    experts: Experts | None = None  # of the layers that have some
+    held_experts: tuple[int, int] | None = None  # [first, end) of each layer's; None: all
 
     @property
     def held(self) -> range:

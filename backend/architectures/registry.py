@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.architectures import fused, gemma, layer_norm, llama, multimodal, post_norm
+from backend.architectures import fused, gemma, layer_norm, llama, mixtures, multimodal, post_norm
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
 
@@ -55,6 +55,17 @@ FAMILIES: dict[str, Family] = {
     "SeedOssForCausalLM": Family(llama.seed_oss, "Seed-OSS 36B"),
     "HeliumForCausalLM": Family(llama.helium, "Helium 1 2B"),
     "Ernie4_5ForCausalLM": Family(llama.ernie, "ERNIE 4.5 0.3B"),
+    "Qwen2MoeForCausalLM": Family(mixtures.qwen2_moe, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
+    "Qwen3MoeForCausalLM": Family(mixtures.qwen3_moe, "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B"),
+    "MixtralForCausalLM": Family(mixtures.mixtral, "Mixtral 8x7B and 8x22B"),
+    "OlmoeForCausalLM": Family(mixtures.olmoe, "OLMoE 1B-7B"),
+    "GraniteMoeForCausalLM": Family(mixtures.granite_moe, "Granite 3.0 and 3.1 1B-A400M and 3B-A800M"),
+    "GraniteMoeSharedForCausalLM": Family(mixtures.granite_moe, "Granite mixtures with a shared expert"),
+    "Glm4MoeForCausalLM": Family(mixtures.glm4_moe, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "Dots1ForCausalLM": Family(mixtures.dots1, "dots.llm1"),
+    "Ernie4_5_MoeForCausalLM": Family(mixtures.ernie_moe, "ERNIE 4.5 21B-A3B and 300B-A47B"),
+    "MiniMaxM2ForCausalLM": Family(mixtures.minimax_m2, "MiniMax M2"),
+    "GptOssForCausalLM": Family(mixtures.gpt_oss, "gpt-oss-20b and gpt-oss-120b"),
 }
 # The same decoders without their head, as they are stored after training for embeddings: served for hidden states only.
 HEADLESS = {

@@ -15,11 +15,13 @@ from torch import Tensor
 from backend.architectures.description import WHOLE, Block, ModelConfig, Shard
 from backend.architectures.shards import of_rank, stacked_rows, vocabulary
 from backend.layers.attention import AttentionWeights, attention
+from backend.layers.experts import ExpertsWeights, MlpWeights, mix
 from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.lora import Adapt, AdaptedTokens
 from backend.layers.norm import NormWeights, add, add_norm, norm
 from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.convert import QkvByHead
+from backend.models.experts import UnstackedExperts
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.parts import CheckpointParts, Parts
 from backend.models.tensors import TensorSource
@@ -30,16 +32,17 @@ from kernels.int8_rows import Int8Rows
 from kernels.paged_attention import Plan
 
 
-@dataclass(slots=True)
-class MlpWeights:
-    gate_up: Linear  # [2 * intermediate, hidden], rows in the order gate, up; without a gate up alone, [intermediate, hidden]
-    down: Linear  # [hidden, intermediate]
-
-
 def mlp(
-    x: Tensor | Int8Rows, weights: MlpWeights, block: Block, may_quantize: bool = True, adapt: Adapt | None = None
+    x: Tensor | Int8Rows,
+    weights: MlpWeights | ExpertsWeights,
+    block: Block,
+    may_quantize: bool = True,
+    adapt: Adapt | None = None,
 ) -> Tensor:
     """x [num_tokens, hidden] -> [num_tokens, hidden]. adapt: adds LoRA adapters' parts; then nothing may be quantised ahead."""
+    if isinstance(weights, ExpertsWeights):
+        assert isinstance(x, Tensor)  # the router reads what is not quantised
+        return mix(x, weights, block)
     gate_up, kind = weights.gate_up(x), (block.activation, block.gated)
     if adapt is None:
         quantizes = may_quantize and weights.down.takes_int8
@@ -57,7 +60,7 @@ class LayerWeights:
     """Which norms a layer has, LayerNames says."""
 
     attention: AttentionWeights
-    mlp: MlpWeights
+    mlp: MlpWeights | ExpertsWeights
     attention_norm: NormWeights | None
     attention_out_norm: NormWeights | None
     mlp_norm: NormWeights | None
@@ -103,8 +106,18 @@ class Decoder:
 
     @property
     def num_linear_bytes(self) -> int:
-        """Bytes of all linear layers, the output head included: every step that samples reads at least these."""
+        """Bytes of all linear layers, the output head included."""
         return sum(linear.num_bytes for linear in self._linears)
+
+    @property
+    def num_read_bytes(self) -> int:
+        """Those that a step reads at least: of experts, as many as a token has."""
+        unread = 0
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.experts:
+                of_one = layer.mlp.experts[0].gate_up.num_bytes + layer.mlp.experts[0].down.num_bytes
+                unread += of_one * max(0, len(layer.mlp.experts) - layer.mlp.settings.places)
+        return self.num_linear_bytes - unread
 
     @property
     def memory(self) -> str:
@@ -121,7 +134,9 @@ class Decoder:
     def _linears(self) -> list[Linear]:
         linears = [] if self.lm_head is None else [self.lm_head]
         for layer in self.layers:
-            linears += layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+            mlp = layer.mlp
+            linears += layer.attention.qkv, layer.attention.out
+            linears += mlp.linears if isinstance(mlp, ExpertsWeights) else (mlp.gate_up, mlp.down)
         return linears
 
     def forward(
@@ -173,7 +188,7 @@ class Decoder:
         block = self.config.block
         normed, x = add_norm(x, delta, layer.attention_norm, block, self._takes_int8(layer.attention.qkv))
         delta = norm(attend(normed), layer.attention_out_norm, block)
-        normed, x = add_norm(x, delta, layer.mlp_norm, block, self._takes_int8(layer.mlp.gate_up))
+        normed, x = add_norm(x, delta, layer.mlp_norm, block, self._takes_int8(layer.mlp))
         return x, norm(mlp(normed, layer.mlp, block, not self.takes_adapters, adapt), layer.mlp_out_norm, block)
 
     def _parallel(
@@ -181,15 +196,18 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Like `_sequential`. Attention and mlp read the same norm, unless the mlp has one of its own."""
         block, shares = self.config.block, layer.mlp_norm is None
-        to_int8 = self._takes_int8(layer.attention.qkv) and (not shares or self._takes_int8(layer.mlp.gate_up))
+        to_int8 = self._takes_int8(layer.attention.qkv) and (not shares or self._takes_int8(layer.mlp))
         normed, x = add_norm(x, delta, layer.attention_norm, block, to_int8)
         attended = attend(normed)
         if not shares:
-            normed, x = add_norm(x, None, layer.mlp_norm, block, self._takes_int8(layer.mlp.gate_up))
+            normed, x = add_norm(x, None, layer.mlp_norm, block, self._takes_int8(layer.mlp))
         return x, attended + mlp(normed, layer.mlp, block, not self.takes_adapters, adapt)
 
-    def _takes_int8(self, linear: Linear) -> bool:
-        """True if the norm before this layer is to quantise its output."""
+    def _takes_int8(self, reader: Linear | MlpWeights | ExpertsWeights) -> bool:
+        """True if the norm before this reader is to quantise its output."""
+        if isinstance(reader, ExpertsWeights):
+            return False
+        linear = reader.gate_up if isinstance(reader, MlpWeights) else reader
         return linear.takes_int8 and not self.takes_adapters
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -236,6 +254,8 @@ def build_decoder(
     """
     if config.names.layer.qkv_by_head:
         tensors = QkvByHead(tensors, config)
+    if config.names.layer.stacked is not None and config.experts is not None:
+        tensors = UnstackedExperts(tensors, config)
     source = TensorSource(tensors, dtype, device, config.names.unused)
     parts = CheckpointParts(config, source, LinearBuilder(source, config.quantization, options), shard)
     return assemble(of_rank(config, shard), follow.parts(parts), max_seq_len, dtype, device, follow.layers)
@@ -258,7 +278,7 @@ def assemble(
     lm_head = parts.head(embedding, last_token - first_token) if shard.is_last else None
     layers = []
     for index in config.held:
-        layers.append(_layer(config, parts, f"{names.layers}{index}."))
+        layers.append(_layer(config, parts, index))
         on_layer(len(layers), len(config.held))
     last_norm = _norm(config, parts, names.norm, config.hidden_size)
     parts.finish()
@@ -277,11 +297,11 @@ def _rounded(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
     return replace(config, block=replace(config.block, embedding_scale=scale))
 
 
-def _layer(config: ModelConfig, parts: Parts, prefix: str) -> LayerWeights:
-    block, names = config.block, config.names.layer
-    hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
+def _layer(config: ModelConfig, parts: Parts, index: int) -> LayerWeights:
+    block, names, prefix = config.block, config.names.layer, f"{config.names.layers}{index}."
+    hidden, head = config.hidden_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
-    is_first = config.shard.rank == 0  # the rank that adds the biases of what all ranks add up
+    is_first = config.shard.rank == 0
 
     def norm_of(name: str | None) -> NormWeights | None:
         return None if name is None else _norm(config, parts, prefix + name, hidden)
@@ -296,12 +316,48 @@ def _layer(config: ModelConfig, parts: Parts, prefix: str) -> LayerWeights:
         sinks=parts.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
     )
     mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
-    inputs = (inter, inter) if block.gated else (inter,)
-    mlp = MlpWeights(
-        gate_up=parts.linear(stacked_rows(prefix, names.gate_up, inputs), hidden, block.mlp_bias),
-        down=parts.linear({prefix + names.down: hidden}, inter, block.mlp_bias and is_first),
-    )
+    mlp = (_experts if config.layers[index].has_experts else _mlp)(config, parts, prefix)
     return LayerWeights(attention, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
+
+
+def _mlp(config: ModelConfig, parts: Parts, prefix: str) -> MlpWeights:
+    names, has_bias = config.names.layer, config.block.mlp_bias
+    return _mlp_of(config, parts, prefix, (names.gate_up, names.down), config.intermediate_size, has_bias)
+
+
+def _mlp_of(
+    config: ModelConfig, parts: Parts, prefix: str, names: tuple[tuple[str, ...], str], inter: int, has_bias: bool
+) -> MlpWeights:
+    """names: of gate_up and down; inter: the intermediate size."""
+    inputs = (inter, inter) if config.block.gated else (inter,)
+    gate_up, down = stacked_rows(prefix, names[0], inputs), {prefix + names[1]: config.hidden_size}
+    is_first = config.shard.rank == 0  # the rank that adds the bias of what all ranks add up
+    return MlpWeights(
+        parts.linear(gate_up, config.hidden_size, has_bias), parts.linear(down, inter, has_bias and is_first)
+    )
+
+
+def _experts(config: ModelConfig, parts: Parts, prefix: str) -> ExpertsWeights:
+    experts, names, has_bias = config.experts, config.names.layer, config.block.mlp_bias
+    assert experts is not None
+    rows = {prefix + names.router: experts.count}
+    if experts.has_shared_gate:
+        rows[prefix + names.shared_gate] = 1
+    router = parts.linear(rows, config.hidden_size, experts.router_bias, is_rounded=False)
+    bias = None
+    if experts.has_choice_bias:
+        shape = (1, experts.count) if experts.choice_bias_is_row else (experts.count,)
+        bias = parts.take(prefix + names.choice_bias, shape).float().flatten()
+    of_expert = names.expert_gate_up, names.expert_down
+    first, end = config.held_experts or (0, experts.count)
+    held = [
+        _mlp_of(config, parts, f"{prefix}{names.experts}{index}.", of_expert, experts.intermediate, experts.has_bias)
+        for index in range(first, end)
+    ]
+    shared = None
+    if experts.shared:
+        shared = _mlp_of(config, parts, prefix, (names.shared_gate_up, names.shared_down), experts.shared, has_bias)
+    return ExpertsWeights(experts, router, bias, held, first, shared)
 
 
 def _norm(config: ModelConfig, parts: Parts, name: str, size: int) -> NormWeights:

@@ -84,6 +84,7 @@ class LinearBuilder:
         has_bias: bool = False,
         is_head: bool = False,
         cut: Cut | None = None,
+        is_rounded: bool = True,
     ) -> Linear:
         """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does.
 
@@ -95,7 +96,7 @@ class LinearBuilder:
             weight = weight if cut is None else cut_weight(weight, cut, next(iter(rows)))
             if not has_bias:  # GPTQ's writers store a bias of zeros for such a layer
                 self._source.drop_zeros(name + ".bias" for name in rows)
-        elif self._checkpoint is None and self._options.quantization != "none":
+        elif self._checkpoint is None and self._options.quantization != "none" and is_rounded:
             weight = self._quantize(rows, columns, cut or _all_of(rows), is_head)
         else:
             weight = self._source.take_stacked({name + ".weight": count for name, count in rows.items()}, (columns,))

@@ -16,6 +16,7 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.architectures.description import Block
 from backend.core.step import Row
+from backend.layers.experts import ExpertsWeights
 from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.layers.norm import NormWeights
 from backend.layers.rotary import RotaryTables
@@ -32,6 +33,7 @@ from kernels.common.super_blocks import SuperBlocks
 from kernels.cpu.decoder import (
     Given,
     NativeDecoder,
+    NativeExperts,
     NativeForm,
     NativeLayer,
     NativeNorm,
@@ -104,7 +106,7 @@ def make_screen(model: Decoder, library: CDLL) -> Screen | None:
     if model.lm_head is None:
         return None
     lm_head = _packed(model.lm_head)
-    if not Screen.fits(lm_head) or lm_head.num_bytes < MIN_SHARE * model.num_linear_bytes:
+    if not Screen.fits(lm_head) or lm_head.num_bytes < MIN_SHARE * model.num_read_bytes:
         return None
     screen = Screen(library, lm_head)
     log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
@@ -278,12 +280,14 @@ def _native_form(block: Block, query_scales: Tensor | None) -> NativeForm:
 
 def _native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: RotaryTables | None) -> NativeLayer:
     attention, mlp = layer.attention, layer.mlp
+    experts = mlp if isinstance(mlp, ExpertsWeights) else None
+    gate_up, down = (None, None) if isinstance(mlp, ExpertsWeights) else (_packed(mlp.gate_up), _packed(mlp.down))
     mlp_norm = layer.attention_norm if block.parallel and layer.mlp_norm is None else layer.mlp_norm
     return NativeLayer(
         qkv=_packed(attention.qkv),
         out=_packed(attention.out),
-        gate_up=_packed(mlp.gate_up),
-        down=_packed(mlp.down),
+        gate_up=gate_up,
+        down=down,
         attention_norm=_if_there(layer.attention_norm),
         mlp_norm=_if_there(mlp_norm),
         attention_out_norm=_if_there(layer.attention_out_norm),
@@ -293,6 +297,28 @@ def _native_layer(block: Block, layer: LayerWeights, window: int | None, rotary:
         rotary=rotary,
         sinks=None if attention.sinks is None else _float(attention.sinks),
         window=window,
+        experts=None if experts is None else _native_experts(experts),
+    )
+
+
+def _native_experts(weights: ExpertsWeights) -> NativeExperts:
+    settings = weights.settings
+    mlps = [(_packed(mlp.gate_up), _packed(mlp.down)) for mlp in weights.experts]
+    shared = None if weights.shared is None else (_packed(weights.shared.gate_up), _packed(weights.shared.down))
+    return NativeExperts(
+        router=_packed(weights.router),
+        experts=mlps,
+        places=settings.places,
+        scores=settings.scores,
+        is_normalised=settings.is_normalised,
+        scale=settings.scale,
+        groups=settings.groups,
+        kept_groups=settings.kept_groups,
+        adds_two_best=settings.adds_two_best,
+        choice_bias=None if weights.choice_bias is None else _float(weights.choice_bias),
+        shared=shared,
+        has_shared_gate=settings.has_shared_gate,
+        first=weights.first,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, byref, c_void_p, cast
+from ctypes import CDLL, POINTER, Array, byref, c_void_p, cast, pointer
 from dataclasses import dataclass
 from operator import is_
 from typing import NamedTuple
@@ -20,14 +20,18 @@ from kernels.cpu.screen import Screen
 from kernels.cpu.structs import (
     ACTIVATIONS,
     NORMS,
+    SCORES,
     BatchStruct,
     FormStruct,
     KVLayout,
     LayerStruct,
     LinearStruct,
     LoraLayerStruct,
+    MixtureStruct,
+    MlpStruct,
     ModelStruct,
     NormStruct,
+    RoutingStruct,
     ScreenStruct,
 )
 
@@ -50,14 +54,32 @@ class NativeNorm(NamedTuple):
     bias: Tensor | None = None  # [size]
 
 
+class NativeExperts(NamedTuple):
+    """A mixture of experts in the place of an MLP. backend/architectures/description.py, Experts, says what its settings mean."""
+
+    router: PackedLinear  # [experts, and one more where there is a shared gate, hidden]
+    experts: Sequence[tuple[PackedLinear, PackedLinear]]  # gate and up in one, and down, of each that this process has
+    places: int
+    scores: str  # an entry of SCORES
+    is_normalised: bool
+    scale: float
+    groups: int
+    kept_groups: int
+    adds_two_best: bool
+    choice_bias: Tensor | None  # float32 [experts]
+    shared: tuple[PackedLinear, PackedLinear] | None
+    has_shared_gate: bool
+    first: int = 0  # the number of experts[0] among all
+
+
 @dataclass(slots=True)
 class NativeLayer:
     """The weights of a layer. Where it has no norm for the input of a half, that half reads the hidden states themselves."""
 
     qkv: PackedLinear  # [(heads + 2 * kv_heads) * head_dim, hidden]
     out: PackedLinear
-    gate_up: PackedLinear  # [2 * intermediate, hidden]: gate, then up; without a gate [intermediate, hidden]
-    down: PackedLinear
+    gate_up: PackedLinear | None  # [2 * intermediate, hidden]: gate, then up; without a gate [intermediate, hidden]
+    down: PackedLinear | None  # None, like gate_up: the layer has experts
     attention_norm: NativeNorm | None  # [hidden]
     mlp_norm: NativeNorm | None
     attention_out_norm: NativeNorm | None = (
@@ -69,6 +91,7 @@ class NativeLayer:
     rotary: tuple[Tensor, Tensor] | None = None  # cos and sin, float32 [max_seq_len, rotary_dim / 2]
     sinks: Tensor | None = None  # float32 [heads]
     window: int | None = None  # tokens
+    experts: NativeExperts | None = None
 
 
 @dataclass(slots=True)
@@ -151,7 +174,9 @@ class NativeDecoder:
         self._held = (form, embedding, list(layers), norm, lm_head, screen)
         self._ranks = ranks
         self.vocab_size, self.layout = vocab_size or embedding.shape[0], layout
-        self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers))
+        mixtures = [None if layer.experts is None else _mixture_struct(layer.experts, form) for layer in layers]
+        self._mixtures = mixtures
+        self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures))
         self._model = ModelStruct(
             embedding.shape[1],
             shape.intermediate,
@@ -336,13 +361,46 @@ def _form_struct(form: NativeForm, head_dim: int) -> FormStruct:
     )
 
 
-def _layer_struct(layer: NativeLayer) -> LayerStruct:
+def _mixture_struct(experts: NativeExperts, form: NativeForm) -> MixtureStruct:
+    """Raises ValueError for experts of different sizes, or whose inputs differ in form."""
+    shared = experts.shared
+    return MixtureStruct(
+        mlp_structs(experts.experts),
+        len(experts.experts),
+        experts.places,
+        ACTIVATIONS[form.activation],
+        form.is_gated,
+        None if shared is None else mlp_structs([shared]),
+        experts.router.struct,
+        RoutingStruct(
+            SCORES[experts.scores],
+            experts.is_normalised,
+            experts.groups,
+            experts.kept_groups,
+            experts.adds_two_best,
+            experts.scale,
+            _address(experts.choice_bias),
+        ),
+        experts.has_shared_gate,
+        experts.first,
+    )
+
+
+def mlp_structs(mlps: Sequence[tuple[PackedLinear, PackedLinear]]) -> Array[MlpStruct]:
+    """Gate and up in one, and down, of each. Raises ValueError for MLPs of different sizes, or whose inputs differ in form."""
+    forms = {tuple((part.shape, part.operand) for part in mlp) for mlp in mlps}
+    if len(forms) != 1:
+        raise ValueError(f"the experts of a layer have products of {len(forms)} forms: {sorted(map(str, forms))[:2]}")
+    return (MlpStruct * len(mlps))(*(MlpStruct(up.struct, down.struct) for up, down in mlps))
+
+
+def _layer_struct(layer: NativeLayer, mixture: MixtureStruct | None) -> LayerStruct:
     cos, sin = (None, None) if layer.rotary is None else layer.rotary
     return LayerStruct(
         layer.qkv.struct,
         layer.out.struct,
-        layer.gate_up.struct,
-        layer.down.struct,
+        LinearStruct() if layer.gate_up is None else layer.gate_up.struct,
+        LinearStruct() if layer.down is None else layer.down.struct,
         _norm_struct(layer.attention_norm),
         _norm_struct(layer.mlp_norm),
         _norm_struct(layer.attention_out_norm),
@@ -354,4 +412,5 @@ def _layer_struct(layer: NativeLayer) -> LayerStruct:
         0 if cos is None else 2 * cos.shape[1],
         _address(layer.sinks),
         layer.window or 0,
+        None if mixture is None else pointer(mixture),
     )

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import NativeAttention, Scratch, StepRows
-from kernels.cpu.decoder import MAX_HEAD_DIM, UnknownCell
+from kernels.cpu.decoder import MAX_HEAD_DIM, UnknownCell, mlp_structs
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.structs import (
     ACTIVATIONS,
     AttentionModuleStruct,
     MixtureStruct,
-    MlpStruct,
     NormStruct,
 )
 
@@ -80,13 +79,12 @@ class NativeMixture:
         threads: int,
     ) -> None:
         """Raises ValueError for experts of different sizes, or whose inputs differ in form."""
-        forms = {tuple((part.shape, part.operand) for part in expert) for expert in experts}
-        (up, _), (down, _) = forms.pop()
-        if forms or up[0] != down[1] * (2 if is_gated else 1):
-            raise ValueError(f"experts have products of {up} and {down} and others: they do not fit together")
+        self._mlps = mlp_structs(experts)
+        up, down = (part.shape for part in experts[0])
+        if up[0] != down[1] * (2 if is_gated else 1):
+            raise ValueError(f"experts have products of {up} and {down}: they do not fit together")
         self._library, self._scratch, self._held, self._threads = library, scratch, experts, threads
         self.hidden = down[0]
-        self._mlps = (MlpStruct * len(experts))(*(MlpStruct(up.struct, down.struct) for up, down in experts))
         self._mixture = MixtureStruct(self._mlps, len(experts), 1, ACTIVATIONS[activation], is_gated)
 
     def __call__(self, x: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:

@@ -9,7 +9,8 @@ from kernels.common.super_blocks import FORMS, Kind
 
 # The enums NormKind of native/rows.h, Activation of native/activation.h and Format of native/formats.h.
 NORMS = {"rms": 0, "layer": 1}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
+SCORES = {"softmax": 0, "sigmoid": 1}  # the enum Scores of native/mixture.h
 FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, ROTATED = range(7)
 SUPER_BLOCKS: dict[Kind, int] = {kind: 7 + index for index, kind in enumerate(FORMS)}
 PANEL = 32
@@ -42,6 +43,37 @@ class NormStruct(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
 
 
+class MlpStruct(Structure):
+    _fields_ = [("gate_up", LinearStruct), ("down", LinearStruct)]
+
+
+class RoutingStruct(Structure):
+    _fields_ = [
+        ("scores", c_int32),
+        ("is_normalised", c_int32),
+        ("groups", c_int64),
+        ("kept_groups", c_int64),
+        ("adds_two_best", c_int32),
+        ("scale", c_float),
+        ("choice_bias", c_void_p),
+    ]
+
+
+class MixtureStruct(Structure):
+    _fields_ = [
+        ("experts", POINTER(MlpStruct)),
+        ("num_experts", c_int64),
+        ("places", c_int64),
+        ("activation", c_int32),
+        ("is_gated", c_int32),
+        ("shared", POINTER(MlpStruct)),
+        ("router", LinearStruct),
+        ("routing", RoutingStruct),
+        ("is_shared_gated", c_int32),
+        ("first_expert", c_int64),
+    ]
+
+
 class LayerStruct(Structure):
     _fields_ = [
         ("qkv", LinearStruct),
@@ -59,6 +91,7 @@ class LayerStruct(Structure):
         ("rotary_dim", c_int64),
         ("sinks", c_void_p),
         ("window", c_int64),
+        ("mixture", POINTER(MixtureStruct)),
     ]
 
 
@@ -105,20 +138,6 @@ class AttentionModuleStruct(Structure):
         ("rotary_dim", c_int64),
         ("is_interleaved", c_int32),
         ("eps", c_float),
-    ]
-
-
-class MlpStruct(Structure):
-    _fields_ = [("gate_up", LinearStruct), ("down", LinearStruct)]
-
-
-class MixtureStruct(Structure):
-    _fields_ = [
-        ("experts", POINTER(MlpStruct)),
-        ("num_experts", c_int64),
-        ("places", c_int64),
-        ("activation", c_int32),
-        ("is_gated", c_int32),
     ]
 
 

@@ -56,6 +56,18 @@ GRANITE_4 = dict(
     mamba_n_heads=4,
     mamba_d_head=24,
 )
+# A router of two levels, as DeepSeek-V3 has it.
+GROUPED = dict(
+    n_routed_experts=8,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    n_shared_experts=2,
+    n_group=4,
+    topk_group=2,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.7,
+)
 # name -> (transformers' model type, architecture, what differs from tools.make_random_model's TINY)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "LlamaForCausalLM", dict(attention_bias=True, mlp_bias=True)),
@@ -186,6 +198,92 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "helium": ("helium", "HeliumForCausalLM", dict(head_dim=8, attention_bias=True)),
     "ernie 4.5": ("ernie4_5", "Ernie4_5ForCausalLM", dict(head_dim=12, use_bias=True)),
+    "qwen2 moe": (
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        dict(
+            num_experts=7,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            shared_expert_intermediate_size=72,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "qwen3 moe": (
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        dict(head_dim=16, num_experts=9, num_experts_per_tok=4, moe_intermediate_size=40, norm_topk_prob=True),
+    ),
+    "mixtral": (
+        "mixtral",
+        "MixtralForCausalLM",
+        dict(num_local_experts=5, num_experts_per_tok=2, head_dim=10, sliding_window=WINDOW),
+    ),
+    "olmoe": (
+        "olmoe",
+        "OlmoeForCausalLM",
+        dict(num_experts=8, num_experts_per_tok=3, rms_norm_eps=1e-4),
+    ),
+    "granite moe": (
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        GRANITE | dict(num_local_experts=6, num_experts_per_tok=3, attention_bias=True),
+    ),
+    "granite moe shared": (
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        GRANITE | dict(num_local_experts=6, num_experts_per_tok=2, shared_intermediate_size=48),
+    ),
+    "glm 4.5": (
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        dict(
+            head_dim=12,
+            rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5),
+            attention_bias=True,
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+            **GROUPED,
+        ),
+    ),
+    "dots 1": ("dots1", "Dots1ForCausalLM", dict(head_dim=12, first_k_dense_replace=2, **GROUPED)),
+    "ernie 4.5 moe": (
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        dict(
+            head_dim=12,
+            use_bias=True,
+            moe_num_experts=6,
+            moe_k=2,
+            moe_intermediate_size=40,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=2,
+        ),
+    ),
+    "minimax m2": (
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        dict(
+            head_dim=12,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5),
+        ),
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        "GptOssForCausalLM",
+        dict(
+            head_dim=10,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            sliding_window=WINDOW,
+            layer_types=MIXED,
+            rope_parameters=YARN | dict(truncate=False),
+        ),
+    ),
 }
 
 

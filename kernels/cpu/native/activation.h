@@ -4,7 +4,7 @@
 
 namespace everbatch {
 
-enum Activation : int32_t { SILU, GELU, GELU_TANH };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, SWIGLU_OAI };
 
 // x / (1 + e^-x)
 ALWAYS_INLINE Vec silu(Vec x) {
@@ -58,8 +58,21 @@ void activate_with(F f, const float* gate, const float* up, int64_t n, float* ou
     }
 }
 
+// out = min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (1 + up), up between -7 and 7, as gpt-oss has it.
+inline void activate_clamped(const float* gate, const float* up, int64_t n, float* out) {
+    const auto one = [](Vec g, Vec u) {
+        const Vec cap = splat(7.0f), low = vmin(g, cap);
+        return silu(low * 1.702f) * (1 / 1.702f) * (1.0f + vmax(vmin(u, cap), -cap));
+    };
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(out + i, one(load<Vec>(gate + i), load<Vec>(up + i)));
+    for (; i < n; i++) out[i] = one(splat(gate[i]), splat(up[i]))[0];
+}
+
 inline void activate(Activation kind, const float* gate, const float* up, int64_t n, float* out) {
-    if (kind == SILU)
+    if (kind == SWIGLU_OAI)
+        activate_clamped(gate, up, n, out);
+    else if (kind == SILU)
         activate_with(Silu(), gate, up, n, out);
     else if (kind == GELU)
         activate_with(Gelu(), gate, up, n, out);

@@ -8,6 +8,35 @@
 
 extern "C" {
 
+struct everbatch_mlp {
+    everbatch::Linear gate_up, down;  // gate_up: of an MLP without a gate only up
+};
+
+// How a router chooses: an everbatch::Scores of its logits, and of these the greatest.
+struct everbatch_routing {
+    int32_t scores;
+    int32_t is_normalised;         // a token's weights are divided by their sum
+    int64_t groups, kept_groups;   // experts of the best groups alone are chosen
+    int32_t adds_two_best;         // a group is as good as its two best experts together; else as its best one
+    float scale;                   // of all weights
+    const float* choice_bias;      // [experts]: is added to scores for the choice, and not to weights; null without
+};
+
+// MLPs of the same sizes and formats, some of which are computed for each token.
+struct everbatch_mixture {
+    const everbatch_mlp* experts;
+    int64_t num_experts;
+    int64_t places;      // experts of a token
+    int32_t activation;  // an everbatch::Activation
+    int32_t is_gated;
+    const everbatch_mlp* shared;  // what every token is multiplied with besides; null without
+    // Of a mixture that routes by itself:
+    everbatch::Linear router;  // [experts, and one more row where is_shared_gated, hidden]
+    everbatch_routing routing;
+    int32_t is_shared_gated;   // the shared one's result is multiplied with the sigmoid of the router's last output
+    int64_t first_expert;      // the number of experts[0] among those of the router; the others are other ranks'
+};
+
 struct everbatch_layer {
     everbatch::Linear qkv, out, gate_up, down;  // gate_up: of an MLP without a gate only up
     everbatch::Norm attention_norm, mlp_norm;   // of what they read, [hidden]; without one that is x
@@ -17,6 +46,7 @@ struct everbatch_layer {
     int64_t rotary_dim;      // the first dimensions of a head, which are rotated
     const float* sinks;      // [heads]; null without
     int64_t window;          // tokens; 0 = all
+    const everbatch_mixture* mixture;  // in the place of gate_up and down; null without
 };
 
 // Settings that all layers of a model share.
@@ -65,19 +95,6 @@ struct everbatch_attention_module {
     int64_t rotary_dim;              // the first dimensions of a head, which are rotated; 0: none
     int32_t is_interleaved;          // as in everbatch_form
     float eps;
-};
-
-struct everbatch_mlp {
-    everbatch::Linear gate_up, down;  // gate_up: of an MLP without a gate only up
-};
-
-// MLPs of the same sizes and formats, some of which are computed for each token.
-struct everbatch_mixture {
-    const everbatch_mlp* experts;
-    int64_t num_experts;
-    int64_t places;      // experts of a token
-    int32_t activation;  // an everbatch::Activation
-    int32_t is_gated;
 };
 
 struct everbatch_row {

@@ -40,6 +40,27 @@ void activate_panels(Team& team, const Linear& gate_up, Activation kind, bool is
         linear<T>(team, gate_up, input, rows, [&](int64_t r, int64_t column, float* up) { put(r, column, up, nullptr); });
 }
 
+// Memory of a mixture (mixture.h), which all layers share.
+struct MixtureMemory {
+    struct Run {  // rows of an operand that are multiplied with one expert
+        const Linear* linear;
+        const Operand* operand;
+        int64_t base;  // the pair of the operand's first row
+        int64_t row0;
+        int rows;
+        int64_t first_item;
+    };
+    std::vector<int64_t> first, order, at;  // of each expert; the pair of a row; the row of a pair
+    int64_t routed = 0;                     // rows of experts; those of the shared one follow
+    std::vector<Run> up, down;
+    OperandBuffer input, activated, shared_input, shared_activated;
+    Buffer<float> y, parts, normed, logits, weights;
+    Buffer<int64_t> chosen;
+};
+struct MixtureCounts {
+    int64_t pairs = 0, up_items = 0, down_items = 0;
+};
+
 }  // namespace everbatch
 
 // Memory of a step, kept for the next one. Its buffers only grow.
@@ -50,6 +71,8 @@ struct everbatch_workspace {
     everbatch::OperandBuffer normed[everbatch::NUM_FORMATS], heads[everbatch::NUM_FORMATS], activated[everbatch::NUM_FORMATS];
     everbatch::OperandBuffer last, screened;  // operands of lm_head and of its screen
     std::vector<everbatch::Buffer<float>> rows;  // one for each thread
+    everbatch::MixtureMemory mixture;
+    std::vector<everbatch::MixtureCounts> mixture_counts;  // of each layer
     everbatch::Lora<float> lora_of_floats;
     everbatch::Lora<everbatch::bf16> lora_of_halves;
 

@@ -1,5 +1,5 @@
 // Modules of a model whose other parts are run by other code. Their inputs and results are of the type that is computed in, T.
-#include "layer.h"
+#include "mixture.h"
 
 using namespace everbatch;
 
@@ -115,66 +115,19 @@ void attend_with_products(const everbatch_attention_module& m, const everbatch_b
     });
 }
 
-// Tokens whose experts are computed one expert after the other; a pair is a token and a place in its list of experts.
 template <class T>
 void mix(const everbatch_mixture& m, const T* x, int64_t tokens, const int64_t* chosen, const float* weights, T* out, int32_t threads,
          everbatch_workspace& w) {
     const everbatch_mlp& first = m.experts[0];
-    const int64_t hidden = first.gate_up.k, inner = first.down.k, y_ld = row_length(first.gate_up.n), part_ld = row_length(first.down.n);
-    std::vector<std::vector<int64_t>> pairs(size_t(m.num_experts));
-    size_t most = 0;
-    for (int64_t pair = 0; pair < tokens * m.places; pair++) {
-        const int64_t expert = chosen ? chosen[pair] : 0;
-        if (expert < 0 || expert >= m.num_experts) continue;  // a place that the router left empty
-        pairs[size_t(expert)].push_back(pair);
-        most = std::max(most, pairs[size_t(expert)].size());
-    }
-    OperandBuffer &input = w.normed[first.gate_up.format], &activated = w.activated[first.down.format];
-    input.shape(first.gate_up, int64_t(most), sizeof(T)), activated.shape(first.down, int64_t(most), sizeof(T));
-    w.y.grow(most * size_t(y_ld)), w.delta.grow(size_t(tokens * m.places * part_ld));
-    grow_rows(w, threads, std::max({first.gate_up.depth(), first.down.depth(), first.down.n}));
-    const auto kind = Activation(m.activation);
-    const int64_t of_token = first.gate_up.n * first.gate_up.k + first.down.n * first.down.k;
+    const int64_t hidden = first.gate_up.k, n = first.down.n, of_token = first.gate_up.n * hidden + n * first.down.k;
+    grow_rows(w, threads, Mixture<T>::widest(m));
+    w.mixture_counts.resize(1);
+    Mixture<T> mixture(m, w.mixture, w.mixture_counts[0], w.rows, threads);
     run_team(threads_for(tokens * m.places * of_token, threads), [&](Team& team) {
         const TilesOfThread tiles;
-        float* row = w.rows[size_t(team.id)].data();
-        for (int64_t e = 0; e < m.num_experts; e++) {
-            const std::vector<int64_t>& own = pairs[size_t(e)];
-            const int64_t rows = int64_t(own.size());
-            if (!rows) continue;
-            const everbatch_mlp& mlp = m.experts[e];
-            team.for_each(rows, [&](int64_t r) {
-                widen(x + own[size_t(r)] / m.places * hidden, hidden, row);
-                input.put(r, row);
-            });
-            if (takes_many_rows(rows, activated)) {
-                activate_panels<T>(team, mlp.gate_up, kind, m.is_gated, input.view(), rows, activated);
-            } else {
-                linear<T>(team, mlp.gate_up, input.view(), rows, [&](int64_t r, int64_t column, const float* sums) {
-                    memcpy(w.y.data() + r * y_ld + column, sums, PANEL * sizeof(float));
-                });
-                team.for_each(rows, [&](int64_t r) {
-                    const float* y = w.y.data() + r * y_ld;
-                    activate(kind, y, m.is_gated ? y + inner : nullptr, inner, row);
-                    activated.put(r, row);
-                });
-            }
-            linear<T>(team, mlp.down, activated.view(), rows, [&](int64_t r, int64_t column, const float* sums) {
-                memcpy(w.delta.data() + own[size_t(r)] * part_ld + column, sums, PANEL * sizeof(float));
-            });
-        }
-        team.for_each(tokens, [&](int64_t token) {
-            const int64_t n = first.down.n;
-            bool is_first = true;
-            for (int64_t pair = token * m.places; pair < (token + 1) * m.places; pair++) {
-                if (chosen && (chosen[pair] < 0 || chosen[pair] >= m.num_experts)) continue;
-                const float *part = w.delta.data() + pair * part_ld, weight = weights ? weights[pair] : 1.0f;
-                for (int64_t i = 0; i < n; i++) row[i] = is_first ? part[i] * weight : row[i] + part[i] * weight;
-                is_first = false;
-            }
-            if (is_first) std::fill(row, row + n, 0.0f);
-            narrow(row, n, out + token * n);
-        });
+        mixture.run(
+            team, tokens, chosen, weights, nullptr, 0, [&](int64_t token, float* row) { widen(x + token * hidden, hidden, row); },
+            [&](int64_t token, const float* sum) { narrow(sum, n, out + token * n); });
     });
 }
 

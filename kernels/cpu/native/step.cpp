@@ -12,7 +12,7 @@
 // are wanted go on.
 #include <optional>
 
-#include "layer.h"
+#include "mixture.h"
 
 using namespace everbatch;
 
@@ -38,12 +38,19 @@ public:
         w.x.grow(tokens_ * x_ld_), w.y.grow(tokens_ * y_ld_), w.attended.grow(tokens_ * att_ld_);
         for (int64_t i = 0; i < m.num_layers; i++) {  // a checkpoint may have left some layers unquantised
             const everbatch_layer& l = m.layers[i];
-            for (const Linear* of_norm : {&l.qkv, &l.gate_up}) w.normed[of_norm->format].shape(*of_norm, tokens_, sizeof(T));
+            for (const Linear* of_norm : {&l.qkv, l.mixture ? &l.mixture->router : &l.gate_up})
+                w.normed[of_norm->format].shape(*of_norm, tokens_, sizeof(T)), widest = std::max(widest, of_norm->depth());
             w.heads[l.out.format].shape(l.out, tokens_, sizeof(T));
             if (l.attention_out_norm.weight || l.mlp_out_norm.weight) w.delta.grow(tokens_ * x_ld_);
-            w.activated[l.down.format].shape(l.down, tokens_, sizeof(T));
-            widest = std::max({widest, l.qkv.depth(), l.gate_up.depth(), l.out.depth(), l.down.depth()});
+            if (l.mixture) {
+                make_room(*l.mixture);
+                widest = std::max({widest, l.out.depth(), Mixture<T>::widest(*l.mixture)});
+            } else {
+                w.activated[l.down.format].shape(l.down, tokens_, sizeof(T));
+                widest = std::max({widest, l.out.depth(), l.down.depth()});
+            }
         }
+        if (w.mixture_counts.size() < size_t(m.num_layers)) w.mixture_counts.resize(size_t(m.num_layers));
         w.last.shape(m.lm_head, int64_t(sampled_.size()), sizeof(T));
         if (w.rows.size() < size_t(b.threads)) w.rows = std::vector<Buffer<float>>(size_t(b.threads));
         for (auto& row : w.rows) row.grow(widest);
@@ -234,7 +241,44 @@ private:
         add_to_x(team, l.out, l.attention_out_norm, operand, half.picked, {half.adapted, half.index, &LoraLayer::out});
     }
 
+    void make_room(const everbatch_mixture& m) {
+        MixtureMemory& memory = w_.mixture;
+        memory.normed.grow(size_t(tokens_ * x_ld_)), memory.logits.grow(size_t(tokens_ * row_length(m.router.n)));
+        memory.chosen.grow(size_t(tokens_ * m.places)), memory.weights.grow(size_t(tokens_ * m.places));
+    }
+
+    // The experts of the picked tokens, in the place of an MLP.
+    void mix(Team& team, const everbatch_layer& l, const Half& half) {
+        const everbatch_mixture& m = *l.mixture;
+        MixtureMemory& memory = w_.mixture;
+        const int64_t rows = int64_t(half.picked.size()), routed = m.router.n - m.is_shared_gated, ld = row_length(m.router.n);
+        float *logits = memory.logits.data(), *normed = memory.normed.data();
+        prepare_normed(team, w_.normed[m.router.format], l.mlp_norm, half.picked, nullptr, normed);
+        linear<T>(team, m.router, w_.normed[m.router.format].view(), rows,
+                  [&](int64_t r, int64_t column, const float* sums) { memcpy(logits + r * ld + column, sums, PANEL * sizeof(float)); });
+        const Router router(m.routing);
+        team.for_each(rows, [&](int64_t r) {
+            float *own = logits + r * ld, &gate = own[routed];
+            int64_t* chosen = memory.chosen.data() + r * m.places;
+            if (m.is_shared_gated) gate = 1.0f / (1.0f + std::exp(-gate));
+            router.choose(own, routed, m.places, chosen, memory.weights.data() + r * m.places);
+            for (int64_t p = 0; p < m.places; p++) chosen[p] -= m.first_expert;
+        });
+        Mixture<T> mixture(m, memory, w_.mixture_counts[size_t(half.index)], w_.rows, b_.threads);
+        mixture.run(
+            team, rows, memory.chosen.data(), memory.weights.data(), m.is_shared_gated ? logits + routed : nullptr, ld,
+            [&](int64_t r, float* row) { memcpy(row, normed + r * m_.hidden, size_t(m_.hidden) * sizeof(float)); },
+            [&](int64_t r, float* sum) {
+                if (meeting_) return void(memcpy(meeting_->own_sums(r), sum, size_t(m_.hidden) * sizeof(float)));
+                if (l.mlp_out_norm.weight) normalise(l.mlp_out_norm, sum, m_.hidden, sum);
+                float* x = w_.x.data() + half.picked[size_t(r)] * x_ld_;
+                for (int64_t i = 0; i < m_.hidden; i++) x[i] += sum[i] * m_.form.residual_scale;
+            });
+        if (meeting_) add_all_to_x(team, l.mlp_out_norm, half.picked);
+    }
+
     void mlp(Team& team, const everbatch_layer& l, const Half& half) {
+        if (l.mixture) return mix(team, l, half);
         prepare_normed(team, w_.normed[l.gate_up.format], l.mlp_norm, half.picked, half.adapted);
         activate(team, l, int64_t(half.picked.size()), {half.adapted, half.index, &LoraLayer::gate_up});
         add_to_x(team, l.down, l.mlp_out_norm, w_.activated[l.down.format], half.picked, {half.adapted, half.index, &LoraLayer::down});

@@ -1,0 +1,305 @@
+"""Families with mixtures of experts: those of Llama's shape, some or all of whose mlps are many small ones behind a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from backend.api.checkpoint.model_files import REMEDY, shown
+from backend.api.checkpoint.quantised import FILE
+from backend.api.errors import ConfigError
+from backend.architectures.common import (
+    alike,
+    describe,
+    read_activation,
+    read_layer_types,
+    read_sizes,
+    read_window,
+    windowed,
+)
+from backend.architectures.description import (
+    Block,
+    Experts,
+    LayerConfig,
+    LayerNames,
+    ModelConfig,
+    StackedExperts,
+)
+from backend.architectures.llama import granite_factors
+from backend.architectures.rope import PLAIN, RopeDefaults, read_rope
+from backend.architectures.settings import Epsilon, Factor, Settings, Size
+
+_SPARSE = "block_sparse_moe."
+MIXTRAL = LayerNames(
+    router=_SPARSE + "gate",
+    choice_bias=_SPARSE + "e_score_correction_bias",
+    experts=_SPARSE + "experts.",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+)
+QWEN = LayerNames(
+    shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+)
+GRANITE = LayerNames(
+    router=_SPARSE + "router.layer",
+    experts=_SPARSE + "experts.",
+    expert_gate_up=("input_linear",),
+    expert_down="output_linear",
+    stacked=StackedExperts(_SPARSE + "input_linear.weight", _SPARSE + "output_linear.weight"),
+    shared_gate_up=("shared_mlp.input_linear",),
+    shared_down="shared_mlp.output_linear",
+)
+ERNIE = LayerNames(choice_bias="mlp.moe_statics.e_score_correction_bias")
+GPT_OSS = LayerNames(
+    router="mlp.router",
+    expert_gate_up=("gate_up_proj",),
+    stacked=StackedExperts(
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+        "mlp.experts.gate_up_proj_bias",
+        "mlp.experts.down_proj_bias",
+        is_transposed=True,
+        is_interleaved=True,
+    ),
+)
+# Names of the number of experts, and of those that a token has.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PLACES = ("num_experts_per_tok", "moe_k")
+_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "moe_aux_loss_coeff")
+
+
+def qwen2_moe(settings: Settings, architecture: str) -> ModelConfig:
+    bias = settings.get("qkv_bias", bool, True)
+    shared = settings.get("shared_expert_intermediate_size", Size, 5632)
+    return _qwen(settings, architecture, dict(shared=shared, has_shared_gate=True), QWEN, qkv_bias=bias)
+
+
+def qwen3_moe(settings: Settings, architecture: str) -> ModelConfig:
+    bias = settings.get("attention_bias", bool, False)
+    return _qwen(settings, architecture, {}, LayerNames(), head_dim=128, qkv_bias=bias, out_bias=bias, qk_norm="head")
+
+
+def _qwen(
+    settings: Settings,
+    architecture: str,
+    experts: dict[str, Any],
+    names: LayerNames,
+    head_dim: int | None = None,
+    **block: Any,
+) -> ModelConfig:
+    """Every n-th layer has experts, `decoder_sparse_step`, but for those of `mlp_only_layers`."""
+    sizes = read_sizes(settings, head_dim)
+    step = settings.get("decoder_sparse_step", Size, 1)
+    dense = settings.find("mlp_only_layers", list[int]) or []
+    mixture = read_experts(
+        settings,
+        is_normalised=settings.get("norm_topk_prob", bool, False),
+        intermediate=settings.need("moe_intermediate_size", Size),
+        **experts,
+    )
+    window = read_window(settings, settings.get("use_sliding_window", bool, False))
+    first = settings.get("max_window_layers", int, 28)
+    types = read_layer_types(settings, sizes.layers, lambda layer: layer >= first)
+    layers = _mixed(windowed(types, window), lambda layer: layer not in dense and (layer + 1) % step == 0)
+    rope = read_rope(settings, sizes.head_dim)
+    return _described(settings, architecture, sizes, layers, [rope], _block(settings, **block), names, mixture)
+
+
+def mixtral(settings: Settings, architecture: str) -> ModelConfig:
+    sizes, window = read_sizes(settings), read_window(settings)
+    mixture = read_experts(settings, intermediate=sizes.intermediate)
+    return _all_alike(settings, architecture, sizes, MIXTRAL, mixture, RopeDefaults(theta=1e6), window, eps=1e-5)
+
+
+def minimax_m2(settings: Settings, architecture: str) -> ModelConfig:
+    """Sigmoids choose; queries and keys are normed over all heads, and rotated in part."""
+    settings.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "attn_type_list", "shared_intermediate_size")
+    settings.ignore("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")
+    settings.only("use_qk_norm", True)
+    settings.only("qk_norm_type", "per_layer")
+    settings.only("scoring_func", "sigmoid")
+    settings.only("use_routing_bias", True)
+    sizes = read_sizes(settings, 128)
+    mixture = read_experts(
+        settings, intermediate=sizes.intermediate, scores="sigmoid", has_choice_bias=True
+    )
+    rotated = settings.get("rotary_dim", Size, sizes.head_dim)
+    rope = RopeDefaults(theta=5e6, partial=rotated / sizes.head_dim)
+    return _all_alike(settings, architecture, sizes, MIXTRAL, mixture, rope, qk_norm="row")
+
+
+def olmoe(settings: Settings, architecture: str) -> ModelConfig:
+    if settings.find("clip_qkv", float) is not None:
+        raise settings.unsupported("clip_qkv", "null is")
+    bias = settings.get("attention_bias", bool, False)
+    sizes = read_sizes(settings)
+    mixture = read_experts(
+        settings, is_normalised=settings.get("norm_topk_prob", bool, False), intermediate=sizes.intermediate
+    )
+    fields = dict(eps=1e-5, qk_norm="row", qkv_bias=bias, out_bias=bias)
+    return _all_alike(settings, architecture, sizes, LayerNames(), mixture, **fields)
+
+
+def granite_moe(settings: Settings, architecture: str) -> ModelConfig:
+    sizes, bias = read_sizes(settings), settings.get("attention_bias", bool, False)
+    shared = settings.get("shared_intermediate_size", int, 0)
+    if shared < 0:
+        raise settings.unsupported("shared_intermediate_size", "0 and more are")
+    mixture = read_experts(settings, intermediate=sizes.intermediate, shared=shared)
+    fields = dict(qkv_bias=bias, out_bias=bias, **granite_factors(settings))
+    return _all_alike(settings, architecture, sizes, GRANITE, mixture, **fields)
+
+
+def glm4_moe(settings: Settings, architecture: str) -> ModelConfig:
+    """DeepSeek-V3's router in front of GLM's attention; the first layers are dense."""
+    settings.ignore("num_nextn_predict_layers", "num_mtp_layers")
+    norm = "head" if settings.get("use_qk_norm", bool, False) else "none"
+    bias = settings.get("attention_bias", bool, False)
+    rope = RopeDefaults(partial=0.5)
+    return _deepseek(settings, architecture, rope, eps=1e-5, qkv_bias=bias, qk_norm=norm)
+
+
+def dots1(settings: Settings, architecture: str) -> ModelConfig:
+    settings.only("scoring_func", "sigmoid")
+    settings.only("topk_method", "noaux_tc")
+    bias = settings.get("attention_bias", bool, False)
+    return _deepseek(settings, architecture, PLAIN, qkv_bias=bias, out_bias=bias, qk_norm="head")
+
+
+def _deepseek(settings: Settings, architecture: str, rope: RopeDefaults, **block: Any) -> ModelConfig:
+    settings.ignore("ep_size", "moe_layer_freq", "pretraining_tp", "aux_loss_alpha", "seq_aux")
+    sizes = read_sizes(settings)
+    inter = settings.need("moe_intermediate_size", Size)
+    shared = settings.find("n_shared_experts", int) or 0
+    if not 0 <= shared <= 2**20:
+        raise settings.unsupported("n_shared_experts", "0 and more are")
+    mixture = read_experts(
+        settings,
+        intermediate=inter,
+        scores="sigmoid",
+        is_normalised=settings.get("norm_topk_prob", bool, True),
+        scale=settings.get("routed_scaling_factor", Factor, 1.0),
+        groups=settings.get("n_group", Size, 1),
+        kept_groups=settings.get("topk_group", Size, 1),
+        adds_two_best=True,
+        has_choice_bias=True,
+        shared=inter * shared,
+    )
+    window = read_window(settings, settings.get("use_sliding_window", bool, True))
+    first = settings.get("max_window_layers", int, 2**40)
+    types = read_layer_types(settings, sizes.layers, lambda layer: window is not None and layer >= first)
+    dense = settings.get("first_k_dense_replace", int, 0)
+    layers = _mixed(windowed(types, window), lambda layer: layer >= dense)
+    ropes = [read_rope(settings, sizes.head_dim, rope)]
+    return _described(settings, architecture, sizes, layers, ropes, _block(settings, **block), LayerNames(), mixture)
+
+
+def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:
+    """Softmax with a bias for the choice; layers between two numbers have experts."""
+    sizes = read_sizes(settings, 128)
+    bias = settings.get("use_bias", bool, False)
+    inter = settings.need("moe_intermediate_size", Size)
+    settings.ignore("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers")
+    mixture = read_experts(
+        settings,
+        intermediate=inter,
+        has_choice_bias=True,
+        choice_bias_is_row=True,
+        shared=inter * settings.get("moe_num_shared_experts", int, 2),
+    )
+    first, every = settings.get("moe_layer_start_index", int, 1), settings.get("moe_layer_interval", Size, 1)
+    last = settings.get("moe_layer_end_index", int, -1)
+    last = sizes.layers - 1 if last == -1 else last
+    layers = _mixed(list(alike(sizes)), lambda layer: (layer + 1) % every == 0 and first <= layer <= last)
+    fields = dict(qkv_bias=bias, out_bias=bias, mlp_bias=bias, rope_interleaved=True)
+    rope = read_rope(settings, sizes.head_dim, RopeDefaults(theta=5e5))
+    block = _block(settings, eps=1e-5, **fields)
+    return _described(settings, architecture, sizes, layers, [rope], block, ERNIE, mixture, tied=True)
+
+
+def gpt_oss(settings: Settings, architecture: str) -> ModelConfig:
+    """Attention sinks, biases everywhere, and a clamped SwiGLU (arXiv:2508.10925)."""
+    settings.ignore("hidden_act", "experts_per_token", "initial_context_length")
+    settings.only("swiglu_alpha", 1.702)
+    settings.only("swiglu_limit", 7.0)
+    sizes, window = read_sizes(settings, 64), read_window(settings)
+    types = read_layer_types(settings, sizes.layers, lambda layer: layer % 2 == 0)
+    bias = settings.get("attention_bias", bool, True)
+    mixture = read_experts(
+        settings, intermediate=sizes.intermediate, has_bias=True, router_bias=True
+    )
+    block = Block(
+        norm_eps=settings.get("rms_norm_eps", Epsilon, 1e-5),
+        activation="swiglu_oai",
+        qkv_bias=bias,
+        out_bias=bias,
+        attention_sinks=True,
+    )
+    layers = _mixed(windowed(types, window), lambda layer: True)
+    rope = read_rope(settings, sizes.head_dim, RopeDefaults(theta=150000.0))
+    return _described(settings, architecture, sizes, layers, [rope], block, GPT_OSS, mixture)
+
+
+def read_experts(settings: Settings, **fields: Any) -> Experts:
+    """fields: of Experts. Raises ConfigError for numbers that do not fit together."""
+    settings.ignore(*_TRAINING)
+    count, places = _one_of(settings, _COUNTS), _one_of(settings, _PLACES)
+    experts = Experts(count=settings.need(count, Size), places=settings.need(places, Size), **fields)
+    if experts.places > experts.count:
+        raise ConfigError(f"{FILE}: {places} is {experts.places}, {count} {experts.count}; {REMEDY}")
+    groups, kept = experts.groups, experts.kept_groups
+    if experts.count % groups or not 1 <= kept <= groups or experts.places > kept * (experts.count // groups):
+        raise ConfigError(
+            f"{FILE}: {shown(groups)} groups of which {shown(kept)} are kept do not fit {experts.count} experts of which a token "
+            f"has {experts.places}; {REMEDY}"
+        )
+    return experts
+
+
+def _one_of(settings: Settings, keys: tuple[str, ...]) -> str:
+    """The first of several names of a setting that config.json has; transformers writes some families' under another."""
+    settings.ignore(*keys)
+    return next((key for key in keys if settings.has(key)), keys[0])
+
+
+def _mixed(layers: list[LayerConfig], has_experts: Callable[[int], bool]) -> list[LayerConfig]:
+    return [replace(layer, has_experts=has_experts(index)) for index, layer in enumerate(layers)]
+
+
+def _all_alike(
+    settings: Settings,
+    architecture: str,
+    sizes: Any,
+    names: LayerNames,
+    experts: Experts,
+    rope: RopeDefaults = PLAIN,
+    window: int | None = None,
+    **block: Any,
+) -> ModelConfig:
+    layers = _mixed(list(alike(sizes, window)), lambda layer: True)
+    ropes = [read_rope(settings, sizes.head_dim, rope)]
+    return _described(settings, architecture, sizes, layers, ropes, _block(settings, **block), names, experts)
+
+
+def _block(settings: Settings, eps: float = 1e-6, **fields: Any) -> Block:
+    return Block(
+        norm_eps=settings.get("rms_norm_eps", Epsilon, eps), activation=read_activation(settings), **fields
+    )
+
+
+def _described(
+    settings: Settings,
+    architecture: str,
+    sizes: Any,
+    layers: list[LayerConfig],
+    ropes: Any,
+    block: Block,
+    names: LayerNames,
+    experts: Experts,
+    tied: bool = False,
+) -> ModelConfig:
+    config = describe(settings, architecture, sizes, layers, ropes, block, names, tied)
+    return replace(config, experts=experts) if any(layer.has_experts for layer in layers) else config

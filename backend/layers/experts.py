@@ -1,0 +1,87 @@
+"""A mixture of experts in the place of an mlp, on torch's operators: the reference of kernels/cpu/native/mixture.h.
+
+Each token is multiplied with its own experts only, and their results are added in the order in which the router lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from backend.architectures.description import Block, Experts
+from backend.layers.linear import Linear
+from kernels.activation import activate
+
+
+@dataclass(slots=True)
+class MlpWeights:
+    gate_up: Linear  # [2 * intermediate, hidden], rows in the order gate, up; without a gate up alone, [intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
+
+
+@dataclass(slots=True)
+class ExpertsWeights:
+    settings: Experts
+    router: Linear  # [experts, and one more row where there is a shared gate, hidden]
+    choice_bias: Tensor | None  # float32 [experts]
+    experts: list[MlpWeights]  # those that this rank has
+    first: int  # the number of experts[0] among all
+    shared: MlpWeights | None
+
+    @property
+    def linears(self) -> list[Linear]:
+        mlps = self.experts if self.shared is None else [*self.experts, self.shared]
+        return [self.router, *(linear for mlp in mlps for linear in (mlp.gate_up, mlp.down))]
+
+
+class Choice(NamedTuple):
+    experts: Tensor  # int64 [tokens, places], those of the greatest scores first
+    weights: Tensor  # float32 [tokens, places]
+
+
+def choose(logits: Tensor, settings: Experts, choice_bias: Tensor | None) -> Choice:
+    """logits [tokens, experts] of the router."""
+    scores = logits.float().softmax(-1) if settings.scores == "softmax" else logits.float().sigmoid()
+    ranked = scores if choice_bias is None else scores + choice_bias
+    if settings.kept_groups < settings.groups:
+        grouped = ranked.unflatten(1, (settings.groups, -1))
+        best = grouped.topk(min(2, grouped.shape[2]) if settings.adds_two_best else 1, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _greatest(best, settings.kept_groups), True)
+        ranked = grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+    chosen = _greatest(ranked, settings.places)
+    weights = scores.gather(1, chosen)
+    if settings.is_normalised:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    return Choice(chosen, weights * settings.scale)
+
+
+def mix(x: Tensor, weights: ExpertsWeights, block: Block) -> Tensor:
+    """x [tokens, hidden] -> [tokens, hidden] in its dtype."""
+    logits, settings = weights.router(x), weights.settings
+    chosen, factors = choose(logits[:, : settings.count], settings, weights.choice_bias)
+    tokens, places = chosen.shape
+    parts = torch.zeros(tokens * places, x.shape[1], dtype=torch.float32, device=x.device)
+    flat = chosen.flatten() - weights.first
+    for index in flat.unique().tolist():
+        if not 0 <= index < len(weights.experts):  # another rank's
+            continue
+        pairs = (flat == index).nonzero()[:, 0]
+        parts[pairs] = _mlp(x[pairs // places], weights.experts[index], block).float()
+    total = (parts.view(tokens, places, -1) * factors[:, :, None]).sum(1)
+    if weights.shared is not None:
+        shared = _mlp(x, weights.shared, block).float()
+        total += shared * logits[:, settings.count :].float().sigmoid() if settings.has_shared_gate else shared
+    return total.to(x.dtype)
+
+
+def _mlp(x: Tensor, weights: MlpWeights, block: Block) -> Tensor:
+    """x [tokens, hidden] -> [tokens, hidden]."""
+    return weights.down(activate(weights.gate_up(x), block.activation, block.gated))
+
+
+def _greatest(x: Tensor, count: int) -> Tensor:
+    """The columns of the `count` greatest numbers of each row, the greatest first, the lowest column among equals."""
+    return x.argsort(dim=-1, descending=True, stable=True)[:, :count]
