@@ -26,6 +26,7 @@ from backend.architectures.description import (
     LayerNames,
     ModelConfig,
     StackedExperts,
+    TensorNames,
 )
 from backend.architectures.llama import granite_factors
 from backend.architectures.rope import PLAIN, RopeDefaults, read_rope
@@ -155,7 +156,7 @@ def granite_moe(settings: Settings, architecture: str) -> ModelConfig:
 
 def glm4_moe(settings: Settings, architecture: str) -> ModelConfig:
     """DeepSeek-V3's router in front of GLM's attention; the first layers are dense."""
-    settings.ignore("num_nextn_predict_layers", "num_mtp_layers")
+    settings.ignore("num_nextn_predict_layers", "num_mtp_layers")  # they stand behind the model's own, and are not read
     norm = "head" if settings.get("use_qk_norm", bool, False) else "none"
     bias = settings.get("attention_bias", bool, False)
     rope = RopeDefaults(partial=0.5)
@@ -194,13 +195,14 @@ def _deepseek(settings: Settings, architecture: str, rope: RopeDefaults, **block
     dense = settings.get("first_k_dense_replace", int, 0)
     layers = _mixed(windowed(types, window), lambda layer: layer >= dense)
     ropes = [read_rope(settings, sizes.head_dim, rope)]
-    return _described(settings, architecture, sizes, layers, ropes, _block(settings, **block), LayerNames(), mixture)
+    names = TensorNames(layer=LayerNames(), unused=_behind(sizes.layers))
+    return _described(settings, architecture, sizes, layers, ropes, _block(settings, **block), names, mixture)
 
 
 def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:
     """Softmax with a bias for the choice; layers between two numbers have experts."""
     sizes = read_sizes(settings, 128)
-    bias = settings.get("use_bias", bool, False)
+    settings.only("use_bias", False)
     inter = settings.need("moe_intermediate_size", Size)
     settings.ignore("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers")
     mixture = read_experts(
@@ -214,9 +216,8 @@ def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:
     last = settings.get("moe_layer_end_index", int, -1)
     last = sizes.layers - 1 if last == -1 else last
     layers = _mixed(list(alike(sizes)), lambda layer: (layer + 1) % every == 0 and first <= layer <= last)
-    fields = dict(qkv_bias=bias, out_bias=bias, mlp_bias=bias, rope_interleaved=True)
     rope = read_rope(settings, sizes.head_dim, RopeDefaults(theta=5e5))
-    block = _block(settings, eps=1e-5, **fields)
+    block = _block(settings, eps=1e-5, rope_interleaved=True)
     return _described(settings, architecture, sizes, layers, [rope], block, ERNIE, mixture, tied=True)
 
 
@@ -259,6 +260,11 @@ def read_experts(settings: Settings, **fields: Any) -> Experts:
     return experts
 
 
+def _behind(layers: int) -> tuple[str, ...]:
+    """Names of tensors of layers that predict more than one token, in a checkpoint and in a GGUF file."""
+    return rf"model\.layers\.{layers}\..*", rf"blk\.{layers}\..*"
+
+
 def _one_of(settings: Settings, keys: tuple[str, ...]) -> str:
     """The first of several names of a setting that config.json has; transformers writes some families' under another."""
     settings.ignore(*keys)
@@ -297,7 +303,7 @@ def _described(
     layers: list[LayerConfig],
     ropes: Any,
     block: Block,
-    names: LayerNames,
+    names: LayerNames | TensorNames,
     experts: Experts,
     tied: bool = False,
 ) -> ModelConfig:

@@ -7,6 +7,7 @@ Q4_0 as int8, or 4 bits, with a scale for each 32 columns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -184,9 +185,10 @@ def _check_tensors(header: GgufHeader, config: ModelConfig) -> None:
     """Raise ConfigError, before any memory is taken, if the tensors are not those of the model that the settings describe."""
     needed: dict[str, tuple[int, ...]] = {}
     for base, tensor in tensors_of(config, header).items():
-        needed[f"{base}.weight"] = tensor.shape
+        if tensor.has_weight:
+            needed[f"{base}.weight"] = tensor.shape
         if tensor.has_bias:
-            needed[f"{base}.bias"] = tensor.shape[:1]
+            needed[f"{base}.bias"] = tensor.shape[:1] if tensor.has_weight else tensor.shape
     for name, shape in needed.items():
         place = header.tensors.get(name)
         if place is None:
@@ -198,7 +200,8 @@ def _check_tensors(header: GgufHeader, config: ModelConfig) -> None:
             )
         if len(shape) == 1 and place.type.name not in _FLOATS:
             raise ConfigError(f"{place.file}: tensor {name} is {place.type.name}, a float type is needed; {AGAIN}")
-    if left := set(header.tensors) - set(needed) - set(TABLES):
+    ignored = re.compile("|".join((r"(?!)", *config.names.unused)))
+    if left := {name for name in header.tensors if not ignored.fullmatch(name)} - set(needed) - set(TABLES):
         raise ConfigError(
             f"{header.name} has {len(left)} tensors that a model of its architecture does not use, {shown(min(left))} among "
             f"them, which is not supported; use another model"

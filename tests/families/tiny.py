@@ -253,7 +253,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Ernie4_5_MoeForCausalLM",
         dict(
             head_dim=12,
-            use_bias=True,
             moe_num_experts=6,
             moe_k=2,
             moe_intermediate_size=40,

@@ -22,6 +22,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
 from msgspec import Meta
 
+from backend.api.checkpoint.gguf_experts import experts_apart
 from backend.api.checkpoint.gguf_parts import SUFFIX, merged, model_name, parts_of
 from backend.api.checkpoint.model_files import MAX_ID, convert, find_file, shown
 from backend.api.errors import ConfigError
@@ -174,9 +175,13 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file, and of the other parts of the model if it is one. Raises ConfigError."""
+    """Read and check the header of a GGUF file, and of the other parts of the model if it is one. Raises ConfigError.
+
+    A tensor of all experts of a layer is presented as one for each.
+    """
     parts = parts_of(path)
-    return merged(map(_read_header, parts), len(parts))
+    header = merged(map(_read_header, parts), len(parts))
+    return header._replace(tensors=experts_apart(header.tensors, header.name))
 
 
 def _read_header(path: Path) -> GgufHeader:

@@ -33,6 +33,7 @@ class GgufFamily(NamedTuple):
     rotates_pairs: bool = False  # rows of queries and keys are put in pairs by llama.cpp's converter
     adds_one: bool = False  # the weights of norms are stored with the 1 that the family adds to them
     mlp_norm: str = "ffn_norm"  # the tensor of the norm before the mlp
+    truncates: bool = True  # YaRN's borders are whole pairs; files do not say it
     local_theta: float | None = None  # theta of layers with a window, where the file says none; 0: that of the others
 
 
@@ -44,8 +45,10 @@ def _biases(settings: GgufSettings) -> Keys:
 
 
 def _llama(settings: GgufSettings) -> Keys:
-    """Mistral's files say llama as well; with a window they are read as Mistral's."""
+    """Mistral's files say llama as well; with a window they are read as Mistral's, with experts as Mixtral's."""
     window = _window(settings)
+    if settings.get("expert_count", int):
+        return _experts(settings) | dict(architectures=["MixtralForCausalLM"], sliding_window=window)
     return _biases(settings) | (dict(architectures=["MistralForCausalLM"], sliding_window=window) if window else {})
 
 
@@ -168,6 +171,95 @@ def _ernie(settings: GgufSettings) -> Keys:
     return dict(use_bias=settings.has_tensor("attn_q.bias"))
 
 
+def _experts(settings: GgufSettings) -> Keys:
+    return dict(
+        num_experts=settings.need("expert_count", Size),
+        num_experts_per_tok=settings.need("expert_used_count", Size),
+        moe_intermediate_size=settings.get("expert_feed_forward_length", Size),
+    )
+
+
+def _gating(settings: GgufSettings, *allowed: int) -> None:
+    """Raises ConfigError for another function of the router's logits than the family's: 1 softmax, 2 sigmoid, 3 softmax of those
+    chosen."""
+    if (given := settings.get("expert_gating_func", int)) not in (None, 0, *allowed):
+        raise settings.unsupported("expert_gating_func", given)
+
+
+def _qwen2_moe(settings: GgufSettings) -> Keys:
+    shared = settings.get("expert_shared_feed_forward_length", Size)
+    return _experts(settings) | dict(
+        shared_expert_intermediate_size=shared or settings.rows_of("ffn_up_shexp.weight"), norm_topk_prob=False
+    )
+
+
+def _qwen3_moe(settings: GgufSettings) -> Keys:
+    return _experts(settings) | _qwen3(settings) | dict(norm_topk_prob=True)
+
+
+def _olmoe(settings: GgufSettings) -> Keys:
+    own = _experts(settings) | dict(moe_intermediate_size=None, norm_topk_prob=False)
+    return own | dict(attention_bias=settings.has_tensor("attn_q.bias"))
+
+
+def _granite_moe(settings: GgufSettings) -> Keys:
+    shared = settings.get("expert_shared_feed_forward_length", int)
+    own = _experts(settings) | dict(moe_intermediate_size=None, mlp_bias=None)
+    return _granite(settings) | own | dict(shared_intermediate_size=shared or None)
+
+
+def _sigmoid_experts(settings: GgufSettings) -> Keys:
+    """DeepSeek-V3's router."""
+    _gating(settings, 2)
+    return _experts(settings) | dict(
+        n_shared_experts=settings.get("expert_shared_count", int),
+        first_k_dense_replace=settings.get("leading_dense_block_count", int),
+        norm_topk_prob=settings.get("expert_weights_norm", bool),
+        routed_scaling_factor=settings.get("expert_weights_scale", Factor),
+        n_group=settings.get("expert_group_count", Size),
+        topk_group=settings.get("expert_group_used_count", Size),
+    )
+
+
+def _glm4_moe(settings: GgufSettings) -> Keys:
+    """Files hold layers that predict more tokens at once behind those of the model."""
+    own = dict(use_qk_norm=settings.has_tensor("attn_q_norm.weight"))
+    extra = settings.get("nextn_predict_layers", int) or 0
+    if not 0 <= extra < settings.need("block_count", Size):
+        raise settings.unsupported("nextn_predict_layers", extra)
+    layers = dict(num_hidden_layers=settings.need("block_count", Size) - extra, num_nextn_predict_layers=extra)
+    return _sigmoid_experts(settings) | _glm(settings) | own | layers
+
+
+def _dots1(settings: GgufSettings) -> Keys:
+    return _sigmoid_experts(settings) | dict(attention_bias=settings.has_tensor("attn_q.bias"))
+
+
+def _ernie_moe(settings: GgufSettings) -> Keys:
+    own = _experts(settings)
+    inter, shared = own["moe_intermediate_size"], settings.rows_of("ffn_up_shexp.weight") or 0
+    settings.get("expert_shared_count", int)
+    return own | dict(
+        moe_num_shared_experts=shared // inter if inter else 0,
+        moe_layer_start_index=settings.get("leading_dense_block_count", int),
+        moe_layer_interval=settings.get("interleave_moe_layer_step", Size),
+    )
+
+
+def _minimax_m2(settings: GgufSettings) -> Keys:
+    _gating(settings, 2)
+    settings.get("expert_weights_norm", bool)
+    return _experts(settings) | dict(
+        intermediate_size=settings.need("expert_feed_forward_length", Size), moe_intermediate_size=None
+    )
+
+
+def _gpt_oss(settings: GgufSettings) -> Keys:
+    _gating(settings, 3)
+    own = _experts(settings) | dict(moe_intermediate_size=None, sliding_window=_window(settings))
+    return own | dict(intermediate_size=settings.need("expert_feed_forward_length", Size))
+
+
 def _window(settings: GgufSettings) -> int | None:
     return settings.get("attention.sliding_window", int) or None
 
@@ -207,6 +299,15 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
     "gptneox": GgufFamily("GPTNeoXForCausalLM", _gpt_neox, "layer_norm_eps"),
     "seed_oss": GgufFamily("SeedOssForCausalLM", _seed_oss, mlp_norm="post_attention_norm"),
     "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", _ernie),
+    "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", _qwen2_moe),
+    "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", _qwen3_moe),
+    "olmoe": GgufFamily("OlmoeForCausalLM", _olmoe),
+    "granitemoe": GgufFamily("GraniteMoeSharedForCausalLM", _granite_moe, rotates_pairs=True),
+    "glm4moe": GgufFamily("Glm4MoeForCausalLM", _glm4_moe, mlp_norm="post_attention_norm"),
+    "dots1": GgufFamily("Dots1ForCausalLM", _dots1),
+    "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", _ernie_moe),
+    "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", _minimax_m2),
+    "gpt-oss": GgufFamily("GptOssForCausalLM", _gpt_oss, mlp_norm="post_attention_norm", truncates=False),
 }
 
 
@@ -283,6 +384,7 @@ def _yarn(settings: GgufSettings, factor: float) -> Keys:
         original_max_position_embeddings=settings.need("rope.scaling.original_context_length", Size),
         beta_fast=settings.get("rope.scaling.yarn_beta_fast", Factor) or 32.0,
         beta_slow=settings.get("rope.scaling.yarn_beta_slow", Factor) or 1.0,
+        truncate=GGUF_FAMILIES[settings.architecture].truncates,
     )
     all_dims = settings.get("rope.scaling.yarn_log_multiplier", float) or 0.0
     own = settings.get("rope.scaling.attn_factor", Factor) or settings.get("rope.scaling.yarn_attn_factor", Factor)

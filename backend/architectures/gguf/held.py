@@ -29,7 +29,8 @@ _FUSED = dict(
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up"),
     **dict(attn_output="out", ffn_down="down"),
 )
-_PROJECTION = re.compile(rf"(blk\.\d+\.)({'|'.join(_FUSED)})\.weight")
+# Those of experts and of a shared expert end in `_exps.`, a number, or `_shexp` (api/checkpoint/gguf_experts.py).
+_PROJECTION = re.compile(rf"(blk\.\d+\.)({'|'.join(_FUSED)})(_exps\.\d+|_shexp|)\.weight")
 
 
 class HeldForms(NamedTuple):
@@ -73,7 +74,7 @@ def _linear_layers(header: GgufHeader, with_embedding: bool) -> Iterable[Mapping
     fused: dict[str, dict[str, str]] = defaultdict(dict)
     for name, place in header.tensors.items():
         if (found := _PROJECTION.fullmatch(name)) is not None:
-            fused[f"{found[1]}{_FUSED[found[2]]}"][name] = place.type.name
+            fused[f"{found[1]}{_FUSED[found[2]]}{found[3]}"][name] = place.type.name
         elif name == OUTPUT or (name == EMBEDDING and with_embedding):
             fused[name][name] = place.type.name
     return fused.values()

@@ -21,19 +21,23 @@ class Named(NamedTuple):
     """A tensor without its `.weight` or `.bias`."""
 
     hf: str
-    shape: tuple[int, ...]  # the weight's; a bias has its first dimension
+    shape: tuple[int, ...]  # the weight's; a bias has its first dimension, one without a weight all
     has_bias: bool = False
+    has_weight: bool = True
 
 
 def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
     """The configuration with the names of what the file holds: some projections are fused there, others not."""
     block, plain, layer = config.block, LayerNames(), config.names.layer
-    changes: dict[str, Any] = dict(qkv_by_head=False)
+    changes: dict[str, Any] = dict(qkv_by_head=False, stacked=None, sinks="self_attn.sinks.weight")
+    changes |= dict(expert_gate_up=plain.expert_gate_up, expert_down=plain.expert_down, choice_bias="mlp.choice.bias")
+    changes |= dict(shared_gate_up=plain.shared_gate_up, shared_down=plain.shared_down, experts=plain.experts)
     is_fused = f"blk.0.{_FUSED_QKV}.weight" in header.tensors
     if is_fused != (len(layer.qkv) == 1):
         changes["qkv"] = ("self_attn.qkv_proj",) if is_fused else plain.qkv
-    if block.gated:
-        is_fused = "blk.0.ffn_gate.weight" not in header.tensors
+    dense = next((index for index, each in enumerate(config.layers) if not each.has_experts), None)
+    if block.gated and dense is not None:
+        is_fused = f"blk.{dense}.ffn_gate.weight" not in header.tensors
         if is_fused != (len(layer.gate_up) == 1):
             changes["gate_up"] = ("mlp.gate_up_proj",) if is_fused else plain.gate_up
     return replace(config, names=replace(config.names, layer=replace(layer, **changes)))
@@ -50,25 +54,20 @@ def tensors_of(config: ModelConfig, header: GgufHeader) -> dict[str, Named]:
     if not config.tied_embeddings:
         found[OUTPUT.removesuffix(".weight")] = Named(names.head, (config.vocab_size, hidden))
     for index in range(config.num_layers):
-        for name, tensor in _of_layer(config, family):
+        for name, tensor in _of_layer(config, family, index):
             found[f"blk.{index}.{name}"] = tensor._replace(hf=f"{names.layers}{index}.{tensor.hf}")
     return found
 
 
-def _of_layer(config: ModelConfig, family: GgufFamily) -> Iterator[tuple[str, Named]]:
+def _of_layer(config: ModelConfig, family: GgufFamily, index: int) -> Iterator[tuple[str, Named]]:
     names, block = config.names.layer, config.block
-    hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, head = config.hidden_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
     sizes = (q, kv, kv) if len(names.qkv) > 1 else (q + 2 * kv,)
     for stored, hf, size in zip(_QKV if len(names.qkv) > 1 else (_FUSED_QKV,), names.qkv, sizes, strict=True):
         yield stored, Named(hf, (size, hidden), block.qkv_bias)
     yield "attn_output", Named(names.out, (hidden, q), block.out_bias)
-    if len(names.gate_up) > 1:
-        for stored, hf in zip(_GATE_UP, names.gate_up, strict=True):
-            yield stored, Named(hf, (inter, hidden), block.mlp_bias)
-    else:
-        yield _FUSED_GATE_UP, Named(names.gate_up[0], (inter * (2 if block.gated else 1), hidden), block.mlp_bias)
-    yield "ffn_down", Named(names.down, (hidden, inter), block.mlp_bias)
+    yield from (_of_experts if config.layers[index].has_experts else _of_mlp)(config)
     norms = (
         ("attn_norm", names.attention_norm),
         ("post_attention_norm", names.attention_out_norm),
@@ -82,6 +81,39 @@ def _of_layer(config: ModelConfig, family: GgufFamily) -> Iterator[tuple[str, Na
         is_row = block.qk_norm == "row"
         yield "attn_q_norm", Named(names.q_norm, (q if is_row else head,))
         yield "attn_k_norm", Named(names.k_norm, (kv if is_row else head,))
+    if block.attention_sinks:
+        yield "attn_sinks", Named(names.sinks.removesuffix(".weight"), (config.num_heads,))
+
+
+def _of_mlp(config: ModelConfig) -> Iterator[tuple[str, Named]]:
+    names, block, hidden, inter = config.names.layer, config.block, config.hidden_size, config.intermediate_size
+    if len(names.gate_up) > 1:
+        for stored, hf in zip(_GATE_UP, names.gate_up, strict=True):
+            yield stored, Named(hf, (inter, hidden), block.mlp_bias)
+    else:
+        yield _FUSED_GATE_UP, Named(names.gate_up[0], (inter * (2 if block.gated else 1), hidden), block.mlp_bias)
+    yield "ffn_down", Named(names.down, (hidden, inter), block.mlp_bias)
+
+
+def _of_experts(config: ModelConfig) -> Iterator[tuple[str, Named]]:
+    names, hidden, experts = config.names.layer, config.hidden_size, config.experts
+    assert experts is not None
+    inter, shared = experts.intermediate, experts.shared
+    yield "ffn_gate_inp", Named(names.router, (experts.count, hidden), experts.router_bias)
+    if experts.has_choice_bias:
+        shape = (1, experts.count) if experts.choice_bias_is_row else (experts.count,)
+        yield "exp_probs_b", Named(names.choice_bias.removesuffix(".bias"), shape, has_bias=True, has_weight=False)
+    for expert in range(experts.count):
+        prefix = f"{names.experts}{expert}."
+        for stored, hf in zip(_GATE_UP, names.expert_gate_up, strict=True):
+            yield f"{stored}_exps.{expert}", Named(prefix + hf, (inter, hidden), experts.has_bias)
+        yield f"ffn_down_exps.{expert}", Named(prefix + names.expert_down, (hidden, inter), experts.has_bias)
+    if shared:
+        for stored, hf in zip(_GATE_UP, names.shared_gate_up, strict=True):
+            yield f"{stored}_shexp", Named(hf, (shared, hidden))
+        yield "ffn_down_shexp", Named(names.shared_down, (hidden, shared))
+    if experts.has_shared_gate:
+        yield "ffn_gate_inp_shexp", Named(names.shared_gate, (1, hidden))
 
 
 def norms_add_one(header: GgufHeader) -> bool:

@@ -26,6 +26,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (0,),
     "nextn_predict_layers": (0,),
     "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_gating_func": (0,),
+    "expert_weights_scale": (0, 1),
+    "expert_weights_norm": (),
+    "expert_shared_count": (0,),
     "rope.freq_base_swa": (),
 }
 
@@ -58,6 +64,11 @@ class GgufSettings:
     def has_tensor(self, name: str) -> bool:
         """True if the first layer has the tensor, such as `attn_q.bias`."""
         return f"blk.0.{name}" in self.header.tensors
+
+    def rows_of(self, name: str) -> int | None:
+        """The rows of such a tensor in the first layer that has one; None where there is none."""
+        found = (place.shape[0] for each, place in self.header.tensors.items() if each.endswith(f".{name}"))
+        return next(found, None)
 
     def unsupported(self, key: str, value: object) -> ConfigError:
         return ConfigError(
