@@ -23,6 +23,7 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 TINY: dict[str, Any] = dict(
     vocab_size=131,
@@ -54,6 +55,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 24}),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM", {"sliding_window": 24}),
     "phi3": ("phi3", "Phi3ForCausalLM", {}),
     "olmo2": ("olmo2", "Olmo2ForCausalLM", {}),
@@ -95,7 +107,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         dtype="bfloat16",
     ),
 }
-
+# A mixture of experts: 1.0 B weights, of which a token reads 0.32 B; for the family qwen3_moe.
+SHAPES["E"] = dict(
+    hidden_size=1024,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=3072,
+    moe_intermediate_size=384,
+    num_experts=32,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    vocab_size=32_000,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
 # M for long contexts: the positions of its rope scaled as Llama 3.1 scales them.
 SHAPES["M-long"] = SHAPES["M"] | dict(
     max_position_embeddings=40_960,
@@ -116,7 +144,7 @@ def make_random_model(
 ) -> Path:
     """Write config.json, generation_config.json and safetensors to `directory`, and return it.
 
-    `shape` S, M, M-long or L sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes
+    `shape` S, M, M-long, L or E sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes
     an index. `tokenizer_from`: a checkpoint directory whose tokenizer is copied. ValueError for an unknown name.
     """
     directory = Path(directory)
@@ -132,10 +160,9 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
     """Tensors by their checkpoint names, in the config's dtype; a tied output head is left out."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    stored = revert_weight_conversion(model, model.state_dict())  # experts apart, as published checkpoints have them
     named = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if not (name == "lm_head.weight" and config.tie_word_embeddings)
+        name: tensor for name, tensor in stored.items() if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
     return random_values(named, config.dtype, seed)
 

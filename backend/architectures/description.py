@@ -93,11 +93,11 @@ class Block(Struct, frozen=True):
 class Experts(Struct, frozen=True):
     """A mixture of experts in the place of an mlp (Shazeer et al., 2017). For each token x, in float32:
 
-        score    = softmax or sigmoid of router(x)
-        chosen   = the `places` experts with the greatest score + choice_bias (DeepSeek-V3, arXiv:2412.19437), out of the
-                   `kept_groups` best groups; a group is as good as its best expert, or its two best together
-        weight_e = scale * score_e, divided by the sum over those chosen where `is_normalised`
-        y        = sum of weight_e * mlp_e(x), the best expert first, + shared(x) * sigmoid(shared_gate(x)) where there are such
+    score    = softmax or sigmoid of router(x)
+    chosen   = the `places` experts with the greatest score + choice_bias (DeepSeek-V3, arXiv:2412.19437), out of the
+               `kept_groups` best groups; a group is as good as its best expert, or its two best together
+    weight_e = scale * score_e, divided by the sum over those chosen where `is_normalised`
+    y        = sum of weight_e * mlp_e(x), the best expert first, + shared(x) * sigmoid(shared_gate(x)) where there are such
     """
 
     count: int

@@ -117,16 +117,16 @@ def mixtral(settings: Settings, architecture: str) -> ModelConfig:
 
 def minimax_m2(settings: Settings, architecture: str) -> ModelConfig:
     """Sigmoids choose; queries and keys are normed over all heads, and rotated in part."""
-    settings.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "attn_type_list", "shared_intermediate_size")
+    settings.ignore(
+        "use_mtp", "num_mtp_modules", "mtp_transformer_layers", "attn_type_list", "shared_intermediate_size"
+    )
     settings.ignore("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta")
     settings.only("use_qk_norm", True)
     settings.only("qk_norm_type", "per_layer")
     settings.only("scoring_func", "sigmoid")
     settings.only("use_routing_bias", True)
     sizes = read_sizes(settings, 128)
-    mixture = read_experts(
-        settings, intermediate=sizes.intermediate, scores="sigmoid", has_choice_bias=True
-    )
+    mixture = read_experts(settings, intermediate=sizes.intermediate, scores="sigmoid", has_choice_bias=True)
     rotated = settings.get("rotary_dim", Size, sizes.head_dim)
     rope = RopeDefaults(theta=5e6, partial=rotated / sizes.head_dim)
     return _all_alike(settings, architecture, sizes, MIXTRAL, mixture, rope, qk_norm="row")
@@ -140,7 +140,7 @@ def olmoe(settings: Settings, architecture: str) -> ModelConfig:
     mixture = read_experts(
         settings, is_normalised=settings.get("norm_topk_prob", bool, False), intermediate=sizes.intermediate
     )
-    fields = dict(eps=1e-5, qk_norm="row", qkv_bias=bias, out_bias=bias)
+    fields: dict[str, Any] = dict(eps=1e-5, qk_norm="row", qkv_bias=bias, out_bias=bias)
     return _all_alike(settings, architecture, sizes, LayerNames(), mixture, **fields)
 
 
@@ -229,9 +229,7 @@ def gpt_oss(settings: Settings, architecture: str) -> ModelConfig:
     sizes, window = read_sizes(settings, 64), read_window(settings)
     types = read_layer_types(settings, sizes.layers, lambda layer: layer % 2 == 0)
     bias = settings.get("attention_bias", bool, True)
-    mixture = read_experts(
-        settings, intermediate=sizes.intermediate, has_bias=True, router_bias=True
-    )
+    mixture = read_experts(settings, intermediate=sizes.intermediate, has_bias=True, router_bias=True)
     block = Block(
         norm_eps=settings.get("rms_norm_eps", Epsilon, 1e-5),
         activation="swiglu_oai",
@@ -291,9 +289,7 @@ def _all_alike(
 
 
 def _block(settings: Settings, eps: float = 1e-6, **fields: Any) -> Block:
-    return Block(
-        norm_eps=settings.get("rms_norm_eps", Epsilon, eps), activation=read_activation(settings), **fields
-    )
+    return Block(norm_eps=settings.get("rms_norm_eps", Epsilon, eps), activation=read_activation(settings), **fields)
 
 
 def _described(

@@ -73,7 +73,12 @@ def _objection(config: ModelConfig, size: int) -> str:
         return ""
     if config.block.qk_norm == "row":
         return f"and {config.architecture} normalises all query heads of a token together, which ranks cannot"
-    for what, count in (("attention heads", config.num_heads), ("rows of each MLP", config.intermediate_size)):
+    counts = [("attention heads", config.num_heads)]
+    if not all(layer.has_experts for layer in config.layers):
+        counts.append(("rows of each MLP", config.intermediate_size))
+    if config.experts is not None:
+        counts += ("experts", config.experts.count), ("rows of the shared expert", config.experts.shared)
+    for what, count in counts:
         if count % size:
             return f"which does not divide the model's {count} {what}"
     if config.num_kv_heads % size and size % config.num_kv_heads:
@@ -87,6 +92,7 @@ def of_rank(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The description of what a rank computes. config: the whole model's. `check_ranks` must have passed."""
     if shard == WHOLE:
         return config
+    experts = config.experts
     return replace(
         config,
         num_heads=config.num_heads // shard.size,
@@ -94,6 +100,8 @@ def of_rank(config: ModelConfig, shard: Shard) -> ModelConfig:
         intermediate_size=config.intermediate_size // shard.size,
         shard=shard,
         held_layers=layers_of(config, shard),
+        experts=experts and replace(experts, shared=experts.shared // shard.size),
+        held_experts=experts and experts_of(config, shard),
     )
 
 
@@ -118,8 +126,12 @@ def most_layers(config: ModelConfig, shard: Shard) -> int:
 
 
 def _weights_of_layer(config: ModelConfig) -> int:
+    """Those that a token is multiplied with."""
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    return config.hidden_size * (attention + (2 + config.block.gated) * config.intermediate_size)
+    inter, experts = config.intermediate_size, config.experts
+    if experts is not None:
+        inter = experts.places * experts.intermediate + experts.shared
+    return config.hidden_size * (attention + (2 + config.block.gated) * inter)
 
 
 def vocabulary(config: ModelConfig, shard: Shard) -> Range:
@@ -131,8 +143,15 @@ def vocabulary(config: ModelConfig, shard: Shard) -> Range:
     return first, min(end, config.vocab_size)
 
 
+def experts_of(config: ModelConfig, shard: Shard) -> Range:
+    """The experts of each layer that a rank holds, whole. config: the whole model's."""
+    return (0, 0) if config.experts is None else _share(config.experts.count, shard)
+
+
 def cuts(config: ModelConfig, shard: Shard) -> dict[str, Cut]:
-    """The part of each linear layer that a rank holds: qkv, out, gate_up and down. config: the whole model's."""
+    """The part of each linear layer that a rank holds: qkv, out, gate_up and down, and those of a shared expert. config: the
+    whole model's.
+    """
     head, rank, size = config.head_dim, shard.rank, shard.size
     heads, kv, inter = config.num_heads, config.num_kv_heads, config.intermediate_size
     q = _share(heads * head, shard)
@@ -140,15 +159,17 @@ def cuts(config: ModelConfig, shard: Shard) -> dict[str, Cut]:
     first_kv = rank * kv // size
     k = heads * head + first_kv * head
     v = k + kv * head
-    ffn, width = _share(inter, shard), held * head
-    gate_up = (ffn, _moved(ffn, inter)) if config.block.gated else (ffn,)
-    is_first = rank == 0
-    return {
+    width, is_first = held * head, rank == 0
+    found = {
         "qkv": Cut((q, (k, k + width), (v, v + width))),
         "out": Cut(((0, config.hidden_size),), q, is_first),
-        "gate_up": Cut(gate_up),
-        "down": Cut(((0, config.hidden_size),), ffn, is_first),
     }
+    shared = 0 if config.experts is None else config.experts.shared
+    for kind, size_of in (("", inter), ("shared_", shared)):
+        ffn = _share(size_of, shard)
+        found[kind + "gate_up"] = Cut((ffn, _moved(ffn, size_of)) if config.block.gated else (ffn,))
+        found[kind + "down"] = Cut(((0, config.hidden_size),), ffn, is_first)
+    return found
 
 
 def linears(config: ModelConfig, shard: Shard) -> dict[str, WholeLinear]:
@@ -156,15 +177,25 @@ def linears(config: ModelConfig, shard: Shard) -> dict[str, WholeLinear]:
     found: dict[str, WholeLinear] = {}
     block, names, hidden, of = config.block, config.names.layer, config.hidden_size, cuts(config, shard)
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inter = config.intermediate_size
-    layers = (
+    of_attention = (
         ("qkv", names.qkv, (q, kv, kv), hidden, block.qkv_bias),
         ("out", (names.out,), (hidden,), q, block.out_bias),
-        ("gate_up", names.gate_up, (inter, inter) if block.gated else (inter,), hidden, block.mlp_bias),
-        ("down", (names.down,), (hidden,), inter, block.mlp_bias),
     )
-    for index in range(config.num_layers):
-        for kind, stored, rows, columns, has_bias in layers:
+    shared = 0 if config.experts is None else config.experts.shared
+    sizes = (
+        ("", names.gate_up, names.down, config.intermediate_size),
+        ("shared_", names.shared_gate_up, names.shared_down, shared),
+    )
+    mlp, of_shared = (
+        (
+            (kind + "gate_up", gate_up, (inter, inter) if block.gated else (inter,), hidden, block.mlp_bias),
+            (kind + "down", (down,), (hidden,), inter, block.mlp_bias),
+        )
+        for kind, gate_up, down, inter in sizes
+    )
+    for index, settings in enumerate(config.layers):
+        own = mlp if not settings.has_experts else of_shared if shared else ()
+        for kind, stored, rows, columns, has_bias in (*of_attention, *own):
             by_name = stacked_rows(f"{config.names.layers}{index}.", stored, rows)
             found[next(iter(by_name))] = WholeLinear(by_name, columns, has_bias, of[kind])
     return found

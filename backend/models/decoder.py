@@ -322,23 +322,27 @@ def _layer(config: ModelConfig, parts: Parts, index: int) -> LayerWeights:
 
 def _mlp(config: ModelConfig, parts: Parts, prefix: str) -> MlpWeights:
     names, has_bias = config.names.layer, config.block.mlp_bias
-    return _mlp_of(config, parts, prefix, (names.gate_up, names.down), config.intermediate_size, has_bias)
+    adds_bias = has_bias and config.shard.rank == 0
+    return _mlp_of(config, parts, prefix, (names.gate_up, names.down), config.intermediate_size, has_bias, adds_bias)
 
 
 def _mlp_of(
-    config: ModelConfig, parts: Parts, prefix: str, names: tuple[tuple[str, ...], str], inter: int, has_bias: bool
+    config: ModelConfig,
+    parts: Parts,
+    prefix: str,
+    names: tuple[tuple[str, ...], str],
+    inter: int,
+    has_bias: bool,
+    adds_bias: bool,
 ) -> MlpWeights:
-    """names: of gate_up and down; inter: the intermediate size."""
+    """names: of gate_up and down. inter: the intermediate size. adds_bias: False where another rank adds that of down."""
     inputs = (inter, inter) if config.block.gated else (inter,)
     gate_up, down = stacked_rows(prefix, names[0], inputs), {prefix + names[1]: config.hidden_size}
-    is_first = config.shard.rank == 0  # the rank that adds the bias of what all ranks add up
-    return MlpWeights(
-        parts.linear(gate_up, config.hidden_size, has_bias), parts.linear(down, inter, has_bias and is_first)
-    )
+    return MlpWeights(parts.linear(gate_up, config.hidden_size, has_bias), parts.linear(down, inter, adds_bias))
 
 
 def _experts(config: ModelConfig, parts: Parts, prefix: str) -> ExpertsWeights:
-    experts, names, has_bias = config.experts, config.names.layer, config.block.mlp_bias
+    experts, names = config.experts, config.names.layer
     assert experts is not None
     rows = {prefix + names.router: experts.count}
     if experts.has_shared_gate:
@@ -348,15 +352,17 @@ def _experts(config: ModelConfig, parts: Parts, prefix: str) -> ExpertsWeights:
     if experts.has_choice_bias:
         shape = (1, experts.count) if experts.choice_bias_is_row else (experts.count,)
         bias = parts.take(prefix + names.choice_bias, shape).float().flatten()
-    of_expert = names.expert_gate_up, names.expert_down
+    of_expert, inter, has_bias = (names.expert_gate_up, names.expert_down), experts.intermediate, experts.has_bias
     first, end = config.held_experts or (0, experts.count)
     held = [
-        _mlp_of(config, parts, f"{prefix}{names.experts}{index}.", of_expert, experts.intermediate, experts.has_bias)
+        _mlp_of(config, parts, f"{prefix}{names.experts}{index}.", of_expert, inter, has_bias, has_bias)
         for index in range(first, end)
     ]
     shared = None
     if experts.shared:
-        shared = _mlp_of(config, parts, prefix, (names.shared_gate_up, names.shared_down), experts.shared, has_bias)
+        of_shared, has_bias = (names.shared_gate_up, names.shared_down), config.block.mlp_bias
+        adds_bias = has_bias and config.shard.rank == 0
+        shared = _mlp_of(config, parts, prefix, of_shared, experts.shared, has_bias, adds_bias)
     return ExpertsWeights(experts, router, bias, held, first, shared)
 
 

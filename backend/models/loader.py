@@ -5,19 +5,19 @@ Of a directory safetensors only: a pickle-based file could run code while it is 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import eos_ids, gguf_file, read_header
 from backend.api.checkpoint.gguf_parts import parts_of
 from backend.api.checkpoint.hub import fetch
 from backend.api.checkpoint.model_files import read_object, shown, token_ids
-from backend.api.checkpoint.weight_files import tensor_names, weight_files
+from backend.api.checkpoint.weight_files import StoredTensor, tensor_places, weight_files
 from backend.api.config.schema import Windows
 from backend.api.errors import ConfigError
 from backend.architectures.description import WHOLE, ModelConfig, Shard
@@ -196,55 +196,66 @@ def eos_ids_of(directory: Path, config: ModelConfig) -> tuple[int, ...]:
     return check_eos_ids(ids, config, GENERATION) if ids else check_eos_ids(config.eos_ids, config, "config.json")
 
 
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, "pt")
-    except (
-        SafetensorError,
-        OSError,
-    ):  # its header was valid: the file has changed, or safetensors does not know a type
-        raise ConfigError(
-            f"{path.name} cannot be read as safetensors, though its header is sound; fetch it again"
-        ) from None
-
-
 def open_tensors(paths: list[Path]) -> Mapping[str, Tensor]:
     """The tensors of safetensors files, each read when it is asked for. Raises ConfigError."""
     return _LazyTensors(paths)
 
 
-class _LazyTensors(Mapping[str, Tensor]):
-    """Tensors of safetensors files, read one at a time when they are asked for.
+# Those that torch has.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
-    safetensors maps a whole file into memory for as long as a tensor of it lives, and touched pages count as used. So the file
-    is opened anew for each tensor: the pages are released together with the tensor.
+
+class _LazyTensors(Mapping[str, Tensor]):
+    """Tensors of safetensors files, each mapped into memory when it is asked for, for as long as it lives: touched pages count as
+    used, and are released together with the tensor.
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        self._paths: dict[str, Path] = {}
+        self._places: dict[str, StoredTensor] = {}
         for path in paths:
-            for name in tensor_names(path):
-                if name in self._paths:
+            for name, place in tensor_places(path).items():
+                if name in self._places:
                     raise ConfigError(
-                        f"tensor {shown(name)} is in {self._paths[name].name} and in {path.name}; remove the file that is "
+                        f"tensor {shown(name)} is in {self._places[name].path.name} and in {path.name}; remove the file that is "
                         f"no part of the checkpoint"
                     )
-                self._paths[name] = path
+                self._places[name] = place
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._paths[name]
+        path, kind, shape, start, num_bytes = self._places[name]
+        if (dtype := _DTYPES.get(kind)) is None:
+            raise ConfigError(
+                f"{path.name}: tensor {shown(name)} is {kind}, which cannot be read; convert it to a float type"
+            )
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
-            with _open(path) as file:
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-        except SafetensorError:  # torch has no such type, or the file has changed since its header was read
-            raise ConfigError(f"{path.name}: tensor {shown(name)} cannot be read; convert it to a float type") from None
+            with path.open("rb") as file:
+                pages = mmap.mmap(file.fileno(), start + num_bytes - first, access=mmap.ACCESS_COPY, offset=first)
+        except (OSError, ValueError):  # ValueError: the file has become shorter
+            raise ConfigError(f"{path.name} has changed since its header was read; fetch it again") from None
+        return torch.frombuffer(pages, dtype=dtype, count=num_bytes // dtype.itemsize, offset=start - first).view(shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._places)
 
 
 class _BareTensors(Mapping[str, Tensor]):

@@ -85,7 +85,10 @@ class Projections(NamedTuple):
 
 def projections_of(config: ModelConfig) -> Projections:
     """The projections of a decoder that this engine runs itself."""
-    return Projections(config.architecture, [places(config)] * config.num_layers)
+    of_all = places(config)
+    of_attention = {name: place for name, place in of_all.items() if place.linear in ("qkv", "out")}
+    of_layers = [of_attention if layer.has_experts else of_all for layer in config.layers]
+    return Projections(config.architecture, of_layers)
 
 
 def places(config: ModelConfig) -> dict[str, ProjectionPlace]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from backend.architectures.description import WHOLE, ModelConfig, Shard
-from backend.architectures.shards import Cut, layers_of, linears, sinks, vocabulary
+from backend.architectures.shards import Cut, experts_of, layers_of, linears, sinks, vocabulary
 from backend.layers.linear import Linear
 from backend.models.linears import LinearBuilder
 from backend.models.tensors import TensorSource
@@ -82,9 +82,19 @@ class CheckpointParts:
         return self._linears.build({name: config.vocab_size}, config.hidden_size, is_head=True, cut=cut)
 
     def finish(self) -> None:
+        if self._is_cut and self._config.experts is not None:
+            self._source.leave_out(tuple(self._experts_of_others()))
         if self._shard.stages > 1:
             names, (first, end) = self._config.names, layers_of(self._config, self._shard)
             others = [index for index in range(self._config.num_layers) if not first <= index < end]
             layers = [f"{names.layers}{index}." for index in others]
             self._source.leave_out((names.embedding + ".", names.head + ".", *layers))
         self._source.check_all_used()
+
+    def _experts_of_others(self) -> Iterator[str]:
+        """The prefixes of tensors of experts that other ranks have."""
+        names, (first, end) = self._config.names, experts_of(self._config, self._shard)
+        count = 0 if self._config.experts is None else self._config.experts.count
+        for layer, settings in enumerate(self._config.layers):
+            for expert in (*range(first), *range(end, count)) if settings.has_experts else ():
+                yield f"{names.layers}{layer}.{names.layer.experts}{expert}."

@@ -11,6 +11,7 @@ states of all tokens. The statistics of a linear layer's inputs do not grow with
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
-from backend.layers.linear import DenseLinear, Weight
-from backend.models.decoder import Decoder, build_decoder
+from backend.layers.linear import DenseLinear, Linear, Weight
+from backend.models.decoder import Decoder, Follow, build_decoder
 from backend.models.linears import LinearOptions
+from backend.models.parts import Parts
 from backend.quant.folds import Layer
 from kernels.common.kv_format import KVPool, PlainPool, QuantizedPool
 from kernels.paged_attention import AttentionRows, plan_attention
@@ -31,6 +33,7 @@ from kernels.paged_attention import AttentionRows, plan_attention
 ROWS_AT_ONCE = 4
 BLOCK_SIZE = 32
 SAMPLED = 512  # tokens
+ENOUGH = 64  # tokens whose mean squares are taken as they are
 
 
 class Inputs(NamedTuple):
@@ -71,9 +74,24 @@ class Calibration:
         self._hidden = F.embedding(rows, embedding).float() * scale  # [rows, length, hidden]
         self._sampled_of_each = max(1, SAMPLED // -(-len(rows) // ROWS_AT_ONCE))
 
-    @torch.inference_mode()
     def advance(self, index: int, layer: Layer) -> LayerInputs:
         """Run layer `index`, whose tensors are `layer`; call it for each layer in order. Raises ConfigError."""
+        made, keys = self._run(index, layer)
+        qkv, out, gate_up, down = (recorder.inputs() for _, recorder in made)
+        return LayerInputs(qkv, out, gate_up, down, keys)
+
+    def mean_squares(self, index: int, layer: Layer) -> dict[str, Tensor]:
+        """Like `advance`: the mean square of each input [k], by the names of the projections within the layer that read it. Those
+        of experts that no token had are left out.
+        """
+        made, _ = self._run(index, layer)
+        prefix = f"{self._config.names.layers}0."
+        read = [(names, recorder.mean_square()) for names, recorder in made if recorder.num_tokens]
+        return {name.removeprefix(prefix): found for names, found in read for name in names}
+
+    @torch.inference_mode()
+    def _run(self, index: int, layer: Layer) -> tuple[list[tuple[tuple[str, ...], _Recorder]], Tensor]:
+        """Run layer `index`. Returns its linear layers with the names of their projections, and the greatest keys."""
         config = msgspec.structs.replace(
             of_layer(self._config, index),
             vocab_size=1,
@@ -86,16 +104,15 @@ class Calibration:
         tensors |= {names.embedding + ".weight": torch.zeros(1, hidden), names.norm + ".weight": torch.ones(hidden)}
         if config.block.norm_bias:
             tensors[names.norm + ".bias"] = torch.zeros(hidden)
-        made: list[_Recorder] = []
+        made: list[tuple[tuple[str, ...], _Recorder]] = []
 
         def make(weight: Weight, bias: Tensor | None) -> _Recorder:
             assert isinstance(weight, Tensor)  # the configuration above says that nothing is quantised
-            made.append(_Recorder(weight, bias, self._sampled_of_each, self._has_hessians))
-            return made[-1]
+            return _Recorder(weight, bias, self._sampled_of_each, self._has_hessians)
 
         length = self._hidden.shape[1]
-        device = torch.device("cpu")
-        model = build_decoder(config, tensors, length, torch.float32, device, LinearOptions(make=make))
+        options, follow = LinearOptions(make=make), Follow(parts=lambda parts: _NamedParts(parts, made))
+        model = build_decoder(config, tensors, length, torch.float32, torch.device("cpu"), options, follow)
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
         for part in self._hidden.split(ROWS_AT_ONCE):
             model.embedding = rows = part.flatten(0, 1)
@@ -104,8 +121,21 @@ class Calibration:
             keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
         if not self._hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
-        qkv, out, gate_up, down = (recorder.inputs() for recorder in made[1:])  # the first is the output head
-        return LayerInputs(qkv, out, gate_up, down, keys)
+        return made, keys
+
+
+class _NamedParts:
+    """Hands on the parts of another, and lists its linear layers, without the output head, with their projections' names."""
+
+    def __init__(self, parts: Parts, made: list[tuple[tuple[str, ...], _Recorder]]) -> None:
+        self._parts, self._made = parts, made
+        self.take, self.embedding, self.head, self.finish = parts.take, parts.embedding, parts.head, parts.finish
+
+    def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True) -> Linear:
+        linear = self._parts.linear(rows, columns, has_bias, is_rounded)
+        assert isinstance(linear, _Recorder)
+        self._made.append((tuple(rows), linear))
+        return linear
 
 
 class _Recorder(DenseLinear):
@@ -116,14 +146,14 @@ class _Recorder(DenseLinear):
         self._has_hessian = has_hessian
         k = weight.shape[1]
         self._sampled = sampled
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._max_abs, self._squares = torch.zeros(k), torch.zeros(0)
         self._samples: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._num_tokens:
+        if not self.num_tokens:
             self._squares = torch.zeros(x.shape[1:] * (1 + self._has_hessian))
-        self._num_tokens += len(x)
+        self.num_tokens += len(x)
         self._max_abs = torch.maximum(self._max_abs, x.abs().amax(0))
         if self._has_hessian:
             self._squares.addmm_(x.T, x)
@@ -133,8 +163,14 @@ class _Recorder(DenseLinear):
         self._samples.append(x[torch.arange(count) * len(x) // count].clone())
         return super().__call__(x)
 
+    def mean_square(self) -> Tensor:
+        """[k]; drawn to that of all channels where few tokens came, as to an expert."""
+        squares = self._squares.diagonal() if self._has_hessian else self._squares
+        lacking = max(0, ENOUGH - self.num_tokens)
+        return (squares + lacking * squares.mean() / self.num_tokens) / (self.num_tokens + lacking)
+
     def inputs(self) -> Inputs:
-        return Inputs(self._max_abs, self._squares / self._num_tokens, torch.cat(self._samples))
+        return Inputs(self._max_abs, self._squares / self.num_tokens, torch.cat(self._samples))
 
 
 def forward_rows(model: Decoder, rows: Tensor, kv_bits: int | None = None) -> tuple[Tensor, list[KVPool]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from backend.api.errors import ConfigError, EverbatchError
 from backend.architectures.description import ModelConfig
 from backend.quant.calibration import Calibration
-from backend.quant.folds import kinds, stored_layer
+from backend.quant.folds import stored_layer
 from backend.quant.text import built_in_texts
 from backend.text.tokenizer import Tokenizer
 
@@ -71,9 +71,7 @@ def measured(config: ModelConfig, tensors: Mapping[str, Tensor], rows: Tensor) -
     for index in range(config.num_layers):
         prefix = f"{config.names.layers}{index}."
         layer = {name: tensor.float() for name, tensor in stored_layer(tensors, config, index).items()}
-        of_kinds = calibration.advance(index, layer)._asdict()
-        for kind, names in kinds(config).items():
-            found |= dict.fromkeys((prefix + name for name in names), coarse(of_kinds[kind].hessian))
+        found |= {prefix + name: coarse(each) for name, each in calibration.mean_squares(index, layer).items()}
     return found
 
 

@@ -21,7 +21,7 @@ from backend.api.checkpoint.model_files import (
     read_text,
     shown,
 )
-from backend.api.checkpoint.weight_files import tensor_names
+from backend.api.checkpoint.weight_files import tensor_places
 from backend.api.errors import ConfigError
 from backend.models.linears import LinearOptions
 from backend.models.loader import MAX_POSITIONS, open_directory, resolve_model_path
@@ -146,7 +146,7 @@ def test_positions_beyond_what_is_supported_are_refused_unless_fewer_are_asked_f
 
 def test_an_empty_tensor_and_one_without_dimensions_are_read(tmp_path: Path) -> None:
     save_file({"a": torch.ones(()), "b": torch.ones(0), "c": torch.ones(0, 3)}, tmp_path / WEIGHTS)
-    assert sorted(tensor_names(tmp_path / WEIGHTS)) == ["a", "b", "c"]
+    assert sorted(tensor_places(tmp_path / WEIGHTS)) == ["a", "b", "c"]
 
 
 def test_int8_of_a_projection_that_is_too_small_takes_no_memory_first(directory: Path) -> None:

@@ -15,7 +15,10 @@ Checkpoint = Callable[..., Path]
 # Sums over parts are rounded otherwise than whole sums. Logits are of the size of 10.
 ROUNDING = 1e-4
 FAMILIES = ["llama", "qwen2", "gemma 2", "gemma 3", "phi-3", "command r7b", "granite", "gpt-neox", "stablelm parallel"]
-CASES = [*((name, 2) for name in FAMILIES), ("llama", 4), ("gemma 3", 4), ("gpt-neox", 4)]
+MIXTURES = ["qwen2 moe", "granite moe shared", "glm 4.5", "gpt-oss"]
+CASES = [*((name, 2) for name in (*FAMILIES, *MIXTURES)), ("llama", 4), ("gemma 3", 4), ("gpt-neox", 4), ("glm 4.5", 4)]
+# What the ranks could not share otherwise.
+KEYS = {"gpt-neox": dict(num_key_value_heads=8), "qwen2 moe": dict(num_experts=8)}
 
 
 def difference(one: Ran, other: Ran) -> float:
@@ -26,8 +29,7 @@ def difference(one: Ran, other: Ran) -> float:
 @pytest.mark.feature("002-37")
 @pytest.mark.parametrize("name, size", CASES)
 def test_ranks_compute_the_tokens_of_one(checkpoint: Checkpoint, name: str, size: int) -> None:
-    keys = {"num_key_value_heads": 8} if name == "gpt-neox" else {}  # it has no other number of them
-    directory = checkpoint(name, **keys)
+    directory = checkpoint(name, **KEYS.get(name, {}))
     one, several = run(engine_config(directory, 1)), run(engine_config(directory, size))
     assert several.tokens == one.tokens
     assert 0 < difference(one, several) < ROUNDING, "equal bits would mean that nothing was cut"

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file that hold all experts of a layer, as one tensor for each expert: NAME_exps.weight -> NAME_exps.0.weight, ..."""
+"""Tensors of a GGUF file that hold all experts of a layer, as one for each: NAME_exps.weight -> NAME_exps.0.weight, ..."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds the files that hold a checkpoint's tensors, and checks their headers before any tensor is read.
 
 A safetensors file is 8 bytes with the length of the header, the header as JSON {NAME: {dtype, shape, data_offsets}}, and the
-data. The safetensors library checks it as well, but an error here names the tensor and the value.
+data. An error names the tensor and the value.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -45,13 +46,21 @@ def weight_files(directory: Path) -> list[Path]:
     raise ConfigError(f"model {directory.name}: {WEIGHTS}: File does not exist; fetch the checkpoint again")
 
 
-def tensor_names(path: Path) -> list[str]:
-    """The names of a file's tensors. Raises ConfigError."""
-    return list(tensor_shapes(path))
+class StoredTensor(NamedTuple):
+    path: Path
+    dtype: str  # as safetensors has it
+    shape: tuple[int, ...]
+    start: int  # in the file
+    num_bytes: int
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """The shapes of a file's tensors, after checking its header against itself and the file's length. Raises ConfigError."""
+    """The shapes of a file's tensors. Raises ConfigError."""
+    return {name: list(place.shape) for name, place in tensor_places(path).items()}
+
+
+def tensor_places(path: Path) -> dict[str, StoredTensor]:
+    """A file's tensors, after checking its header against itself and the file's length. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -69,7 +78,12 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
             f"{path.name} is cut short or too long: its data_offsets end at {end}, and {num_bytes - 8 - len(header)} "
             f"bytes of data follow the header; fetch it again"
         )
-    return {name: entry.shape for name, entry in entries.items()}
+    data = 8 + len(header)
+    return {
+        name: StoredTensor(path, entry.dtype, tuple(entry.shape), data + begin, stop - begin)
+        for name, entry in entries.items()
+        for begin, stop in [entry.data_offsets]
+    }
 
 
 def _shard_names(index: dict[str, object]) -> list[str]:
