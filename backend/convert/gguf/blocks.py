@@ -1,6 +1,7 @@
 """A matrix in the blocks of a GGUF type: `encode`.
 
     Q4_0, Q5_0   groups of 32   w = d q              d a float16
+    Q8_0         the same, its scale from the largest number
     Q6_K         groups of 16   w = d s q            d a float16 of 256 columns, s int8
     Q4_K, Q5_K   groups of 32   w = d s q - e m      d and e float16 of 256 columns, s and m 6 bits
 
@@ -164,6 +165,14 @@ def _q4_0(x: Tensor, c: Tensor) -> Tensor:
     return torch.cat([scale, _nibbles(q)], 2)
 
 
+def _q8_0(x: Tensor, c: Tensor) -> Tensor:
+    """llama.cpp's: the largest number becomes 127, and halves are rounded away from 0."""
+    scale = x.abs().amax(2, keepdim=True) / 127
+    q = x * _inverse(scale)
+    whole = (q.abs() + 0.5).floor_().copysign_(q).to(torch.int8)
+    return torch.cat([_bytes(_half(scale)), _bytes(whole)], 2)
+
+
 def _q5_0(x: Tensor, c: Tensor) -> Tensor:
     scale, q = _flat(x, c, 16)
     bits = (q >> 4).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)
@@ -246,6 +255,7 @@ class _Encoder(NamedTuple):
 _ENCODERS = {
     Type.Q4_0: _Encoder(32, _q4_0),
     Type.Q5_0: _Encoder(32, _q5_0),
+    Type.Q8_0: _Encoder(32, _q8_0),
     Type.Q4_K: _Encoder(32, _q4_k),
     Type.Q5_K: _Encoder(32, _q5_k),
     Type.Q6_K: _Encoder(16, _q6_k),

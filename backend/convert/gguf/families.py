@@ -222,12 +222,20 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()
-    given = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    leave_out = ("model_type", "quantization_config")
     try:
+        given = {key: _of_json(value) for key, value in config.items() if key not in leave_out}
         found: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type")), **given).to_dict()
     except Exception as error:  # whatever the class of a model type raises for a value
         raise ConfigError(f"config.json cannot be read by transformers ({shown(str(error))}); fetch it again") from None
     return found
+
+
+def _of_json(value: Any) -> Any:
+    """A value in which transformers' form of infinity is a number."""
+    if isinstance(value, list):
+        return [_of_json(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
 def _floats(values: list[float]) -> NDArray[np.float32]:
