@@ -12,6 +12,7 @@ from torch import Tensor
 from backend.api.checkpoint.gguf import gguf_file, read_header
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
+from backend.architectures.description import ModelConfig
 from backend.convert.gguf.families import Rules, whole_config
 from backend.convert.gguf.importance import read_imatrix
 from backend.convert.gguf.tokenizer import TokenizerSource, settings_of
@@ -19,7 +20,7 @@ from backend.convert.gguf.types import FILE_TYPES
 from backend.convert.gguf.write import Importance, Progress, Written, new_file, write_gguf
 from backend.convert.meta_tokenizer import gguf_settings
 from backend.layers.rotary import inverse_frequencies
-from backend.models.config import ModelConfig, of_object
+from backend.models.config import of_object
 from backend.models.gguf import read_config
 from backend.quant.importance import measured, token_rows
 
@@ -58,9 +59,7 @@ def convert_to_gguf(
 def _tokenizer_source(directory: Path) -> TokenizerSource:
     if (file := gguf_file(directory)) is not None:
         settings = read_header(file).settings
-        return TokenizerSource(
-            {key: value for key, value in settings.items() if key.startswith(_KEPT)}, directory
-        )
+        return TokenizerSource({key: value for key, value in settings.items() if key.startswith(_KEPT)}, directory)
     has_own = (directory / "tokenizer.json").exists()
     return TokenizerSource(None if has_own else gguf_settings(directory), directory)
 
@@ -93,7 +92,10 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in (*sizes, "tied_embeddings", "attention_scale", "windows")}
     block = msgspec.structs.asdict(config.block)
     scaling = block.pop("query_scaling")
-    found |= block | {"query_scaling": scaling and msgspec.structs.asdict(scaling), "attention_scale": config.attention_scale}
+    found |= block | {
+        "query_scaling": scaling and msgspec.structs.asdict(scaling),
+        "attention_scale": config.attention_scale,
+    }
     used = [None if layer.rope is None else config.ropes[layer.rope] for layer in config.layers]
     positions = config.max_position
     found["frequencies"] = [rope and inverse_frequencies(rope, config.head_dim, positions).tolist() for rope in used]

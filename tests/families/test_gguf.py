@@ -1,8 +1,8 @@
 """GGUF files of every family: the logits of the checkpoints that they were made of, and transformers'.
 
-The files are written by backend/convert/gguf, which knows nothing of their reader. llama.cpp's own converter (llama-cpp-python 0.3.36) made a file of each architecture as well,
-with an empty vocabulary, and Granite without scaled positions: the logits were those of the checkpoints, to 2e-6 for Granite and
-bit for bit for all others, and transformers' log-probabilities within 4e-5.
+The writer, backend/convert/gguf, knows nothing of the reader. llama.cpp's own converter (llama-cpp-python 0.3.36) made a file of
+each architecture as well, with an empty vocabulary, and Granite without scaled positions: the logits were those of the
+checkpoints, to 2e-6 for Granite and bit for bit for all others, and transformers' log-probabilities within 4e-5.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GGUF files made of Hugging Face checkpoints by the product's rules, in types that only llama.cpp's own package reads as well."""
+"""GGUF files made of Hugging Face checkpoints by the product's rules, in all types that llama.cpp's package reads."""
 
 from __future__ import annotations
 

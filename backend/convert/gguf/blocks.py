@@ -1,14 +1,15 @@
 """A matrix in the blocks of a GGUF type: `encode`.
 
     Q4_0, Q5_0   groups of 32   w = d q              d a float16
-    Q8_0         the same, its scale from the largest number
+    Q5_1         groups of 32   w = d q - e      d and e float16
+    Q8_0         groups of 32   w = d q, its scale from the largest number
     Q6_K         groups of 16   w = d s q            d a float16 of 256 columns, s int8
     Q4_K, Q5_K   groups of 32   w = d s q - e m      d and e float16 of 256 columns, s and m 6 bits
 
 The search minimises the sum of c (w - w')^2, where the count c of a number grows with it, and with the importance of its column:
 for each group several scales are tried, each is replaced by that of least squares for the numbers it gives, and the best one is
 kept. Where scales are rounded themselves, their neighbours are tried too. The idea is that of llama.cpp's ggml-quants.c; other
-types are encoded by llama.cpp's own package, gguf. Layouts: backend/models/gguf_blocks.py, and docs/gguf.md for the bits of each type.
+types are encoded by llama.cpp's own package, gguf. Layouts: backend/models/gguf_blocks.py.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def fitting(kind: Type, columns: int) -> Type:
 def encode(w: Tensor, kind: Type, importance: Tensor | None = None) -> Array:
     """w [n, k] of any float type, as F32 and F16 [n, k] or as bytes [n, bytes of a row].
 
-    importance [k] is positive, None: that of all columns is the same. k is a multiple of the type's columns. Raises ConfigError for
-    numbers that are not finite, or too large for the type.
+    importance [k] is positive, None: that of all columns is the same. k is a multiple of the type's columns. Raises ConfigError
+    for numbers that are not finite, or too large for the type.
     """
     if not w.isfinite().all():
         raise ConfigError("a weight is no finite number; fetch the checkpoint again")
-    if kind is Type.F16 and w.float().abs().max() > _LARGEST:
-        raise ConfigError("a weight is larger than 65504, the greatest of F16; use --type BF16")
+    if kind not in (Type.F32, Type.BF16) and w.abs().max() > _LARGEST:
+        raise ConfigError("a weight is larger than 65504, the greatest of a float16; use --type BF16")
     if kind is Type.F32:
         return w.float().numpy()
     done = _with_threads(_run_of(kind, importance), w.split(max(1, AT_ONCE // w.shape[1])))
@@ -101,7 +102,8 @@ def _with_minima(x: Tensor, c: Tensor, most: int) -> _Fit:
     low, high = x.amin(2).clamp(max=0), x.amax(2)
     span = torch.where(high > low, high - low, 1)
     sum_c, sum_x, square = c.sum(2), (c * x).sum(2), (c * x * x).sum(2)
-    best = _Fit(torch.zeros_like(low), torch.zeros_like(low), square)
+    plain = (-sum_x / torch.where(sum_c > 0, sum_c, 1)).clamp(min=0)  # all numbers are 0
+    best = _Fit(torch.zeros_like(low), plain, square + 2 * plain * sum_x + plain * plain * sum_c)
     for part in _PARTS:
         q = ((x - low[:, :, None]) * ((most + part) / span)[:, :, None]).round_().clamp_(0, most)
         cq = c * q
@@ -175,8 +177,19 @@ def _q8_0(x: Tensor, c: Tensor) -> Tensor:
 
 def _q5_0(x: Tensor, c: Tensor) -> Tensor:
     scale, q = _flat(x, c, 16)
-    bits = (q >> 4).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)
-    return torch.cat([scale, bits.sum(3, dtype=torch.uint8), _nibbles(q & 15)], 2)
+    return torch.cat([scale, _fifth_bits(q), _nibbles(q & 15)], 2)
+
+
+def _q5_1(x: Tensor, c: Tensor) -> Tensor:
+    fit = _with_minima(x, c, 31)
+    d, e = (_half(each[:, :, None]) for each in (fit.scale, fit.minimum))
+    q = _rounded(x, d.float(), e.float(), 0, 31).to(torch.uint8)
+    return torch.cat([_bytes(d), _bytes(-e), _fifth_bits(q), _nibbles(q & 15)], 2)
+
+
+def _fifth_bits(q: Tensor) -> Tensor:
+    """[..., 32] -> the fifth bits of all, [..., 4] bytes."""
+    return ((q >> 4).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8)
 
 
 def _nibbles(q: Tensor) -> Tensor:
@@ -255,6 +268,7 @@ class _Encoder(NamedTuple):
 _ENCODERS = {
     Type.Q4_0: _Encoder(32, _q4_0),
     Type.Q5_0: _Encoder(32, _q5_0),
+    Type.Q5_1: _Encoder(32, _q5_1),
     Type.Q8_0: _Encoder(32, _q8_0),
     Type.Q4_K: _Encoder(32, _q4_k),
     Type.Q5_K: _Encoder(32, _q5_k),

@@ -85,8 +85,8 @@ class Rules:
     """What becomes of one checkpoint."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """config: the content of config.json, with a value for each key of its model type (`whole_config`). Raises ConfigError for
-        an architecture that is not written.
+        """config: the content of config.json, with a value for each key of its model type (`whole_config`). Raises ConfigError
+        for an architecture that is not written.
         """
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in RULES:
@@ -238,7 +238,7 @@ def _of_json(value: Any) -> Any:
     return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
-def _floats(values: list[float]) -> NDArray[np.float32]:
+def _floats(values: Any) -> NDArray[np.float32]:
     return np.array(values, np.float32)
 
 
@@ -247,6 +247,4 @@ def _llama3(rope: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
     wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = ((rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clip(0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
-
-
+    return _floats(1 / ((1 - smooth) / rope["factor"] + smooth))

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import MAGIC, GgufHeader, TensorPlace, read_header
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 
+Floats = NDArray[np.float32]
 MAX_BYTES = 1 << 30
 MAX_ENTRIES = 1 << 16
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -27,7 +29,10 @@ _LEAST = 1e-6  # of the mean: what was never seen counts a little
 
 
 def read_imatrix(path: Path) -> dict[str, Tensor]:
-    """Name of a tensor in a GGUF file -> the importance of its columns, float32 [k], positive, 1 in the mean. Raises ConfigError."""
+    """Name of a tensor in a GGUF file -> the importance of its columns, float32 [k], positive, 1 in the mean.
+
+    Raises ConfigError.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(len(MAGIC))
@@ -45,7 +50,7 @@ def read_imatrix(path: Path) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.maximum(sums / sums.mean(), _LEAST)) for name, sums in found.items()}
 
 
-def _of_gguf(header: GgufHeader) -> Iterator[tuple[str, np.ndarray]]:
+def _of_gguf(header: GgufHeader) -> Iterator[tuple[str, Floats]]:
     for name, place in header.tensors.items():
         counts = header.tensors.get(name.removesuffix(_SUMS) + _COUNTS)
         if not name.endswith(_SUMS) or counts is None:
@@ -55,7 +60,7 @@ def _of_gguf(header: GgufHeader) -> Iterator[tuple[str, np.ndarray]]:
             yield name.removesuffix(_SUMS), sums[0] / count.item()
 
 
-def _numbers(header: GgufHeader, place: TensorPlace) -> np.ndarray:
+def _numbers(header: GgufHeader, place: TensorPlace) -> Floats:
     if place.type.name != "F32" or len(place.shape) > 2:
         raise ConfigError(f"--importance {header.name} holds a tensor that is no table of float32; make it again")
     with place.path.open("rb") as file:
@@ -63,7 +68,7 @@ def _numbers(header: GgufHeader, place: TensorPlace) -> np.ndarray:
         return np.frombuffer(file.read(place.num_bytes), np.float32).reshape(-1, place.shape[-1])
 
 
-def _of_older(path: Path, content: bytes) -> Iterator[tuple[str, np.ndarray]]:
+def _of_older(path: Path, content: bytes) -> Iterator[tuple[str, Floats]]:
     at = 0
 
     def number() -> int:

@@ -5,8 +5,8 @@
     gemma4   BPE of characters with merges whose order no scores give
     t5       unigram: tokens, scores and the map of characters
 
-A file can say less than a tokenizer.json. So the tokenizer that is read out of the settings must give the tokens of PROBES that the
-checkpoint's gives; the first form that does is written.
+A file can say less than a tokenizer.json. So the tokenizer that is read out of the settings must give the tokens of PROBES that
+the checkpoint's gives; the first form that does is written.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ def _names_of(content: dict[str, Any]) -> list[str]:
     if not names:
         normalised = f" after {content['normalizer'].get('type')}" if is_nfc else ""
         raise ConfigError(
-            f"tokenizer.json cuts words by {shown(' then '.join(patterns + of_bytes))}{normalised}, which is the pre-tokenizer of no "
-            f"name that llama.cpp has; give --tokenizer NAME with one that is alike, or --tokenizer none for a file without one"
+            f"tokenizer.json cuts words by {shown(' then '.join(patterns + of_bytes))}{normalised}, which is no pre-tokenizer "
+            f"that llama.cpp has a name for; give --tokenizer NAME with one that is alike, or --tokenizer none"
         )
     return names
 

@@ -43,7 +43,7 @@ def _head(place: Place) -> Type | None:
 
 
 def _medium(fused: Type) -> Callable[[Place], Type | None]:
-    """More bits for the head, and for half of the values and of the last matrices of the mlp. fused: of queries, keys and values."""
+    """More bits for the head, half of the values and half of the last matrices of the mlp. fused: of queries, keys and values."""
 
     def choose(place: Place) -> Type | None:
         has_more = place.is_head or (place.part in ("attn_v", "ffn_down") and place.has_more_bits)

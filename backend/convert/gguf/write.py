@@ -77,9 +77,7 @@ def write_gguf(
     return Written(len(kinds), file.stat().st_size, types)
 
 
-def _plan(
-    writer: gguf.GGUFWriter, rules: Rules, tensors: Mapping[str, Tensor], type_name: str
-) -> dict[str, Type]:
+def _plan(writer: gguf.GGUFWriter, rules: Rules, tensors: Mapping[str, Tensor], type_name: str) -> dict[str, Type]:
     """Name the tensors to the writer, and give back their types."""
     shapes = {
         stored.name: tuple(stored.values.shape)
@@ -88,9 +86,7 @@ def _plan(
     }
     kinds = {}
     for name, shape in shapes.items():
-        kind = type_of(
-            FILE_TYPES[type_name], name, shape, rules.config["num_hidden_layers"], "output.weight" in shapes
-        )
+        kind = type_of(FILE_TYPES[type_name], name, shape, rules.config["num_hidden_layers"], "output.weight" in shapes)
         size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         count = num_bytes
         for length in shape:
