@@ -63,6 +63,8 @@ def convert_command(options: ConvertOptions) -> list[str]:
         command += ["--rope-factor", str(options.rope_factor)]
     if options.to == "gguf" and options.dtype is not None:
         raise UserError("--dtype is of safetensors and Meta's files; use --type for a GGUF file")
+    if options.to == "gguf" and options.output.suffix != ".gguf":
+        raise UserError(f"--output is {options.output}, a GGUF file is written; give a name that ends in .gguf")
     of_gguf = {"--type": options.type, "--importance": options.importance, "--tokenizer": options.tokenizer}
     for option, value in of_gguf.items():
         if value is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from backend.convert.gguf.families import Rules, whole_config
 from backend.models.convert import meta_to_hf
+from backend.models.loader import open_tensors
 
 Kind = Callable[[str], str]  # GGUF name of a matrix -> ggml type
 Change = Callable[[gguf.GGUFWriter], object]
@@ -42,7 +43,7 @@ def write_gguf(
     for name, values in rules.tables().items():
         writer.add_tensor(name, values)
     fused: dict[str, list[torch.Tensor]] = {}
-    for stored in rules.tensors(load_file(model_dir / "model.safetensors")):
+    for stored in rules.tensors(_tensors(model_dir)):
         base, _, suffix = stored.name.rpartition(".")
         if fuses_qkv and base.endswith((".attn_q", ".attn_k", ".attn_v")):
             fused.setdefault(f"{base[:-2]}_qkv.{suffix}", []).append(stored.values)
@@ -59,6 +60,10 @@ def write_gguf(
 
 def rules_of(model_dir: Path) -> Rules:
     return Rules(whole_config(json.loads((model_dir / "config.json").read_text())))
+
+
+def _tensors(model_dir: Path) -> Mapping[str, torch.Tensor]:
+    return open_tensors(sorted(model_dir.glob("*.safetensors")))
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind | str) -> None:
@@ -122,7 +127,7 @@ def as_checkpoint(file: Path, model_dir: Path, output: Path) -> Path:
         if not path.name.startswith("model."):
             shutil.copy(path, output)
     rules = rules_of(model_dir)
-    names = {stored.name: stored.source for stored in rules.tensors(load_file(model_dir / "model.safetensors"))}
+    names = {stored.name: stored.source for stored in rules.tensors(_tensors(model_dir))}
     tensors = {}
     for tensor in gguf.GGUFReader(file).tensors:
         if tensor.name == "rope_freqs.weight":

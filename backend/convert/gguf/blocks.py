@@ -109,15 +109,16 @@ def _with_minima(x: Tensor, c: Tensor, most: int) -> _Fit:
         cq = c * q
         sum_q, sum_qq, sum_xq = cq.sum(2), (cq * q).sum(2), (cq * x).sum(2)
         determinant = sum_c * sum_qq - sum_q * sum_q
-        safe = torch.where(determinant > 0, determinant, 1)
+        is_line = determinant > 1e-6 * sum_c * sum_qq  # not all of q are one number
+        safe = torch.where(is_line, determinant, 1)
         scale = (sum_c * sum_xq - sum_x * sum_q) / safe
         minimum = (sum_q * sum_xq - sum_qq * sum_x) / safe
-        is_positive = minimum < 0  # no number may be taken away then
-        scale = torch.where(is_positive, sum_xq / torch.where(sum_qq > 0, sum_qq, 1), scale)
-        minimum = minimum.clamp(min=0)
+        has_minimum = is_line & (minimum >= 0)
+        scale = torch.where(has_minimum, scale, sum_xq / torch.where(sum_qq > 0, sum_qq, 1))
+        minimum = torch.where(has_minimum, minimum, 0)
         error = square - 2 * scale * sum_xq + 2 * minimum * sum_x
         error += scale * scale * sum_qq - 2 * scale * minimum * sum_q + minimum * minimum * sum_c
-        is_better = (error < best.error) & (determinant > 0)
+        is_better = error < best.error
         best = _Fit(*(torch.where(is_better, new, old) for new, old in zip((scale, minimum, error), best)))
     return best
 

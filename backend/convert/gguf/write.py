@@ -126,8 +126,6 @@ def new_file(output: Path) -> Iterator[Path]:
 
 
 def check_new_file(output: Path) -> None:
-    """Raises ConfigError if `output` exists, or is not called like a GGUF file."""
-    if output.suffix != ".gguf":
-        raise ConfigError(f"output {output} is to be a GGUF file; give a name that ends in .gguf")
+    """Raises ConfigError if `output` exists."""
     if os.path.lexists(output):
         raise ConfigError(f"output {output} exists already; give another name, or remove it")
