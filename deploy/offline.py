@@ -35,7 +35,7 @@ class ConvertOptions:
     dtype: str | None = None
     max_positions: int | None = None
     rope_factor: float | None = None
-    type: str | None = None  # of a GGUF file
+    type: str | None = None  # the name of a GGUF file's type
     importance: str | None = None  # measured, none, or the path of a file
     tokenizer: str | None = None
 

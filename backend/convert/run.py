@@ -33,7 +33,7 @@ class ConvertSettings(NamedTuple):
     dtype: str | None = None  # float32, bfloat16 or float16; None: as stored
     max_positions: int | None = None  # max_position_embeddings, which Meta's files do not say
     rope_factor: float | None = None  # factor of the scaled rope that came with Llama 3.1
-    type: str = "BF16"  # of a GGUF file
+    type: str = "BF16"  # the name of a GGUF file's type
     importance: str = "none"  # how much columns count there: "measured", or the path of an imatrix file
     tokenizer: str = "auto"  # "none", or the name of its words there
 

@@ -31,8 +31,8 @@ from backend.api.errors import ConfigError
 
 Array = NDArray[Any]
 AT_ONCE = 1 << 18  # numbers that a thread searches at a time
-COLUMNS = 256  # of a super-block
-_LARGEST = 65504.0  # of a float16
+COLUMNS = 256  # a super-block has so many
+_LARGEST = 65504.0  # the greatest float16
 _PARTS = [part / 10 for part in range(-10, 11, 2)]
 _NEIGHBOURS = (0, -1, 1)
 _FALLBACK = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
@@ -93,7 +93,7 @@ class _Fit(NamedTuple):
     """For each group [n, groups]."""
 
     scale: Tensor
-    minimum: Tensor  # what is taken away, never negative
+    minimum: Tensor  # it is taken away, and never negative
     error: Tensor
 
 
@@ -190,7 +190,8 @@ def _q5_1(x: Tensor, c: Tensor) -> Tensor:
 
 def _fifth_bits(q: Tensor) -> Tensor:
     """[..., 32] -> the fifth bits of all, [..., 4] bytes."""
-    return ((q >> 4).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8)
+    bits: Tensor = (q >> 4).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)
+    return bits.sum(3, dtype=torch.uint8)
 
 
 def _nibbles(q: Tensor) -> Tensor:

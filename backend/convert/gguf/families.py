@@ -82,7 +82,7 @@ class Stored(NamedTuple):
 
 
 class Rules:
-    """What becomes of one checkpoint."""
+    """The settings and the tensors of one checkpoint's file."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: the content of config.json, with a value for each key of its model type (`whole_config`). Raises ConfigError
@@ -173,7 +173,7 @@ class Rules:
         kind = rope.get("rope_type", "default")
         if kind == "longrope":
             return {f"rope_factors_{name}.weight": _floats(rope[f"{name}_factor"]) for name in ("long", "short")}
-        if kind == "factors":  # of a file that was read
+        if kind == "factors":  # the source is a GGUF file
             return {"rope_freqs.weight": _floats(rope["factors"])}
         return {"rope_freqs.weight": _llama3(rope, self._head_dim)} if kind == "llama3" else {}
 

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 MAX_BYTES = 1 << 30
 MAX_ENTRIES = 1 << 16
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-_LEAST = 1e-6  # of the mean: what was never seen counts a little
+_LEAST = 1e-6  # times the mean: a column that was always 0 counts a little
 
 
 def read_imatrix(path: Path) -> dict[str, Tensor]:

@@ -171,7 +171,7 @@ def _around(tokenizer: Tokenizer, remarks: list[str]) -> Settings:
 
 
 def _forms(content: dict[str, Any], common: Settings, wanted: str) -> Iterator[Settings]:
-    """What may be written for a tokenizer, the likeliest first. Raises ConfigError for one that has no form."""
+    """The settings that may stand for a tokenizer, the likeliest first. Raises ConfigError for one that has no form."""
     model, kind = content["model"], content["model"]["type"]
     if kind == "BPE" and not model["byte_fallback"] and "ByteLevel" in str(content["pre_tokenizer"]):
         merges = dict(merges=[" ".join(merge) for merge in model["merges"]])

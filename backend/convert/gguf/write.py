@@ -21,7 +21,7 @@ from backend.convert.gguf.types import FILE_TYPES, type_of
 
 Importance = Callable[[str, str], Tensor | None]  # names of a tensor in the checkpoint and the file -> [k], positive
 Progress = Callable[[Sequence[str]], Iterable[str]]
-_DTYPE = np.dtype(np.float32)  # of no meaning where a type is given
+_DTYPE = np.dtype(np.float32)  # it is not looked at where a type is given
 
 
 class Written(NamedTuple):
