@@ -283,18 +283,36 @@ def convert_command(
     model: Annotated[
         str, typer.Argument(help="Meta's files, pickled weights (.bin), a float checkpoint or GGUF file; or a hub id.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder to write; a new one, or an empty one.")],
-    to: Annotated[str, typer.Option(help="Names of the tensors: huggingface or meta.")] = "huggingface",
+    output: Annotated[Path, typer.Option(help="Folder to write, new or empty; or a new file NAME.gguf.")],
+    to: Annotated[str, typer.Option(help="Form to write: huggingface, meta or gguf.")] = "huggingface",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else as stored.")] = None,
     max_positions: Annotated[
         int | None, typer.Option(help="Tokens of a sequence, which Meta's files do not say.")
     ] = None,
     rope_factor: Annotated[float | None, typer.Option(help="Factor of Llama 3's scaled rope: 8, or 32 (3.2).")] = None,
+    type_name: Annotated[
+        str | None,
+        typer.Option("--type", help="Of a GGUF file: F32, F16, BF16 (default), Q8_0, Q6_K, Q4_K_M, Q4_0, ..."),
+    ] = None,
+    importance: Annotated[
+        str | None,
+        typer.Option(help="Of a GGUF file: columns count as measured, or as in an imatrix FILE; else alike (none)."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Of a GGUF file: none, or the name of its words (tokenizer.ggml.pre); else found."),
+    ] = None,
 ) -> None:
-    """Convert a checkpoint to safetensors with Hugging Face's names, or to Meta's files."""
+    """Convert a checkpoint to safetensors with Hugging Face's names, to Meta's files, or to a GGUF file."""
     from deploy.offline import ConvertOptions, convert
 
-    exit_with(lambda: convert(ConvertOptions(model, output, to, dtype, max_positions, rope_factor)))
+    options = ConvertOptions(
+        *(model, output, to, dtype, max_positions, rope_factor),
+        type=type_name,
+        importance=importance,
+        tokenizer=tokenizer,
+    )
+    exit_with(lambda: convert(options))
 
 
 @app.command("bench", context_settings=PASS_ON, add_help_option=False)

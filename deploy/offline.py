@@ -16,7 +16,7 @@ from deploy import ROOT
 from deploy.errors import UserError
 from deploy.model_source import DEFAULT_MODEL
 
-FORMS = ("huggingface", "meta")
+FORMS = ("huggingface", "meta", "gguf")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_POSITIONS = 1 << 21
 MAX_FACTOR = 1024
@@ -35,6 +35,9 @@ class ConvertOptions:
     dtype: str | None = None
     max_positions: int | None = None
     rope_factor: float | None = None
+    type: str | None = None  # the name of a GGUF file's type
+    importance: str | None = None  # measured, none, or the path of a file
+    tokenizer: str | None = None
 
 
 def convert(options: ConvertOptions) -> int:
@@ -58,6 +61,17 @@ def convert_command(options: ConvertOptions) -> list[str]:
         if not math.isfinite(options.rope_factor) or not 1 <= options.rope_factor <= MAX_FACTOR:
             raise UserError(f"--rope-factor is {options.rope_factor}; use 1 to {MAX_FACTOR}")
         command += ["--rope-factor", str(options.rope_factor)]
+    if options.to == "gguf" and options.dtype is not None:
+        raise UserError("--dtype is of safetensors and Meta's files; use --type for a GGUF file")
+    if options.to == "gguf" and options.output.suffix != ".gguf":
+        raise UserError(f"--output is {options.output}, a GGUF file is written; give a name that ends in .gguf")
+    of_gguf = {"--type": options.type, "--importance": options.importance, "--tokenizer": options.tokenizer}
+    for option, value in of_gguf.items():
+        if value is None:
+            continue
+        if options.to != "gguf":
+            raise UserError(f"{option} is of GGUF files; use it with --to gguf")
+        command += [option, _absolute(value) if option == "--importance" else value]
     return command
 
 

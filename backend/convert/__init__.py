@@ -1,4 +1,4 @@
-"""Makes Hugging Face checkpoints of Meta's files and of pickled ones, and Meta's files of a checkpoint.
+"""Makes Hugging Face checkpoints of Meta's files and of pickled ones, and Meta's files or a GGUF file of a checkpoint.
 
 It is a command of its own, which no other room imports.
 """

@@ -23,16 +23,21 @@ def main(
     dtype: Annotated[str, typer.Option()] = "",
     max_positions: Annotated[int, typer.Option()] = 0,
     rope_factor: Annotated[float, typer.Option()] = 0.0,
+    type_name: Annotated[str, typer.Option("--type")] = ConvertSettings().type,
+    importance: Annotated[str, typer.Option()] = ConvertSettings().importance,
+    tokenizer: Annotated[str, typer.Option()] = ConvertSettings().tokenizer,
 ) -> None:
     """`deploy/cli.py` names and explains the options; empty and 0 stand for those that were left out."""
     with errors_end_the_command(output):
-        check_output(output)
-        wanted = ConvertSettings(to, dtype or None, max_positions or None, rope_factor or None)
+        if to != "gguf":
+            check_output(output)
+        given = dtype or None, max_positions or None, rope_factor or None
+        wanted = ConvertSettings(to, *given, type_name, importance, tokenizer)
         shown = partial(progress, part="tensor", period_s=PERIOD_S)
         made = convert_checkpoint(resolve_model_path(model), output, wanted, shown)
     show_remarks(made.remarks)
     console.print(f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB", highlight=False)
-    if to == "huggingface":
+    if to != "meta":
         show_how_to_serve(output)
 
 

@@ -38,14 +38,28 @@ AGAIN = "fetch it again"
 
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, dict[str, Any], list[int]] | None:
     """The tokenizer, what a tokenizer_config.json says, and the ids that end a text; None without a file. Raises ConfigError."""
+    found = _read(directory)
+    if found is None:
+        return None
+    named, ends = found
+    tokenizer, texts = build_tokenizer(GgufHeader(directory / FILE, named, {}))
+    return tokenizer, texts, ends
+
+
+def gguf_settings(directory: Path) -> dict[str, Any] | None:
+    """The settings `tokenizer.ggml.*` of a GGUF file; None without a tokenizer.model. Raises ConfigError."""
+    found = _read(directory)
+    return None if found is None else found[0]
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], list[int]] | None:
+    """The same settings, and the ids that end a text."""
     data = read_bytes(directory, FILE, MAX_TOKENIZER_BYTES)
     if data is None:
         return None
     is_ranks = data[:64].split(b"\n")[0].rpartition(b" ")[2].isdigit()
     settings, ends = _of_ranks(data) if is_ranks else _of_sentencepiece(data)
-    named = {PREFIX + key: value for key, value in settings.items()}
-    tokenizer, texts = build_tokenizer(GgufHeader(directory / FILE, named, {}))
-    return tokenizer, texts, ends
+    return {PREFIX + key: value for key, value in settings.items()}, ends
 
 
 def _of_ranks(data: bytes) -> tuple[dict[str, Any], list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +29,13 @@ Progress = Callable[[Sequence[str]], Iterable[str]]
 
 
 class ConvertSettings(NamedTuple):
-    to: str = "huggingface"  # or "meta"
+    to: str = "huggingface"  # or "meta", or "gguf": a file
     dtype: str | None = None  # float32, bfloat16 or float16; None: as stored
     max_positions: int | None = None  # max_position_embeddings, which Meta's files do not say
     rope_factor: float | None = None  # factor of the scaled rope that came with Llama 3.1
+    type: str = "BF16"  # the name of a GGUF file's type
+    importance: str = "none"  # how much columns count there: "measured", or the path of an imatrix file
+    tokenizer: str = "auto"  # "none", or the name of its words there
 
 
 class Converted(NamedTuple):
@@ -79,8 +83,10 @@ def open_source(directory: Path, wanted: ConvertSettings) -> ConvertSource:
 def convert_checkpoint(
     directory: Path, output: Path, wanted: ConvertSettings, progress: Progress = lambda names: names
 ) -> Converted:
-    """Write the folder `output`, which appears when it is whole. Raises ConfigError."""
+    """Write the folder or the GGUF file `output`, which appears when it is whole. Raises ConfigError."""
     source = open_source(directory, wanted)
+    if wanted.to == "gguf":
+        return _write_gguf(source, directory, output, wanted, progress)
     if wanted.dtype is None:
         wanted = wanted._replace(dtype=source.dtype)
     with torch.inference_mode(), new_folder(output, directory) as folder:
@@ -92,6 +98,22 @@ def convert_checkpoint(
                 source.remarks.extend(_write_tokenizer(directory, folder))
             open_directory(folder)  # raises for what `serve` would refuse
     return Converted(len(source.tensors), num_bytes, source.remarks)
+
+
+def _write_gguf(
+    source: ConvertSource, directory: Path, output: Path, wanted: ConvertSettings, progress: Progress
+) -> Converted:
+    if find_spec("gguf") is None:
+        raise ConfigError(
+            "GGUF files are written with the package gguf, which is not installed; pip install 'everbatch[gguf]' (or pip install "
+            "-r requirements/gguf.txt)"
+        )
+    from backend.convert.to_gguf import convert_to_gguf
+
+    kinds = wanted.type, wanted.importance, wanted.tokenizer
+    with torch.inference_mode():
+        written, remarks = convert_to_gguf(directory, output, source.config, source.tensors, kinds, progress)
+    return Converted(written.num_tensors, written.num_bytes, [*source.remarks, *remarks])
 
 
 def _write(source: ConvertSource, folder: Path, wanted: ConvertSettings, progress: Progress) -> int:

@@ -37,11 +37,13 @@ OPENVINO_FORMS = {
     "int4-asym": _GROUPS,
     "int4-sym": (*_GROUPS, "--sym"),
 }
-# types of GGUF files that are written from a checkpoint -> arguments of write_gguf; others are quantised from the first one
+# Types of GGUF files that are written from a checkpoint -> options of `./everbatch convert`; others are quantised from the first
+# one. Without a tokenizer token ids come out as well. With one llama.cpp's server can write tokens; no text goes in, so that its
+# words may be any.
 GGUF_WRITTEN = {
-    "bf16": ("bf16",),
-    "q8_0": ("q8_0",),
-    "bf16-vocabulary": ("bf16", "vocabulary"),
+    "bf16": ("--type", "BF16", "--tokenizer", "none"),
+    "q8_0": ("--type", "Q8_0", "--tokenizer", "none"),
+    "bf16-vocabulary": ("--type", "BF16", "--tokenizer", "default"),
 }
 _KV_BYTES = 2  # bytes of one number in the KV that the roof counts
 
@@ -193,8 +195,7 @@ def _form(kind: str, family: str, python: Path, model: Model, progress: SteppedP
         export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(model.directory)]
         command = [*export, "--task", "text-generation-with-past", *OPENVINO_FORMS[kind], str(unfinished)]
     elif kind in GGUF_WRITTEN:
-        writer = [str(python), "-m", "benchmarks.peers.write_gguf", str(model.directory)]
-        command = [*writer, str(unfinished), *GGUF_WRITTEN[kind]]
+        command = to_gguf(model.directory, unfinished, *GGUF_WRITTEN[kind])
     else:
         source = _form("bf16", family, python, model, progress)
         command = [str(python), "-m", "benchmarks.peers.quantize_gguf", str(source), str(unfinished), kind]
@@ -206,6 +207,12 @@ def _form(kind: str, family: str, python: Path, model: Model, progress: SteppedP
         raise Skipped(f"{model.name} cannot be converted to {family}, {kind}: {failure}") from None
     unfinished.rename(form)
     return form
+
+
+def to_gguf(directory: Path, file: Path, *options: str) -> list[str]:
+    """The command that writes a checkpoint as a GGUF file; it needs requirements/gguf.txt."""
+    command = [sys.executable, "-m", "backend.convert", str(directory), "--output", str(file)]
+    return [*command, "--to", "gguf", *options]
 
 
 def _unfinished(path: Path) -> Path:

@@ -35,6 +35,7 @@ from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.peers.errors import Skipped
+from benchmarks.peers.models import GGUF_WRITTEN, to_gguf
 from benchmarks.quality.checkpoints import document_of, measure_checkpoints, table_of
 from benchmarks.quality.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from kernels.common.quantize import dequantize, quantize_activations
@@ -143,15 +144,15 @@ def llamacpp_logits(directory: Path, rows: Tensor) -> Iterable[Tensor]:
     with tempfile.TemporaryDirectory() as scratch:
         model, ids, logits = (str(Path(scratch) / name) for name in ("model.gguf", "rows.npy", "logits.npy"))
         np.save(ids, rows.numpy())
-        for module, *arguments in (
-            ("write_gguf", str(directory), model, "q8_0"),
-            ("llamacpp_logits", model, ids, logits, str(torch.get_num_threads()), "llamacpp"),
+        arguments = [model, ids, logits, str(torch.get_num_threads()), "llamacpp"]
+        for command in (
+            to_gguf(directory, Path(model), *GGUF_WRITTEN["q8_0"]),
+            [str(LLAMACPP), "-m", "benchmarks.peers.llamacpp_logits", *arguments],
         ):
-            command = [str(LLAMACPP), "-m", f"benchmarks.peers.{module}", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-                raise Skipped(f"{module} of {directory.name} failed: {last}")
+                raise Skipped(f"{command[2]} of {directory.name} failed: {last}")
         return torch.from_numpy(np.load(logits)).split(ROWS_AT_ONCE)
 
 

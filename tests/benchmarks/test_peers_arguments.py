@@ -110,7 +110,8 @@ def test_llamacpp_and_ik_llamacpp_read_the_same_files_and_openvino_one_for_each_
 
     def pretend(command: list[str], *rest: object, **options: object) -> None:
         ran.append(command)
-        out = command[-1] if "optimum-cli" in command[0] else command[-2]
+        is_ours = "backend.convert" in command
+        out = command[command.index("--output") + 1] if is_ours else command[-1 if "optimum-cli" in command[0] else -2]
         Path(out).write_text("")
 
     monkeypatch.setattr(models.commands, "run", pretend)
@@ -120,7 +121,8 @@ def test_llamacpp_and_ik_llamacpp_read_the_same_files_and_openvino_one_for_each_
     )
     assert form("llamacpp", "q4_0") == form("ik_llamacpp", "q4_0") != form("llamacpp", "q4_k_m")
     assert form("openvino", "asym:bf16") == form("openvino", "asym:f32+dq32") != form("openvino", "sym:f32+dq32")
-    assert [command[-1] for command in ran[:3]] == ["bf16", "q4_0", "q4_k_m"]
+    assert ran[0][-4:] == ["--type", "BF16", "--tokenizer", "none"]
+    assert [command[-1] for command in ran[1:3]] == ["q4_0", "q4_k_m"]
     assert ["--sym" in command for command in ran[3:]] == [False, True]
     assert form("vllm", "bf16") == checkpoint
 

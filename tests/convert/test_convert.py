@@ -373,7 +373,7 @@ def test_the_command_shows_its_progress_and_how_to_serve(done: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(to="gguf"), "--to is gguf; use one of huggingface, meta"),
+        (dict(to="onnx"), "--to is onnx; use one of huggingface, meta, gguf"),
         (dict(dtype="int8"), "--dtype is int8; use one of float32"),
         (dict(max_positions=-1), "--max-positions is -1; use 1 to"),
         (dict(rope_factor=float("inf")), "--rope-factor is inf; use 1 to 1024"),

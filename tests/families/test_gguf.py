@@ -1,8 +1,8 @@
 """GGUF files of every family: the logits of the checkpoints that they were made of, and transformers'.
 
-The files are gguf_converter.py's. llama.cpp's own converter (llama-cpp-python 0.3.36) made a file of each architecture as well,
-with an empty vocabulary, and Granite without scaled positions: the logits were those of the checkpoints, to 2e-6 for Granite and
-bit for bit for all others, and transformers' log-probabilities within 4e-5.
+The writer, backend/convert/gguf, knows nothing of the reader. llama.cpp's own converter (llama-cpp-python 0.3.36) made a file of
+each architecture as well, with an empty vocabulary, and Granite without scaled positions: the logits were those of the
+checkpoints, to 2e-6 for Granite and bit for bit for all others, and transformers' log-probabilities within 4e-5.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from backend.api import ConfigError
 from backend.api.checkpoint.gguf import TYPES, read_header
 from backend.architectures.checkpoint import examine
 from backend.architectures.gguf.families import GGUF_FAMILIES
+from backend.convert.gguf.families import RULES
 from backend.convert.run import ConvertSettings, convert_checkpoint
 from backend.layers.linear import DenseLinear, Weight, make_torch_linear
 from backend.models.gguf import read_config
@@ -29,8 +30,8 @@ from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory
 from benchmarks.quality.perplexity import row_logits
 from kernels.common.super_blocks import SuperBlocks, floats
-from tests.families.gguf_converter import ARCHITECTURES, convert
 from tests.families.tiny import FAMILIES, YARN, make
+from tests.model.gguf_files import write_gguf
 
 ROWS = torch.randint(1, 131, (2, 40), generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")
@@ -75,14 +76,14 @@ def logits(path: Path) -> Tensor:
 
 
 def test_every_architecture_has_a_case() -> None:
-    made = {gguf.MODEL_ARCH_NAMES[ARCHITECTURES[FAMILIES[name][1]]] for name in CASES}
+    made = {gguf.MODEL_ARCH_NAMES[RULES[FAMILIES[name][1]]] for name in CASES}
     assert made == set(GGUF_FAMILIES)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_has_the_logits_of_the_checkpoint_that_it_was_made_of(tmp_path: Path, name: str) -> None:
     directory = make(tmp_path / "checkpoint", name, **CASES[name])
-    measured = logits(convert(directory, tmp_path / "model.gguf"))
+    measured = logits(write_gguf(directory, tmp_path / "model.gguf"))
     # Granite's factors of frequencies are rounded to float32 in the file.
     torch.testing.assert_close(measured, logits(directory), rtol=0, atol=1e-5)
     with torch.inference_mode():
@@ -91,7 +92,7 @@ def test_a_file_has_the_logits_of_the_checkpoint_that_it_was_made_of(tmp_path: P
 
 
 BY_ARCHITECTURE = {  # its first case
-    gguf.MODEL_ARCH_NAMES[ARCHITECTURES[FAMILIES[name][1]]]: name for name in reversed(CASES)
+    gguf.MODEL_ARCH_NAMES[RULES[FAMILIES[name][1]]]: name for name in reversed(CASES)
 }
 WHOLE_BLOCKS = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
 HELD = LinearOptions(make=lambda weight, bias: make_torch_linear(_floats_of(weight), bias), holds_super_blocks=True)
@@ -116,7 +117,7 @@ def test_every_type_is_read_in_every_architecture(tmp_path: Path, architecture: 
     """Blocks that stay as they are, and those that become floats, have the logits of the values that gguf reads."""
     name = BY_ARCHITECTURE[architecture]
     directory = make(tmp_path / "checkpoint", name, **CASES[name] | WHOLE_BLOCKS)
-    file = convert(directory, tmp_path / "model.gguf", kind=kind)
+    file = write_gguf(directory, tmp_path / "model.gguf", kind=kind)
     assert kind in {place.type.name for place in read_header(file).tensors.values()}
     expected = logits(dequantised(file, tmp_path / "floats.gguf"))
     torch.testing.assert_close(logits(file), expected, rtol=0, atol=1e-4)
@@ -129,8 +130,8 @@ def test_every_type_is_read_in_every_architecture(tmp_path: Path, architecture: 
 @pytest.mark.parametrize("name", ["glm", "glm 4", "qwen2"])
 def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) -> None:
     directory = make(tmp_path / "checkpoint", name, **CASES[name])
-    plain = convert(directory, tmp_path / "plain.gguf")
-    fused = convert(directory, tmp_path / "fused.gguf", fuses_qkv=True)
+    plain = write_gguf(directory, tmp_path / "plain.gguf")
+    fused = write_gguf(directory, tmp_path / "fused.gguf", fuses_qkv=True)
     names = [set(read_header(file).tensors) for file in (plain, fused)]
     assert "blk.0.attn_qkv.weight" in names[1] - names[0]
     assert torch.equal(logits(fused), logits(plain))
@@ -139,7 +140,7 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
 def changed(tmp_path: Path, name: str, key: str, value: object, **overrides: Any) -> Path:
     """A file of a family with one setting more, or another one."""
     directory = make(tmp_path / "checkpoint", name, **CASES[name] | overrides)
-    file = convert(directory, tmp_path / "model.gguf")
+    file = write_gguf(directory, tmp_path / "model.gguf")
     reader = gguf.GGUFReader(file)
     writer = copy_of(reader, tmp_path / "changed.gguf", without=key)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
@@ -204,7 +205,7 @@ def test_what_a_file_cannot_be_served_with_is_named(
 def test_a_factor_of_yarn_s_own_is_multiplied_with_that_of_its_length(tmp_path: Path) -> None:
     """llama.cpp's rope_attn_factor, which mscale and its quotient are not."""
     file = changed(tmp_path, "llama gelu yarn", "llama.rope.scaling.attn_factor", 0.5)
-    plain = read_config(read_header(convert(tmp_path / "checkpoint", tmp_path / "plain.gguf"))).ropes[0]
+    plain = read_config(read_header(write_gguf(tmp_path / "checkpoint", tmp_path / "plain.gguf"))).ropes[0]
     assert read_config(read_header(file)).ropes[0].attention_factor == pytest.approx(plain.attention_factor / 2)
     assert plain.factor == YARN["factor"]
 
@@ -213,7 +214,7 @@ def test_a_factor_of_yarn_s_own_is_multiplied_with_that_of_its_length(tmp_path: 
 def test_a_file_becomes_a_checkpoint_that_transformers_reads(tmp_path: Path, name: str) -> None:
     """Names, fused projections, the order of rows and the norms are the family's again."""
     directory = make(tmp_path / "checkpoint", name, **CASES[name])
-    file = convert(directory, tmp_path / "model.gguf", fuses_qkv=name == "glm")
+    file = write_gguf(directory, tmp_path / "model.gguf", fuses_qkv=name == "glm")
     done = convert_checkpoint(file, tmp_path / "back", ConvertSettings())
     has_factors = name == "granite"  # llama3's scaling of 64 positions is no published one
     assert bool(done.remarks) == has_factors
@@ -239,7 +240,7 @@ def test_the_published_scalings_of_llama_3_have_their_name_again(tmp_path: Path,
         original_max_position_embeddings=8192,
     )
     directory = make(tmp_path / "checkpoint", "llama", head_dim=64, rope_parameters=rope)
-    done = convert_checkpoint(convert(directory, tmp_path / "model.gguf"), tmp_path / "back", ConvertSettings())
+    done = convert_checkpoint(write_gguf(directory, tmp_path / "model.gguf"), tmp_path / "back", ConvertSettings())
     assert done.remarks == []
     assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_parameters"] == rope
 
@@ -247,7 +248,7 @@ def test_the_published_scalings_of_llama_3_have_their_name_again(tmp_path: Path,
 def test_a_file_is_examined_as_it_is_loaded(tmp_path: Path) -> None:
     """Before a server starts: sizes, and the family that its settings make it one of."""
     directory = make(tmp_path / "checkpoint", "olmo 3", **CASES["olmo 3"])
-    file = convert(directory, tmp_path / "model.gguf")
+    file = write_gguf(directory, tmp_path / "model.gguf")
     found, loaded = examine(file), read_config(read_header(file))
     assert (found.architecture, found.num_layers, found.head_dim, found.max_position) == (
         "Olmo3ForCausalLM",

@@ -1,21 +1,22 @@
-"""GGUF files made of Hugging Face checkpoints with llama.cpp's own package, which is also the oracle of what they hold."""
+"""GGUF files made of Hugging Face checkpoints by the product's rules, in all types that llama.cpp's package reads."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 
+from backend.convert.gguf.families import Rules, whole_config
 from backend.models.convert import meta_to_hf
-from benchmarks.peers.write_gguf import ARCHITECTURES, gguf_name, permute, read_tensors, rope_factors
+from backend.models.loader import open_tensors
 
 Kind = Callable[[str], str]  # GGUF name of a matrix -> ggml type
 Change = Callable[[gguf.GGUFWriter], object]
@@ -23,37 +24,54 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 def write_gguf(
-    model_dir: Path, file: Path, kind: Kind | str = "F32", change: Change = lambda writer: None, part_tensors: int = 0
+    model_dir: Path,
+    file: Path,
+    kind: Kind | str = "F32",
+    change: Change = lambda writer: None,
+    part_tensors: int = 0,
+    fuses_qkv: bool = False,
 ) -> Path:
-    """`change` adds settings, such as a tokenizer's. Vectors are stored in float32.
+    """Vectors, and matrices whose rows are no whole blocks, are stored in float32. `change` adds settings, such as a tokenizer's.
 
-    part_tensors: of each of several parts, whose names are made of that of `file`; 0: one file.
+    part_tensors: of each of several parts, whose names are made of that of `file`; 0: one file. fuses_qkv: as of checkpoints that
+    have one tensor for queries, keys and values.
     """
-    config = json.loads((model_dir / "config.json").read_text())
-    name, permuted = ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(file, name, split_max_tensors=part_tensors)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    _write_settings(writer, config)
+    rules = rules_of(model_dir)
+    writer = gguf.GGUFWriter(file, rules.name, split_max_tensors=part_tensors)
+    rules.add_settings(writer)
     change(writer)
-    is_linear = _rope(config).get("rope_type") == "linear"
-    factors = None if is_linear else rope_factors(config, _head_dim(config))
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
-    for key, tensor in read_tensors(model_dir):
-        stored = gguf_name(key)
-        projection = stored.split(".")[-2]
-        if permuted and projection in heads:
-            tensor = permute(tensor, heads[projection])
-        if tensor.ndim == 1:
-            writer.add_tensor(stored, tensor)
-            continue
-        used = Type[kind if isinstance(kind, str) else kind(stored)]
-        writer.add_tensor(stored, encoded(np.ascontiguousarray(tensor), used), raw_dtype=used)
+    for name, values in rules.tables().items():
+        writer.add_tensor(name, values)
+    fused: dict[str, list[torch.Tensor]] = {}
+    for stored in rules.tensors(_tensors(model_dir)):
+        base, _, suffix = stored.name.rpartition(".")
+        if fuses_qkv and base.endswith((".attn_q", ".attn_k", ".attn_v")):
+            fused.setdefault(f"{base[:-2]}_qkv.{suffix}", []).append(stored.values)
+        else:
+            _add(writer, stored.name, stored.values, kind)
+    for name, (k, q, v) in fused.items():  # in the order of their names
+        _add(writer, name, torch.cat([q, k, v]), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def rules_of(model_dir: Path) -> Rules:
+    return Rules(whole_config(json.loads((model_dir / "config.json").read_text())))
+
+
+def _tensors(model_dir: Path) -> Mapping[str, torch.Tensor]:
+    return open_tensors(sorted(model_dir.glob("*.safetensors")))
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind | str) -> None:
+    values = tensor.float().contiguous().numpy()
+    used = Type[kind if isinstance(kind, str) else kind(name)] if values.ndim > 1 else Type.F32
+    if values.shape[-1] % GGML_QUANT_SIZES[used][0]:
+        used = Type.F32
+    writer.add_tensor(name, values if used is Type.F32 else encoded(values, used), raw_dtype=used)
 
 
 def encoded(values: np.ndarray, kind: Type) -> np.ndarray:
@@ -108,44 +126,15 @@ def as_checkpoint(file: Path, model_dir: Path, output: Path) -> Path:
     for path in model_dir.glob("*.json"):
         if not path.name.startswith("model."):
             shutil.copy(path, output)
-    config = json.loads((model_dir / "config.json").read_text())
-    is_permuted = ARCHITECTURES[config["architectures"][0]][1]
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    names = {gguf_name(key): key for key, _ in read_tensors(model_dir)}
+    rules = rules_of(model_dir)
+    names = {stored.name: stored.source for stored in rules.tensors(_tensors(model_dir))}
     tensors = {}
     for tensor in gguf.GGUFReader(file).tensors:
         if tensor.name == "rope_freqs.weight":
             continue
         key = names[tensor.name]
         values = torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
-        count = heads.get(key.split(".")[-2]) if is_permuted else None
+        count = rules.heads_in_pairs(key)
         tensors[key] = values if count is None else meta_to_hf(values, count).contiguous()
     save_file(tensors, output / "model.safetensors", {"format": "pt"})
     return output
-
-
-def _write_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(_head_dim(config))
-    writer.add_value_length(_head_dim(config))
-    writer.add_rope_dimension_count(_head_dim(config))
-    writer.add_rope_freq_base(_rope(config).get("rope_theta", 10000.0))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if _rope(config).get("rope_type") == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(_rope(config)["factor"])
-    if config["architectures"][0] == "MistralForCausalLM":
-        writer.add_sliding_window(config["sliding_window"])
-
-
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("rope_parameters") or {}
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

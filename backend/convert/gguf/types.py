@@ -1,0 +1,85 @@
+"""The types of whole files, by llama.cpp's names for them (--type): which type each tensor of a file has.
+
+Source: llama.cpp's src/llama-quant.cpp. Vectors are F32; rows that are no whole blocks get another type (blocks.fitting).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gguf import GGMLQuantizationType as Type
+from gguf import LlamaFileType
+
+from backend.convert.gguf.blocks import fitting
+
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+
+
+class Place(NamedTuple):
+    """A matrix in a file."""
+
+    part: str  # attn_q, ffn_down, ...; output or token_embd
+    layer: int
+    num_layers: int
+    is_head: bool  # it gives the logits
+
+    @property
+    def has_more_bits(self) -> bool:
+        """True for the first and the last eighth of the layers, and for every third one between them."""
+        eighth = self.num_layers // 8
+        return self.layer < eighth or self.layer >= 7 * self.num_layers // 8 or (self.layer - eighth) % 3 == 2
+
+
+class FileType(NamedTuple):
+    number: LlamaFileType
+    main: Type
+    special: Callable[[Place], Type | None] = lambda place: None  # the type of a matrix that has another one
+
+
+def _head(place: Place) -> Type | None:
+    return Type.Q6_K if place.is_head else None
+
+
+def _medium(fused: Type) -> Callable[[Place], Type | None]:
+    """More bits for the head, half of the values and half of the last matrices of the mlp. fused: of queries, keys and values."""
+
+    def choose(place: Place) -> Type | None:
+        has_more = place.is_head or (place.part in ("attn_v", "ffn_down") and place.has_more_bits)
+        return Type.Q6_K if has_more else fused if place.part == "attn_qkv" else None
+
+    return choose
+
+
+def _small(place: Place) -> Type | None:
+    """More bits for the head, and for values and the last matrices of the mlp in the first layers."""
+    is_first = (place.part == "attn_v" and place.layer < 4) or (
+        place.part == "ffn_down" and place.layer < place.num_layers // 8
+    )
+    return Type.Q6_K if place.is_head else Type.Q5_K if is_first else None
+
+
+FILE_TYPES: dict[str, FileType] = {
+    "F32": FileType(LlamaFileType.ALL_F32, Type.F32),
+    "F16": FileType(LlamaFileType.MOSTLY_F16, Type.F16),
+    "BF16": FileType(LlamaFileType.MOSTLY_BF16, Type.BF16),
+    "Q8_0": FileType(LlamaFileType.MOSTLY_Q8_0, Type.Q8_0),
+    "Q6_K": FileType(LlamaFileType.MOSTLY_Q6_K, Type.Q6_K),
+    "Q5_K_M": FileType(LlamaFileType.MOSTLY_Q5_K_M, Type.Q5_K, _medium(Type.Q6_K)),
+    "Q5_K_S": FileType(LlamaFileType.MOSTLY_Q5_K_S, Type.Q5_K, _head),
+    "Q4_K_M": FileType(LlamaFileType.MOSTLY_Q4_K_M, Type.Q4_K, _medium(Type.Q5_K)),
+    "Q4_K_S": FileType(LlamaFileType.MOSTLY_Q4_K_S, Type.Q4_K, _small),
+    "Q4_0": FileType(LlamaFileType.MOSTLY_Q4_0, Type.Q4_0, _head),
+}
+
+
+def type_of(file_type: FileType, name: str, shape: tuple[int, ...], num_layers: int, has_output: bool) -> Type:
+    """The type of a tensor of a file. has_output: the file has a matrix `output`, else the embedding gives the logits."""
+    if len(shape) < 2:
+        return Type.F32
+    found = _LAYER.fullmatch(name)
+    part = found[2] if found else name.removesuffix(".weight")
+    is_head = part == ("output" if has_output else "token_embd")
+    place = Place(part, int(found[1]) if found else 0, num_layers, is_head)
+    return fitting(file_type.special(place) or file_type.main, shape[-1])
