@@ -80,7 +80,7 @@ def qwen2_moe(settings: Settings, architecture: str) -> ModelConfig:
 
 def qwen3_moe(settings: Settings, architecture: str) -> ModelConfig:
     bias = settings.get("attention_bias", bool, False)
-    return _qwen(settings, architecture, {}, LayerNames(), head_dim=128, qkv_bias=bias, out_bias=bias, qk_norm="head")
+    return _qwen(settings, architecture, {}, LayerNames(), qkv_bias=bias, out_bias=bias, qk_norm="head")
 
 
 def _qwen(
@@ -88,11 +88,10 @@ def _qwen(
     architecture: str,
     experts: dict[str, Any],
     names: LayerNames,
-    head_dim: int | None = None,
     **block: Any,
 ) -> ModelConfig:
     """Every n-th layer has experts, `decoder_sparse_step`, but for those of `mlp_only_layers`."""
-    sizes = read_sizes(settings, head_dim)
+    sizes = read_sizes(settings)
     step = settings.get("decoder_sparse_step", Size, 1)
     dense = settings.find("mlp_only_layers", list[int]) or []
     mixture = read_experts(
@@ -201,7 +200,7 @@ def _deepseek(settings: Settings, architecture: str, rope: RopeDefaults, **block
 
 def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:
     """Softmax with a bias for the choice; layers between two numbers have experts."""
-    sizes = read_sizes(settings, 128)
+    sizes = read_sizes(settings)
     settings.only("use_bias", False)
     inter = settings.need("moe_intermediate_size", Size)
     settings.ignore("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers")

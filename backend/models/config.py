@@ -15,6 +15,7 @@ from backend.api.checkpoint.quantised import (
     Int4Format,
     Int8Format,
     KvDtype,
+    Mxfp4Format,
     QoqFormat,
     parse_quantisation,
 )
@@ -24,6 +25,7 @@ from backend.architectures.registry import read_config
 from backend.models.awq import AwqLayers
 from backend.models.compressed_tensors import Int4Layers, Int8Layers
 from backend.models.gptq import GptqLayers
+from backend.models.mxfp4 import Mxfp4Layers
 from backend.models.qoq import QoqLayers
 from backend.models.quantized import QuantizedLayers
 
@@ -64,6 +66,7 @@ _READERS: dict[type, type[QuantizedLayers]] = {
     AwqFormat: AwqLayers,
     GptqFormat: GptqLayers,
     QoqFormat: QoqLayers,
+    Mxfp4Format: Mxfp4Layers,
 }
 
 

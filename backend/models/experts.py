@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
+from backend.models.mxfp4 import Mxfp4Layers
 
 
 class _Place(NamedTuple):
@@ -28,11 +30,11 @@ class UnstackedExperts(Mapping[str, Tensor]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
-        """Raises ConfigError for a quantised checkpoint."""
+        """Raises ConfigError for a checkpoint that is quantised otherwise than in MXFP4, or lacks a tensor."""
         names, experts = config.names.layer, config.experts
-        stacked = names.stacked
+        stacked, in_blocks = names.stacked, isinstance(config.quantization, Mxfp4Layers)
         assert stacked is not None and experts is not None
-        if config.quantization is not None:
+        if config.quantization is not None and not in_blocks:
             raise ConfigError(
                 f"config.json: a quantised checkpoint of {config.architecture} is not supported; use a float checkpoint with "
                 f"--set model.quantization=..."
@@ -40,21 +42,25 @@ class UnstackedExperts(Mapping[str, Tensor]):
         self._tensors = tensors
         self._count = experts.count
         self._places: dict[str, _Place] = {}
-        gate_up, down = names.expert_gate_up[0], names.expert_down
-        parts = [
-            (gate_up + ".weight", stacked.gate_up, stacked.is_transposed, stacked.is_interleaved),
-            (down + ".weight", stacked.down, stacked.is_transposed, False),
-        ]
+        parts = []
+        named = ((names.expert_gate_up[0], stacked.gate_up), (names.expert_down, stacked.down))
+        for (own, stored), interleaved in zip(named, (stacked.is_interleaved, False), strict=True):
+            if in_blocks:
+                parts += [(f"{own}.{part}", f"{stored}_{part}", False, interleaved) for part in ("blocks", "scales")]
+            else:
+                parts.append((own + ".weight", stored, stacked.is_transposed, interleaved))
         if experts.has_bias:
             parts += [
-                (gate_up + ".bias", stacked.gate_up_bias, False, stacked.is_interleaved),
-                (down + ".bias", stacked.down_bias, False, False),
+                (names.expert_gate_up[0] + ".bias", stacked.gate_up_bias, False, stacked.is_interleaved),
+                (names.expert_down + ".bias", stacked.down_bias, False, False),
             ]
         for layer, settings in enumerate(config.layers):
             prefix = f"{config.names.layers}{layer}."
             for own, stored, *form in parts if settings.has_experts else ():
                 if prefix + stored not in tensors:
-                    continue  # the reader of the expert's tensor reports it
+                    raise ConfigError(
+                        f"the checkpoint lacks the tensor {shown(prefix + stored)}; its config.json describes another model"
+                    )
                 for expert in range(experts.count):
                     self._places[f"{prefix}{names.experts}{expert}.{own}"] = _Place(prefix + stored, expert, *form)
         self._stored = {place.tensor for place in self._places.values()}

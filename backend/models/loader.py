@@ -29,6 +29,7 @@ from backend.models.config import check_eos_ids, parse_model_config, read_model_
 from backend.models.decoder import Decoder, Follow, assemble, build_decoder
 from backend.models.gguf import GgufTensors
 from backend.models.linears import LinearOptions
+from backend.models.mxfp4 import Mxfp4Layers
 from backend.models.parts import Parts
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
@@ -114,6 +115,8 @@ class CheckpointReader:
         config, tensors = self.config, self.tensors
         if isinstance(tensors, GgufTensors):
             config, tensors = tensors.held_for(config, dtype, device, linears)
+        elif isinstance(config.quantization, Mxfp4Layers):
+            config = replace(config, quantization=Mxfp4Layers(linears.holds_super_blocks))
         with torch.inference_mode():
             return build_decoder(config, tensors, limit, dtype, device, linears, follow, self.shard)
 

@@ -33,7 +33,6 @@ from kernels.common.super_blocks import SuperBlocks
 from kernels.cpu.decoder import (
     Given,
     NativeDecoder,
-    NativeExperts,
     NativeForm,
     NativeLayer,
     NativeNorm,
@@ -44,6 +43,7 @@ from kernels.cpu.decoder import (
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena
+from kernels.cpu.mixture import NativeExperts
 from kernels.cpu.ranks import RanksMemory
 from kernels.cpu.screen import Screen
 from kernels.int8_rows import GROUP

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Array, byref, c_void_p, cast, pointer
+from ctypes import CDLL, POINTER, byref, c_void_p, cast, pointer
 from dataclasses import dataclass
 from operator import is_
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
+from kernels.cpu.mixture import NativeExperts, mixture_struct
 from kernels.cpu.ranks import LostRank, RanksMemory
 from kernels.cpu.screen import Screen
 from kernels.cpu.structs import (
     ACTIVATIONS,
     NORMS,
-    SCORES,
     BatchStruct,
     FormStruct,
     KVLayout,
@@ -28,10 +28,8 @@ from kernels.cpu.structs import (
     LinearStruct,
     LoraLayerStruct,
     MixtureStruct,
-    MlpStruct,
     ModelStruct,
     NormStruct,
-    RoutingStruct,
     ScreenStruct,
 )
 
@@ -52,24 +50,6 @@ class NativeNorm(NamedTuple):
 
     weight: Tensor  # [size]
     bias: Tensor | None = None  # [size]
-
-
-class NativeExperts(NamedTuple):
-    """A mixture of experts in the place of an MLP. backend/architectures/description.py, Experts, says what its settings mean."""
-
-    router: PackedLinear  # [experts, and one more where there is a shared gate, hidden]
-    experts: Sequence[tuple[PackedLinear, PackedLinear]]  # gate and up in one, and down, of each that this process has
-    places: int
-    scores: str  # an entry of SCORES
-    is_normalised: bool
-    scale: float
-    groups: int
-    kept_groups: int
-    adds_two_best: bool
-    choice_bias: Tensor | None  # float32 [experts]
-    shared: tuple[PackedLinear, PackedLinear] | None
-    has_shared_gate: bool
-    first: int = 0  # the number of experts[0] among all
 
 
 @dataclass(slots=True)
@@ -174,7 +154,12 @@ class NativeDecoder:
         self._held = (form, embedding, list(layers), norm, lm_head, screen)
         self._ranks = ranks
         self.vocab_size, self.layout = vocab_size or embedding.shape[0], layout
-        mixtures = [None if layer.experts is None else _mixture_struct(layer.experts, form) for layer in layers]
+        mixtures = [
+            None
+            if layer.experts is None
+            else mixture_struct(layer.experts, ACTIVATIONS[form.activation], form.is_gated)
+            for layer in layers
+        ]
         self._mixtures = mixtures
         self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures))
         self._model = ModelStruct(
@@ -359,39 +344,6 @@ def _form_struct(form: NativeForm, head_dim: int) -> FormStruct:
         form.logit_softcap,
         _address(form.query_scales),
     )
-
-
-def _mixture_struct(experts: NativeExperts, form: NativeForm) -> MixtureStruct:
-    """Raises ValueError for experts of different sizes, or whose inputs differ in form."""
-    shared = experts.shared
-    return MixtureStruct(
-        mlp_structs(experts.experts),
-        len(experts.experts),
-        experts.places,
-        ACTIVATIONS[form.activation],
-        form.is_gated,
-        None if shared is None else mlp_structs([shared]),
-        experts.router.struct,
-        RoutingStruct(
-            SCORES[experts.scores],
-            experts.is_normalised,
-            experts.groups,
-            experts.kept_groups,
-            experts.adds_two_best,
-            experts.scale,
-            _address(experts.choice_bias),
-        ),
-        experts.has_shared_gate,
-        experts.first,
-    )
-
-
-def mlp_structs(mlps: Sequence[tuple[PackedLinear, PackedLinear]]) -> Array[MlpStruct]:
-    """Gate and up in one, and down, of each. Raises ValueError for MLPs of different sizes, or whose inputs differ in form."""
-    forms = {tuple((part.shape, part.operand) for part in mlp) for mlp in mlps}
-    if len(forms) != 1:
-        raise ValueError(f"the experts of a layer have products of {len(forms)} forms: {sorted(map(str, forms))[:2]}")
-    return (MlpStruct * len(mlps))(*(MlpStruct(up.struct, down.struct) for up, down in mlps))
 
 
 def _layer_struct(layer: NativeLayer, mixture: MixtureStruct | None) -> LayerStruct:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import NativeAttention, Scratch, StepRows
-from kernels.cpu.decoder import MAX_HEAD_DIM, UnknownCell, mlp_structs
+from kernels.cpu.decoder import MAX_HEAD_DIM, UnknownCell
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.mixture import mlp_structs
 from kernels.cpu.structs import (
     ACTIVATIONS,
     AttentionModuleStruct,

@@ -121,7 +121,12 @@ def model_type(architecture: str) -> str:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_everything_that_transformers_writes_of_a_family_is_taken(architecture: str) -> None:
     dense: dict[str, Any] = {"num_local_experts": 0, "num_hidden_layers": 2, "layer_types": ["attention"] * 2}
-    own = dense if architecture == "GraniteMoeHybridForCausalLM" else {}
+    needed: dict[str, dict[str, Any]] = {
+        "GraniteMoeHybridForCausalLM": dense,
+        "Glm4MoeForCausalLM": {"head_dim": 128},
+        "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    }
+    own = needed.get(architecture, {})
     written = CONFIG_MAPPING[model_type(architecture)](**own).to_dict()
     assert len(written) > 15
     read_config({**written, "architectures": [architecture]})

@@ -80,7 +80,7 @@ def test_a_key_that_is_not_known_is_refused_unless_it_is_off(name: str) -> None:
         ("OLMo-2-1B", dict(clip_qkv=8.0), "clip_qkv is 8.0"),
         ("Mistral-Nemo", dict(layer_types=["sliding_attention"] * 40), "layer_types .* MinistralForCausalLM reads it"),
         ("Ministral-3-3B", dict(rope_parameters=None), "lacks the key rope_parameters"),
-        ("Qwen3-0.6B", dict(architectures=["Qwen3MoeForCausalLM"]), "near it are Qwen3ForCausalLM"),
+        ("Qwen3-0.6B", dict(architectures=["Qwen4ForCausalLM"]), "near it are Qwen3ForCausalLM"),
         ("Qwen3-0.6B", dict(hidden_act="xielu"), "hidden_act xielu is not supported here"),
     ],
 )

@@ -137,10 +137,10 @@ def test_families_that_are_refused_say_why() -> None:
 def test_native_families_may_be_run_by_transformers() -> None:
     llama = {"architectures": ["LlamaForCausalLM"]}
     assert implementation_of(llama, "auto") == "native" and implementation_of(llama, "transformers") == "transformers"
-    moe = {"architectures": ["Qwen3MoeForCausalLM"]}
-    assert implementation_of(moe, "auto") == "transformers"
+    latent = {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert implementation_of(latent, "auto") == "transformers"
     with pytest.raises(ConfigError, match="model.implementation is native"):
-        implementation_of(moe, "native")
+        implementation_of(latent, "native")
     with pytest.raises(ConfigError, match="near it are Qwen3MoeForCausalLM"):
         implementation_of({"architectures": ["Qwen3MoEForCausalLM"]}, "auto")
 

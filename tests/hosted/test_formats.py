@@ -48,7 +48,7 @@ def test_every_combination_computes(
 ) -> None:
     directory, expected = stored(kind, dtype)
     section = ModelConfigSection(path=str(directory), dtype=computed, quantization=quantization, kernels="native")
-    loaded = LoadedModel(open_checkpoint(directory, "auto"), section, KvCacheConfig(), CPU)
+    loaded = LoadedModel(open_checkpoint(directory, "transformers"), section, KvCacheConfig(), CPU)
     driver = drive(loaded.tier(32), loaded.model, loaded.choice.library)
     driver.begin(0, TOKENS)
     logits = driver.run(0, [len(TOKENS)])
@@ -59,6 +59,6 @@ def test_experts_that_are_held_in_different_types_are_computed_in_one_call(store
     """Numbers of bfloat16 that float16 has are held in it, expert by expert; all the others in float32."""
     directory, _ = stored("qwen3_moe", "bfloat16")
     section = ModelConfigSection(path=str(directory), dtype="float32", kernels="native")
-    loaded = LoadedModel(open_checkpoint(directory, "auto"), section, KvCacheConfig(), CPU)
+    loaded = LoadedModel(open_checkpoint(directory, "transformers"), section, KvCacheConfig(), CPU)
     loaded.tier(32)
     assert loaded.model.natives.found["Qwen3MoeExperts"] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,8 +35,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def engine(directory: Path, tier: TierCase, **model: str) -> Engine:
+def engine(directory: Path, tier: TierCase, **model: Any) -> Engine:
     """`model`: fields of the section."""
+    model = {"implementation": "transformers"} | model
     config = engine_config(directory, tier, reuse=False, scheduler={"max_chunk_tokens": 9})
     return Engine(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model)))
 

@@ -22,8 +22,8 @@ LEAST_GROUP = 32  # smallest group of the 4-bit kernels (kernels/w4a16.py)
 QOQ_GROUP = 128  # columns of a sum (kernels/int8_rows.py)
 FORMATS = (
     "compressed-tensors (int8, symmetric, scaled by channel or group, with activations that are float or dynamic int8 by "
-    "token; pack-quantized 4 bits), AWQ (4 bits, version gemm), GPTQ (4 bits, without desc_act) or QoQ (4 bits, group_size "
-    "-1 or 128)"
+    "token; pack-quantized 4 bits), AWQ (4 bits, version gemm), GPTQ (4 bits, without desc_act), QoQ (4 bits, group_size "
+    "-1 or 128) or MXFP4 (gpt-oss's experts)"
 )
 # The kv_cache_scheme that `everbatch quantize --kv` writes. It names the quantisation of kernels/common/kv_format.py.
 _KV_SCHEME = {"type": "int", "symmetric": False, "strategy": "token_head", "dynamic": True}
@@ -63,7 +63,12 @@ class QoqFormat:
     is_grouped: bool
 
 
-Format = Int8Format | Int4Format | AwqFormat | GptqFormat | QoqFormat
+@dataclass(frozen=True)
+class Mxfp4Format:
+    """Experts alone."""
+
+
+Format = Int8Format | Int4Format | AwqFormat | GptqFormat | QoqFormat | Mxfp4Format
 
 
 def parse_quantisation(content: dict[str, Any]) -> tuple[Format | None, KvDtype | None]:
@@ -259,4 +264,5 @@ _PARSERS: dict[str, Callable[[dict[str, Any]], Format]] = {
     "awq": _awq,
     "gptq": _gptq,
     "qoq": _qoq,
+    "mxfp4": lambda section: Mxfp4Format(),
 }

@@ -252,7 +252,9 @@ CASES = [
         setting("llama.rope.scaling.type", TEXT, "yarn"),
         (NAME, "llama.rope.scaling.original_context_length"),
     ),
-    Case("gguf: experts", setting("llama.expert_count", UINT32, 8), (NAME, "llama.expert_count is 8")),
+    Case(
+        "gguf: experts", setting("llama.expert_count", UINT32, 8), (NAME, "lacks the setting llama.expert_used_count")
+    ),
     Case("gguf: eos beyond the vocabulary", setting(TOKENIZER + "eos_token_id", UINT32, 32), (NAME, "eos_token_id 32")),
     Case(
         "gguf: a token more than the embedding has rows",

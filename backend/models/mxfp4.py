@@ -1,0 +1,48 @@
+"""MXFP4 as gpt-oss's checkpoints have it (OCP Microscaling Formats 1.0): experts in four bits, all else in floats.
+
+    NAME_blocks   uint8 [experts, n, k / 32, 16]   32 numbers of e2m1, the first of two in the low bits
+    NAME_scales   uint8 [experts, n, k / 32]       exponents e: weight = 2^(e - 127) * number
+
+Here an expert's tensors are NAME.blocks and NAME.scales (experts.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from backend.api.checkpoint.quantised import Mxfp4Format
+from backend.api.errors import ConfigError
+from backend.layers.linear import QuantizedWeight
+from backend.models.quantized import Held, QuantizedLayers, Scheme
+from backend.models.tensors import TensorSource
+from kernels.common.super_blocks import FP4, SuperBlocks
+
+GROUP = 32
+_BIAS = 128  # of exponents, where FP4 has twice the numbers
+_NO_NUMBER = 255
+
+
+@dataclass(frozen=True)
+class Mxfp4Layers(Mxfp4Format, QuantizedLayers):
+    as_blocks: bool = True  # False: in eight bits, for layers that take no blocks
+    scheme: Scheme = field(default="int8", init=False)
+    marker: ClassVar[str] = ".blocks"
+
+    def take(self, source: TensorSource, name: str, n: int, k: int) -> Held:
+        if k % GROUP:
+            raise ConfigError(
+                f"{name} has {k} columns, no multiple of the {GROUP} of an MXFP4 block; use another model"
+            )
+        blocks = source.take_raw(name + ".blocks", (n, k // GROUP, GROUP // 2), (torch.uint8,))
+        exponents = source.take_raw(name + ".scales", (n, k // GROUP), (torch.uint8,))
+        if (exponents == _NO_NUMBER).any():
+            raise ConfigError(f"tensor {name}.scales holds an exponent that is no number; fetch the checkpoint again")
+        q = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+        scale = torch.exp2(exponents.float() - _BIAS)
+        if self.as_blocks:
+            return SuperBlocks("MXFP4", q, None, None, scale.bfloat16(), None, FP4)
+        values = torch.tensor(FP4, dtype=torch.int8, device=q.device)[q.int()]
+        return QuantizedWeight(values, scale, GROUP, "int8")
