@@ -30,7 +30,7 @@ from backend.architectures.description import (
 )
 from backend.architectures.llama import granite_factors
 from backend.architectures.rope import PLAIN, RopeDefaults, read_rope
-from backend.architectures.settings import Epsilon, Factor, Settings, Size
+from backend.architectures.settings import Epsilon, Factor, NumExperts, Settings, Size
 
 _SPARSE = "block_sparse_moe."
 MIXTRAL = LayerNames(
@@ -245,7 +245,7 @@ def read_experts(settings: Settings, **fields: Any) -> Experts:
     """fields: of Experts. Raises ConfigError for numbers that do not fit together."""
     settings.ignore(*_TRAINING)
     count, places = _one_of(settings, _COUNTS), _one_of(settings, _PLACES)
-    experts = Experts(count=settings.need(count, Size), places=settings.need(places, Size), **fields)
+    experts = Experts(count=settings.need(count, NumExperts), places=settings.need(places, NumExperts), **fields)
     if experts.places > experts.count:
         raise ConfigError(f"{FILE}: {places} is {experts.places}, {count} {experts.count}; {REMEDY}")
     groups, kept = experts.groups, experts.kept_groups

@@ -26,6 +26,7 @@ MAX_LAYERS = 4096  # bounds the memory that config.json's number alone can make 
 Size = Annotated[int, Meta(ge=1, le=2**40)]
 NumLayers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 HeadDim = Annotated[int, Meta(ge=2, le=2**20, multiple_of=2)]
+NumExperts = Annotated[int, Meta(ge=1, le=4096)]
 Factor = Annotated[float, Meta(gt=0, le=1e30)]
 Epsilon = Annotated[float, Meta(ge=0, le=1)]
 Cap = Annotated[float, Meta(ge=0, le=1e30)]
