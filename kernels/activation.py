@@ -23,7 +23,7 @@ from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_
 from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 
 CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of what is given
-KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")  # the last one always has a gate
 
 MAX_ROW_BLOCK = 1 << 14  # columns of a row that one program of the int8 form holds in registers
 LOOP_BLOCK = 1 << 12  # columns of a longer row that it reads at a time

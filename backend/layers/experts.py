@@ -5,15 +5,18 @@ Each token is multiplied with its own experts only, and their results are added 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backend.architectures.description import Block, Experts
-from backend.layers.linear import Linear
+from backend.layers.linear import DenseLinear, Linear
 from kernels.activation import activate
+from kernels.common.triton_runtime import runs_on
+from kernels.grouped_linear import Weights, grouped_linear, weights_of
+from kernels.grouped_linear import plan as make_plan
 
 
 @dataclass(slots=True)
@@ -30,6 +33,18 @@ class ExpertsWeights:
     experts: list[MlpWeights]  # those that this rank has
     first: int  # the number of experts[0] among all
     shared: MlpWeights | None
+    _grouped: tuple[Weights, Weights] | None = field(default=None, init=False)
+
+    def grouped(self, x: Tensor) -> tuple[Weights, Weights] | None:
+        """Gate and up, and down, of all experts for one launch each; None where they are no floats of x's type on a GPU, or some
+        are another rank's.
+        """
+        if self._grouped is None and runs_on(x) and len(self.experts) == self.settings.count:
+            parts = [[mlp.gate_up for mlp in self.experts], [mlp.down for mlp in self.experts]]
+            dense = [[each for each in part if isinstance(each, DenseLinear)] for part in parts]
+            if all(len(part) == self.settings.count and part[0].weight.dtype == x.dtype for part in dense):
+                self._grouped = _stacked(dense[0]), _stacked(dense[1])
+        return self._grouped
 
     @property
     def linears(self) -> list[Linear]:
@@ -62,19 +77,39 @@ def mix(x: Tensor, weights: ExpertsWeights, block: Block) -> Tensor:
     """x [tokens, hidden] -> [tokens, hidden] in its dtype."""
     logits, settings = weights.router(x), weights.settings
     chosen, factors = choose(logits[:, : settings.count], settings, weights.choice_bias)
-    tokens, places = chosen.shape
-    parts = torch.zeros(tokens * places, x.shape[1], dtype=torch.float32, device=x.device)
-    flat = chosen.flatten() - weights.first
-    for index in flat.unique().tolist():
-        if not 0 <= index < len(weights.experts):  # another rank's
-            continue
-        pairs = (flat == index).nonzero()[:, 0]
-        parts[pairs] = _mlp(x[pairs // places], weights.experts[index], block).float()
-    total = (parts.view(tokens, places, -1) * factors[:, :, None]).sum(1)
+    parts = torch.zeros(chosen.numel(), x.shape[1], dtype=torch.float32, device=x.device)
+    if (grouped := weights.grouped(x)) is not None:
+        _in_groups(x, chosen, grouped, block, parts)
+    else:
+        _one_by_one(x, chosen - weights.first, weights.experts, block, parts)
+    total = (parts.view(*chosen.shape, -1) * factors[:, :, None]).sum(1)
     if weights.shared is not None:
         shared = _mlp(x, weights.shared, block).float()
         total += shared * logits[:, settings.count :].float().sigmoid() if settings.has_shared_gate else shared
     return total.to(x.dtype)
+
+
+def _in_groups(x: Tensor, chosen: Tensor, weights: tuple[Weights, Weights], block: Block, parts: Tensor) -> None:
+    """Fills parts [tokens * places, hidden]. Nothing here waits for the GPU."""
+    gate_up, down = weights
+    plan = make_plan(chosen, len(gate_up.tensors))
+    given = grouped_linear(x, gate_up, plan, gathers=True)
+    activated = activate(given, block.activation, block.gated)
+    parts[plan.order] = grouped_linear(activated, down, plan, gathers=False).float()
+
+
+def _one_by_one(x: Tensor, chosen: Tensor, experts: list[MlpWeights], block: Block, parts: Tensor) -> None:
+    """The same for experts in any form; others than `experts` are another rank's."""
+    flat = chosen.flatten()
+    for index in flat.unique().tolist():
+        if 0 <= index < len(experts):
+            pairs = (flat == index).nonzero()[:, 0]
+            parts[pairs] = _mlp(x[pairs // chosen.shape[1]], experts[index], block).float()
+
+
+def _stacked(linears: list[DenseLinear]) -> Weights:
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return weights_of(tuple(linear.weight for linear in linears), tuple(biases))
 
 
 def _mlp(x: Tensor, weights: MlpWeights, block: Block) -> Tensor:

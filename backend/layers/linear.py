@@ -98,19 +98,19 @@ class DenseLinear:
     takes_int8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     @property
     def shape(self) -> tuple[int, int]:
-        n, k = self._weight.shape
+        n, k = self.weight.shape
         return n, k
 
     @property
     def num_bytes(self) -> int:
-        return num_bytes_of(self._weight, self._bias)
+        return num_bytes_of(self.weight, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class OneDnnLinear:

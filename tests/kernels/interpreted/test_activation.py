@@ -21,8 +21,9 @@ def test_the_second_half_is_gated_by_the_first(shape: tuple[int, ...], dtype: to
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("kind", kernel.KINDS)
+@pytest.mark.parametrize(
+    "kind, gated", [(kind, gated) for kind in kernel.KINDS for gated in (True, False) if gated or kind != "swiglu_oai"]
+)
 def test_every_kind_is_that_of_torch(kind: str, gated: bool, dtype: torch.dtype) -> None:
     x = 3 * random_tensor(7, 96, dtype=dtype)
     y = kernel.activate(x, kind, gated)
@@ -34,7 +35,7 @@ def test_every_kind_is_that_of_torch(kind: str, gated: bool, dtype: torch.dtype)
     assert torch.equal(rows.sums, group_sums(rows.q))
 
 
-@pytest.mark.parametrize("kind", kernel.KINDS[1:])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
 def test_gelus_of_any_size_do_not_overflow(kind: str) -> None:
     x = torch.tensor([[-3e38, -200.0, -0.0, 200.0, 3e37]])
     assert torch.equal(kernel.activate(x, kind, gated=False), torch.tensor([[0.0, 0.0, 0.0, 200.0, 3e37]]))

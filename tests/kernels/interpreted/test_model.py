@@ -28,6 +28,7 @@ def assert_equal(measured: Tensor, expected: Tensor) -> None:
         ("llama3", 32, [None], 0),
         ("mistral", 32, [24], 0),
         ("qwen3", 16, [None], 0),
+        ("qwen3_moe", 16, [None], 0),
         ("mistral", 32, [24, 10], 3),  # in decode_attention.py
         ("mistral", 16, [24, 10], 3),  # in context_attention.py
     ],
