@@ -32,8 +32,8 @@ from torch import Tensor
 from backend.layers.linear import QuantizedWeight, Weight
 from backend.worker.native_tier import PackLinears
 from benchmarks.harness.machine import describe
-from kernels.common.four_bits import VALUES
 from kernels.common.rotation import group_of
+from kernels.common.rounding import VALUES
 from kernels.common.super_blocks import FORMS, NL, Kind, SuperBlocks
 from kernels.cpu.isa import ISA_VARIABLE, supported_isas
 from kernels.cpu.library import load_kernels

@@ -26,7 +26,7 @@ from backend.quant.importance import Importance
 from kernels.common import four_bits, rotation
 from kernels.common.quantize import DEFAULT_GROUPS, dequantize, quantize_activations, quantize_weight
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.linear import RoundToBlocks
 from tests.executor.helpers import drain
 from tests.model.adapters import make_adapter
 from tests.model.gathering import tensor_of
@@ -144,7 +144,7 @@ def test_the_result_is_the_quantised_base_and_the_adapters_part(
 ) -> None:
     scheme = SCHEMES[name]
     if tier is NATIVE and name == "w4a8":  # its search for scales finds others that are as good
-        scheme = scheme._replace(round=RoundToFourBits(load_kernels()))
+        scheme = scheme._replace(round=RoundToBlocks(load_kernels()))
     paths = [*adapters, None]
     loras = [None if path is None else LoraConfig(index, path=str(path)) for index, path in enumerate(paths)]
     measured = logits_of(base, tier, loras, quantization=name)

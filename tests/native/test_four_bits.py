@@ -11,10 +11,10 @@ from torch import Tensor
 from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
 from kernels import w4a8, w4a16
-from kernels.common.four_bits import VALUES, indices, round_weight
 from kernels.common.quantize import dequantize
+from kernels.common.rounding import VALUES, indices, round_weight
 from kernels.cpu.isa import AMX_EMULATED
-from kernels.cpu.linear import PackedLinear, RoundToFourBits
+from kernels.cpu.linear import PackedLinear, RoundToBlocks
 from kernels.cpu.memory import Arena
 from tests.native.harness import threads
 from tests.native.test_linear import DTYPES, as_the_kernels_quantise, assert_product, random_tensor, shapes
@@ -165,7 +165,7 @@ def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str, is
         w, importance = random_tensor(rng, n, k), torch.rand(k, generator=rng) ** 4 + 1e-6 if is_weighted else None
         w[0, :] = 0
         errors = []
-        for q, scale in (RoundToFourBits(kernels)(w, importance), round_weight(w, importance)):
+        for q, scale in (RoundToBlocks(kernels)(w, importance), round_weight(w, importance)):
             assert set(q.unique().tolist()) <= set(VALUES)
             assert torch.equal(scale, scale.half().float())
             assert scale.shape == (n, -(-k // 32))
@@ -179,7 +179,7 @@ def test_inputs_that_count_more_are_rounded_better(best_kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(12)
     w, importance = random_tensor(rng, 200, 256), torch.ones(256)
     importance[::8] = 1000
-    for rounded in (RoundToFourBits(best_kernels), round_weight):
+    for rounded in (RoundToBlocks(best_kernels), round_weight):
         errors = [(dequantize(*rounded(w, given), 32) - w)[:, ::8].norm() for given in (importance, None)]
         assert errors[0] < 0.75 * errors[1]
 
@@ -187,9 +187,9 @@ def test_inputs_that_count_more_are_rounded_better(best_kernels: CDLL) -> None:
 def test_a_rounded_weight_s_error_is_what_the_search_promises(best_kernels: CDLL) -> None:
     """7.3 % on normal numbers, as kernels/common/four_bits.py says; without a search it is 7.7 %. Zeros stay zeros."""
     w = random_tensor(torch.Generator().manual_seed(10), 400, 512)
-    q, scale = RoundToFourBits(best_kernels)(w)
+    q, scale = RoundToBlocks(best_kernels)(w)
     assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
-    q, scale = RoundToFourBits(best_kernels)(torch.zeros(3, 70))
+    q, scale = RoundToBlocks(best_kernels)(torch.zeros(3, 70))
     assert not dequantize(q, scale, 32).any()
 
 

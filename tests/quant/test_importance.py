@@ -15,7 +15,7 @@ from backend.models.linears import LinearOptions
 from backend.models.loader import DEFAULT_MODEL, load_directory, open_directory
 from backend.quant import importance
 from backend.quant.folds import kinds
-from kernels.common.four_bits import round_weight
+from kernels.common.rounding import round_weight
 from tools.make_random_model import make_random_model
 
 ROWS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(3))

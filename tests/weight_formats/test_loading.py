@@ -17,8 +17,8 @@ from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality.perplexity import row_logits
-from kernels.common.four_bits import GROUP, round_weight
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
+from kernels.common.rounding import GROUP, round_weight
 from tests.weight_formats.checkpoints import ODD
 from tools.make_random_model import make_random_model
 
