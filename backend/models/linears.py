@@ -28,7 +28,7 @@ class Rounding(NamedTuple):
 
     format: QuantizedFormat
     group: int  # columns that share a scale
-    round: Callable[[Tensor], Rounded]  # of rows [n, columns]
+    round: Callable[[Tensor], Rounded]  # rows [n, columns] are rounded
     is_rotated: bool = False
 
     def __call__(self, w: Tensor) -> QuantizedWeight:

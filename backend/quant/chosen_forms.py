@@ -42,7 +42,7 @@ ERRORS: dict[QuantizedFormat, float] = {"w4a8": 1.0, "w6a8": 0.2, "w8a8": 0.02}
 class Step(NamedTuple):
     """More bits for a layer."""
 
-    gain: float  # of the sum of sensitivities, for each bit
+    gain: float  # how much less the sum of sensitivities is, for each bit
     name: str
     format: QuantizedFormat
     bits: float  # more than before, of all its weights together

@@ -27,8 +27,8 @@ from kernels.common.super_blocks import FORMS, NL, Form, Kind, SuperBlocks
 ROUNDED: dict[str, Kind] = {"w4a8": "IQ4_NL", "w6a8": "Q5_1"}  # names have the bits of a weight, scales included
 VALUES = NL
 GROUP = 32
-PARTS = [part / 25 for part in range(20, 29)]  # of the least or greatest value
-REACHES = [part / 50 for part in range(45, 54, 2)]  # of the distance from the middle of a group's numbers
+PARTS = [part / 25 for part in range(20, 29)]  # parts of the least or greatest value
+REACHES = [part / 50 for part in range(45, 54, 2)]  # parts of the distance from the middle of a group's numbers
 
 
 class Rounded(NamedTuple):
@@ -139,7 +139,9 @@ def best_ranges(grouped: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Ten
             mean_level = (counts * q).sum(2) / total
             q -= mean_level[:, :, None]
             with_x, with_itself = (counts * q * x).sum(2), (counts * q * q).sum(2)
-            explained = with_x * with_x / with_itself  # of the sum of x^2; not a number where all are of one level
+            explained = (
+                with_x * with_x / with_itself
+            )  # how much of the sum of x^2; not a number where all are of one level
             is_better = explained > best
             scale = torch.where(is_better, with_x / with_itself, scale)
             level = torch.where(is_better, mean_level, level)

@@ -59,6 +59,7 @@ def a_name_is_looked_up_without_a_net(set_attribute: SetAttribute) -> None:
 _HOSTILE = "tests/model/test_hostile_checkpoints.py::"
 _TRUST = "tests/native/test_trust.py::"
 _FOUR_BITS = "tests/native/test_four_bits.py::"
+_CHOSEN = "tests/quant/test_chosen_forms.py::"
 _ROUNDING = "tests/native/test_rounding.py::"
 _LOADING = "tests/weight_formats/test_loading.py::"
 _SOURCE = "tests/deploy/test_model_source.py::"
@@ -119,6 +120,14 @@ MUTANTS = {
     "minima_are_added": (
         change(rounding, "floats", ("weight - rounded", "weight + rounded")),
         [_ROUNDING + "test_a_rounded_weight_s_error_is_what_the_search_promises[w6a8]"],
+    ),
+    "bits_go_to_layers_by_their_names": (
+        change(chosen_forms, "chosen", ("(-step.gain, step.name)", "step.name")),
+        [_CHOSEN + "test_bits_go_where_one_takes_most_away"],
+    ),
+    "the_budget_is_not_kept": (
+        change(chosen_forms, "chosen", (" and step.bits <= left", "")),
+        [_CHOSEN + "test_bits_go_where_one_takes_most_away"],
     ),
     "levels_count_alike": (
         change(rounding, "best_ranges", ("(counts * q * x)", "(q * x)")),

@@ -27,6 +27,8 @@ BOUNDS = {
     ("none", "auto"): 0.004,
     ("int8", "auto"): 0.006,
     ("w8a8", "auto"): 0.013,
+    ("w6a8", "auto"): 0.045,
+    ("auto:5.2", "auto"): 0.09,
     ("w4a8", "auto"): 0.11,
     ("none", "int8"): 0.010,
     ("none", "int4"): 0.16,

@@ -8,15 +8,15 @@ from typing import NamedTuple
 from backend.api.errors import ConfigError, shown
 
 FORMATS = ("none", "int8", "w8a8", "w6a8", "w4a8")
-LEAST_BITS, MOST_BITS = 4.5, 8.5  # of a weight, scales included: w4a8, and w8a8 in groups of 32
+LEAST_BITS, MOST_BITS = 4.5, 8.5  # bits a weight, scales included: w4a8, and w8a8 in groups of 32
 _BUDGET = re.compile(r"auto:(\d{1,9}(?:\.\d{1,9})?)(MiB|GiB|)")
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class Budget(NamedTuple):
-    """What the weights of all decoder layers may take: one of both."""
+    """The room for the weights of all decoder layers, in one of two units."""
 
-    bits: float | None = None  # of a weight
+    bits: float | None = None  # bits a weight
     num_bytes: float | None = None
 
 
@@ -26,7 +26,7 @@ def is_chosen(quantization: str) -> bool:
 
 
 def budget_of(quantization: str) -> Budget | None:
-    """Of `auto:BITS` and `auto:SIZE`; None for a format. Raises ConfigError for anything else."""
+    """The budget that `auto:BITS` or `auto:SIZE` gives; None for a format. Raises ConfigError for anything else."""
     if quantization in FORMATS:
         return None
     found = _BUDGET.fullmatch(quantization)
