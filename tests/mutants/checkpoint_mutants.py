@@ -15,6 +15,7 @@ from backend.api.checkpoint import model_files, weight_files
 from backend.models import loader
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
+from backend.quant import chosen_forms
 from backend.text import template, tokenizer
 from backend.worker import loaded_model, native_tier
 from deploy import model_source
