@@ -62,16 +62,16 @@ class Served:
     """A model in one form: `kv:TYPE` is a type of the KV cache, anything else a model.quantization."""
 
     def __init__(self, model: Path, form: str, **section: str) -> None:
-        kind, _, kv = form.rpartition(":")
+        kv = form.removeprefix("kv:") if form.startswith("kv:") else ""
         chosen = ModelConfigSection(
             path=str(model),
             device="cpu",
             max_seq_len=ROW_TOKENS + 1,
             gather_context_logits=True,
-            quantization="none" if kind else form,
+            quantization="none" if kv else form,
             **section,
         )  # type: ignore[arg-type]
-        cache = KvCacheConfig(max_tokens=2 * ROW_TOKENS, dtype=kv if kind else "auto")  # type: ignore[arg-type]
+        cache = KvCacheConfig(max_tokens=2 * ROW_TOKENS, dtype=kv or "auto")  # type: ignore[arg-type]
         config = EngineConfig(
             chosen, cache, SchedulerConfig(max_batch_size=1), LimitsConfig(max_tensor_bytes=MOST_BYTES)
         )
