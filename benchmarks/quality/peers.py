@@ -22,10 +22,10 @@ from backend.quant.importance import measured, token_rows
 from benchmarks.peers import commands, environments, models
 from benchmarks.peers.engines import PEERS
 from benchmarks.peers.errors import Skipped
+from benchmarks.quality.plot import MATRIX
 from deploy.progress import SteppedProgress
 
 TYPES = ("q4_0", "iq4_nl", "q4_k_m", "q5_k_m", "q6_k")
-WITH_MATRIX = ", imatrix"
 
 
 class Peer(NamedTuple):
@@ -52,7 +52,7 @@ def llamacpp(directory: Path, rows: Tensor, progress: SteppedProgress) -> Iterat
         np.save(folder / "rows.npy", rows.numpy())
         for kind in TYPES:
             for matrix in ([], [str(folder / "imatrix.npz")]):
-                form = f"llama.cpp {kind.upper()}{WITH_MATRIX if matrix else ''}"
+                form = f"llama.cpp {kind.upper()}{MATRIX if matrix else ''}"
                 made, logits = folder / "made.gguf", folder / "logits.npy"
                 words = [str(made), str(folder / "rows.npy"), str(logits), str(torch.get_num_threads()), "llamacpp"]
                 try:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from benchmarks import pictures
 
 OURS, PLAIN, WITH_MATRIX = "#2a7f62", "#c98a2b", "#4f6db0"
+MATRIX = ", imatrix"  # the end of the names of such forms
 LEAST_RISE = 0.1  # %; what is less, or below zero within its error, is drawn here
 
 
@@ -29,11 +30,11 @@ def plot(forms: Sequence[Form], path: Path, title: str) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.0, 5.0), layout="constrained")
     groups = {
         "everbatch": (OURS, "o-", [each for each in forms if not each.form.startswith("llama.cpp")]),
-        "llama.cpp": (PLAIN, "s", [each for each in forms if _is_foreign(each) and not each.form.endswith("imatrix")]),
+        "llama.cpp": (PLAIN, "s", [each for each in forms if _is_foreign(each) and not each.form.endswith(MATRIX)]),
         "llama.cpp with an importance matrix": (
             WITH_MATRIX,
             "D",
-            [each for each in forms if each.form.endswith("imatrix")],
+            [each for each in forms if each.form.endswith(MATRIX)],
         ),
     }
     for name, (colour, style, members) in groups.items():
@@ -47,12 +48,14 @@ def plot(forms: Sequence[Form], path: Path, title: str) -> None:
             for each, x, y in zip(members, bits, heights):
                 _label(axes, each, x, y, colour)
     left.set_ylabel("rise of perplexity, %")
+    left.axhline(LEAST_RISE, color="black", linewidth=0.6, linestyle=":")
     right.set_ylabel("KL(float32 || form), nats")
     for axes in (left, right):
         axes.set_yscale("log")
         axes.set_xlabel("bits a weight of the decoder layers, scales included")
         axes.grid(alpha=0.3, which="both")
-        axes.margins(x=0.12, y=0.12)
+        axes.margins(x=0.15, y=0.12)
+    left.set_ylim(bottom=LEAST_RISE / 2)
     right.legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
@@ -87,9 +90,11 @@ def _draw(
 
 
 def _label(axes: Any, each: Form, x: float, y: float, colour: str) -> None:
-    """Ours on the left below their points, llama.cpp's on the right; of two of one type only that with the matrix has a name."""
-    if _is_foreign(each) and not each.form.endswith("imatrix"):
-        return
-    text = each.form.removeprefix("llama.cpp ").removesuffix(", imatrix")
-    place = ((6, 3), "left") if _is_foreign(each) else ((-6, -10), "right")
-    axes.annotate(text, (x, y), xytext=place[0], textcoords="offset points", ha=place[1], fontsize=7, color=colour)
+    """Ours on the left, choices lower; llama.cpp's above their points, and on the right those with a matrix."""
+    text = each.form.removeprefix("llama.cpp ").removesuffix(MATRIX)
+    place, side = (-7.0, -12.0 if text.startswith("auto") else -5.0), "right"
+    if each.form.endswith(MATRIX):
+        place, side = (7.0, -3.0), "left"
+    elif _is_foreign(each):
+        place, side = (0.0, 6.0), "center"
+    axes.annotate(text, (x, y), xytext=place, textcoords="offset points", ha=side, fontsize=7, color=colour)
