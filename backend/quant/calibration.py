@@ -68,7 +68,7 @@ class Calibration:
         """
         self._config, self._has_hessians = config, has_hessians
         scale = config.block.embedding_scale
-        self._hidden = F.embedding(rows, embedding).float() * scale  # [rows, length, hidden]
+        self.hidden = F.embedding(rows, embedding).float() * scale  # [rows, length, hidden], before the next layer
         self._sampled_of_each = max(1, SAMPLED // -(-len(rows) // ROWS_AT_ONCE))
 
     @torch.inference_mode()
@@ -93,16 +93,16 @@ class Calibration:
             made.append(_Recorder(weight, bias, self._sampled_of_each, self._has_hessians))
             return made[-1]
 
-        length = self._hidden.shape[1]
+        length = self.hidden.shape[1]
         device = torch.device("cpu")
         model = build_decoder(config, tensors, length, torch.float32, device, LinearOptions(make=make))
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
-        for part in self._hidden.split(ROWS_AT_ONCE):
+        for part in self.hidden.split(ROWS_AT_ONCE):
             model.embedding = rows = part.flatten(0, 1)
             after, (pool,) = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
             part.copy_(after.view_as(part))
             keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
-        if not self._hidden.isfinite().all():
+        if not self.hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
         qkv, out, gate_up, down = (recorder.inputs() for recorder in made[1:])  # the first is the output head
         return LayerInputs(qkv, out, gate_up, down, keys)
