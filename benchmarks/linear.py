@@ -32,8 +32,8 @@ from torch import Tensor
 from backend.layers.linear import QuantizedWeight, Weight
 from backend.worker.native_tier import PackLinears
 from benchmarks.harness.machine import describe
-from kernels.common.four_bits import VALUES
 from kernels.common.rotation import group_of
+from kernels.common.rounding import ROUNDED
 from kernels.common.super_blocks import FORMS, NL, Kind, SuperBlocks
 from kernels.cpu.isa import ISA_VARIABLE, supported_isas
 from kernels.cpu.library import load_kernels
@@ -87,11 +87,6 @@ def _rotated(n: int, k: int) -> QuantizedWeight:
     return _int8("w8a8", group)(n, k)._replace(is_rotated=True)
 
 
-def _values(n: int, k: int) -> QuantizedWeight:
-    q = torch.tensor(VALUES, dtype=torch.int8)[torch.randint(16, (n, k))]
-    return QuantizedWeight(q, torch.rand(n, k // 32).bfloat16().float(), 32, "w4a8")
-
-
 def _four_bits(group: int) -> Callable[[int, int], Weight4]:
     def make(n: int, k: int) -> Weight4:
         packed = torch.randint(256, (n, k // 2), dtype=torch.uint8)
@@ -123,11 +118,11 @@ FORMATS = {
     "f16": Format("f32", _floats(torch.float32)),
     "bf16": Format("bf16", _floats(torch.bfloat16)),
     "int8": Format("bf16", _int8("int8", 64)),
-    "w8a8": Format("int8", _rotated),  # as model.quantization=w8a8 makes it; the others are those of checkpoints
+    "w8a8": Format("int8", _rotated),  # w8a8 and those of ROUNDED as model.quantization makes them
     "w8a8-32": Format("int8", _int8("w8a8", 32)),
     "w8a8-128": Format("int8", _int8("w8a8", 128)),
     "w8a8-row": Format("int8", _int8("w8a8", None)),
-    "w4a8": Format("int8", _values),  # as model.quantization=w4a8 makes it
+    **{name: Format("int8", _super_blocks(kind)) for name, kind in ROUNDED.items()},
     "awq-128": Format("int8", _four_bits(128)),
     **{kind.lower().replace(" ", "_"): Format("int8", _super_blocks(kind)) for kind in FORMS},
 }

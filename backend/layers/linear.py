@@ -19,17 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import w4a8, w4a16
+from kernels.common import rounding
 from kernels.common.quantize import dequantize, quantize_activations, row_slices
 from kernels.common.rotation import rotate
+from kernels.common.rounding import Rounded
 from kernels.common.super_blocks import SuperBlocks
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
-QuantizedFormat = Literal["int8", "w8a8", "w4a8"]
+QuantizedFormat = Literal["int8", "w8a8", "w6a8", "w4a8"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in the format of kernels/common/quantize.py or, for w4a8, of four_bits.py.
+    """A weight in the format of kernels/common/quantize.py or, for those of ROUNDED, of rounding.py.
 
     One of a checkpoint may also hold -128.
     """
@@ -37,9 +39,9 @@ class QuantizedWeight(NamedTuple):
     q: Tensor  # int8 [n, k]
     scale: Tensor  # float32 [n, ceil(k / group)]
     group: int  # columns; k = one scale a row
-    # w8a8, w4a8: activations are quantised as well, per token and group; w4a8: q is of VALUES
-    format: QuantizedFormat
+    format: QuantizedFormat  # but of int8: activations are quantised as well, per token and group
     is_rotated: bool = False  # w8a8: of kernels/common/rotation.py, which rotates inputs
+    minimum: Tensor | None = None  # like scale; of some in ROUNDED
 
 
 Weight = (
@@ -137,7 +139,7 @@ class OneDnnLinear:
 
 
 class QuantizedLinear:
-    """Multiplies in float32 by the dequantised weight; for w8a8 and w4a8, x is quantised and dequantised as well.
+    """Multiplies in float32 by the dequantised weight; but for int8, x is quantised and dequantised as well.
 
     The weight is dequantised in slices of rows, which bounds the memory.
     """
@@ -154,16 +156,19 @@ class QuantizedLinear:
 
     @property
     def num_bytes(self) -> int:
-        return num_bytes_of(self._weight.q, self._weight.scale, self._bias)
+        return num_bytes_of(self._weight.q, self._weight.scale, self._weight.minimum, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        q, scale, group, format, is_rotated = self._weight
+        q, scale, group, format, is_rotated, minimum = self._weight
         inputs = rotate(x) if is_rotated else x.float()
         values = dequantize(*quantize_activations(inputs, group), group) if format != "int8" else inputs
         out = x.new_empty(x.shape[0], q.shape[0])
         for rows in row_slices(*q.shape):
             bias = None if self._bias is None else self._bias[rows].float()
-            out[:, rows] = F.linear(values, dequantize(q[rows], scale[rows], group), bias)
+            weight = dequantize(q[rows], scale[rows], group)
+            if minimum is not None:
+                weight = rounding.floats(Rounded(q[rows], scale[rows], minimum[rows]))
+            out[:, rows] = F.linear(values, weight, bias)
         return out
 
 

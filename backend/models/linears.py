@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor
 
-from backend.api.config.schema import Quantization
 from backend.api.errors import ConfigError
 from backend.architectures.shards import Cut
 from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear
 from backend.models.cut import cut_bias, cut_weight
-from backend.models.quantized import QuantizedLayers, stack
+from backend.models.quantized import QuantizedLayers, stack, stack_int8
 from backend.models.tensors import TensorSource
-from kernels.common import four_bits, rotation
+from kernels.common import rotation
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
-from kernels.common.rotation import Round
+from kernels.common.rounding import GROUP, ROUNDED, Round, Rounded, round_weight
 
-RoundToFourBits = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # four_bits.round_weight
 Importance = Callable[
     [str], Tensor | None
 ]  # a projection's name -> the mean square of its inputs [k], if that is known
@@ -31,38 +28,50 @@ class Rounding(NamedTuple):
 
     format: QuantizedFormat
     group: int  # columns that share a scale
-    round: Round
+    round: Callable[[Tensor], Rounded]  # rows [n, columns] are rounded
     is_rotated: bool = False
+
+    def __call__(self, w: Tensor) -> QuantizedWeight:
+        """Rounds w [n, columns] of any float type."""
+        q, scale, minimum = self.round(w)
+        return QuantizedWeight(q, scale, self.group, self.format, self.is_rotated, minimum)
 
 
 class LinearOptions(NamedTuple):
     """How linear layers hold their weights."""
 
-    quantization: Quantization = "none"  # format to which float weights are quantised while loading; none: they are not
+    quantization: str = "none"  # model.quantization: how float weights are quantised while loading; none: they are not
     group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = what is best
     make: MakeLinear = make_torch_linear
-    round_to_four_bits: RoundToFourBits = four_bits.round_weight
+    round_to_blocks: Round = round_weight
     holds_super_blocks: bool = False  # True if `make` takes SuperBlocks; they are floats where it does not
     rotate: rotation.Rotate = rotation.rotate
-    importance: Importance = lambda name: None  # for weights that are rounded to four bits
+    importance: Importance = lambda name: None  # for weights that are rounded to blocks
+    choose: Callable[[str], QuantizedFormat] | None = (
+        None  # where each layer has a format of its own, by its first name
+    )
 
-    def rounding(self, columns: int, is_head: bool, importance: Tensor | None = None) -> Rounding:
-        """How a weight of `columns` columns is rounded, whose inputs have this importance [columns]. `is_head`: as in
-        LinearBuilder.build.
-        """
+    def format_of(self, name: str, is_head: bool = False) -> QuantizedFormat:
+        """The format of the layer whose first projection has this name. `is_head`: as in LinearBuilder.build."""
         assert self.quantization != "none"
-        format = self.quantization
-        if format == "w4a8" and is_head:
-            format = "w8a8"  # With fewer bits it would cost more quality than it saves.
-        if format == "w4a8":
-            return Rounding(format, four_bits.GROUP, lambda w, _: self.round_to_four_bits(w, importance))
+        if is_head and (self.choose is not None or self.quantization in ROUNDED):
+            return "w8a8"  # With fewer bits it would cost more quality than it saves.
+        return cast(QuantizedFormat, self.quantization) if self.choose is None else self.choose(name)
+
+    def rounding(self, format: QuantizedFormat, columns: int, importance: Tensor | None = None) -> Rounding:
+        """How a weight of `columns` columns is rounded, whose inputs have this importance [columns]."""
+        if format in ROUNDED:
+            return Rounding(format, GROUP, lambda w: self.round_to_blocks(w, format, importance))
         together = rotation.group_of(columns) if format == "w8a8" and self.group is None else None
         if together is not None:
             return Rounding(
-                format, together, lambda w, group: rotation.round_weight(w, group, self.rotate, quantize_weight), True
+                format,
+                together,
+                lambda w: Rounded(*rotation.round_weight(w, together, self.rotate, quantize_weight), None),
+                True,
             )
         group = columns if self.group == WHOLE_ROW else self.group or DEFAULT_GROUPS[format]
-        return Rounding(format, group, quantize_weight)
+        return Rounding(format, group, lambda w: Rounded(*quantize_weight(w, group), None))
 
 
 class LinearBuilder:
@@ -132,26 +141,21 @@ class LinearBuilder:
 
     def _quantize(self, rows: Mapping[str, int], columns: int, cut: Cut, is_head: bool) -> QuantizedWeight:
         """Quantise the stored values, before any rounding to the model's dtype."""
-        first, end = cut.columns or (0, columns)
-        importance = self._options.importance(next(iter(rows))) if self._options.quantization == "w4a8" else None
+        (first, end), of_layer = cut.columns or (0, columns), next(iter(rows))
+        format = self._options.format_of(of_layer, is_head)
+        importance = self._options.importance(of_layer) if format in ROUNDED else None
         rounding = self._options.rounding(
-            end - first, is_head, None if importance is None else importance[first:end].contiguous()
+            format, end - first, None if importance is None else importance[first:end].contiguous()
         )
-        group, num_rows = rounding.group, sum(stop - start for start, stop in cut.rows)
         for name, count in rows.items():
             self._source.check_shape(name + ".weight", (count, columns))
-        device = self._source.device
-        q = torch.empty(num_rows, end - first, dtype=torch.int8, device=device)
-        scale = torch.empty(num_rows, -(-(end - first) // group), dtype=torch.float32, device=device)
-        stacked = made = 0
+        parts: list[QuantizedWeight] = []
+        stacked = 0
         for name, count in rows.items():
             stored = self._source.take_raw(name + ".weight", (count, columns))
-            for start, stop in cut.within(stacked, count):
-                part = slice(made, made + stop - start)
-                q[part], scale[part] = rounding.round(stored[start:stop, first:end], group)
-                made = part.stop
+            parts += [rounding(stored[start:stop, first:end]) for start, stop in cut.within(stacked, count)]
             stacked += count
-        return QuantizedWeight(q, scale, group, rounding.format, rounding.is_rotated)
+        return stack_int8(parts) if len(parts) > 1 else parts[0]
 
 
 def _all_of(rows: Mapping[str, int]) -> Cut:
@@ -162,5 +166,4 @@ def make_linear(weight: Tensor, bias: Tensor | None, options: LinearOptions, is_
     """A layer of weight [n, k] and bias [n] or None, quantised if `options` say so. `is_head`: as in LinearBuilder.build."""
     if options.quantization == "none":
         return options.make(weight, bias)
-    format, group, rounded, is_rotated = options.rounding(weight.shape[1], is_head)
-    return options.make(QuantizedWeight(*rounded(weight, group), group, format, is_rotated), bias)
+    return options.make(options.rounding(options.format_of("", is_head), weight.shape[1])(weight), bias)

@@ -64,7 +64,7 @@ def stack(parts: Sequence[Held]) -> Held:
     """Stack projections with equal columns as one layer. This is exact, because every row has its own scales."""
     first = parts[0]
     if isinstance(first, QuantizedWeight):
-        return _stack_int8(first, _all_of(QuantizedWeight, parts))
+        return stack_int8(_all_of(QuantizedWeight, parts))
     if isinstance(first, Weight4):
         return _stack_4_bits(first, _all_of(Weight4, parts))
     if isinstance(first, SuperBlocks):
@@ -72,8 +72,14 @@ def stack(parts: Sequence[Held]) -> Held:
     return _stack_4_bits_for_int8(_all_of(Weight4A8, parts))
 
 
-def _stack_int8(first: QuantizedWeight, parts: list[QuantizedWeight]) -> QuantizedWeight:
-    return first._replace(q=torch.cat([part.q for part in parts]), scale=torch.cat([part.scale for part in parts]))
+def stack_int8(parts: list[QuantizedWeight]) -> QuantizedWeight:
+    """Projections of one format, group and number of columns as one layer."""
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return parts[0]._replace(
+        q=torch.cat([part.q for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        minimum=torch.cat(minima) if minima else None,
+    )
 
 
 def _stack_4_bits(first: Weight4, parts: list[Weight4]) -> Weight4:

@@ -71,7 +71,7 @@ class Calibration:
         """
         self._config, self._has_hessians = config, has_hessians
         scale = config.block.embedding_scale
-        self._hidden = F.embedding(rows, embedding).float() * scale  # [rows, length, hidden]
+        self.hidden = F.embedding(rows, embedding).float() * scale  # [rows, length, hidden], before the next layer
         self._sampled_of_each = max(1, SAMPLED // -(-len(rows) // ROWS_AT_ONCE))
 
     def advance(self, index: int, layer: Layer) -> LayerInputs:
@@ -110,16 +110,16 @@ class Calibration:
             assert isinstance(weight, Tensor)  # the configuration above says that nothing is quantised
             return _Recorder(weight, bias, self._sampled_of_each, self._has_hessians)
 
-        length = self._hidden.shape[1]
+        length = self.hidden.shape[1]
         options, follow = LinearOptions(make=make), Follow(parts=lambda parts: _NamedParts(parts, made))
         model = build_decoder(config, tensors, length, torch.float32, torch.device("cpu"), options, follow)
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
-        for part in self._hidden.split(ROWS_AT_ONCE):
+        for part in self.hidden.split(ROWS_AT_ONCE):
             model.embedding = rows = part.flatten(0, 1)
             after, (pool,) = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
             part.copy_(after.view_as(part))
             keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
-        if not self._hidden.isfinite().all():
+        if not self.hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
         return made, keys
 

@@ -1,5 +1,5 @@
-"""How much each input of a model's linear layers counts: its mean square over a short text. Rounding to four bits needs it
-(kernels/common/four_bits.py), and runs while a model is loaded, so that the text is short, and built in.
+"""How much each input of a model's linear layers counts: its mean square over a short text. Rounding to blocks needs it
+(kernels/common/rounding.py), and runs while a model is loaded, so that the text is short, and built in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Importance:
                 self._found = measured(self._config, self._tensors, token_rows(self._path, self._config.vocab_size))
             except EverbatchError as error:
                 log.warning(
-                    "all inputs count alike when weights are rounded to four bits, which costs quality: %s", error
+                    "all inputs count alike when weights are rounded to few bits, which costs quality: %s", error
                 )
                 self._found = {}
         return self._found.get(name)

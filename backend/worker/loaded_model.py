@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, Quantization
+from backend.api.config.quantization import is_chosen
+from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.shards import most_layers
@@ -18,6 +19,7 @@ from backend.models import loader
 from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.lora import Layers, ProjectionPlace, Projections, projections_of
+from backend.quant.chosen_forms import ChosenForms
 from backend.quant.importance import Importance
 from backend.worker.adapter_pages import (
     AdapterPages,
@@ -36,8 +38,9 @@ from backend.worker.tier import KVBlock, Tier, TierChoice, choose_tier, kv_dtype
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
+from kernels.common.rounding import ROUNDED
 from kernels.cpu.build import NativeLibrary
-from kernels.cpu.linear import RotateInBlocks, RoundToFourBits
+from kernels.cpu.linear import RotateInBlocks, RoundToBlocks
 from kernels.cpu.lora import PackedAdapter, packed_bytes
 from kernels.cpu.ranks import RanksMemory
 from kernels.cpu.screen import Screen
@@ -72,9 +75,7 @@ class LoadedModel:
         own = () if isinstance(checkpoint, loader.CheckpointReader) else checkpoint.remarks
         self.remarks = (*own, *_remarks(self.choice, kv_cache.block_size, dtype, device, self.config))
         linears = linear_options(self.choice, section.quantization, self.dtype)
-        if section.quantization == "w4a8" and isinstance(checkpoint, loader.CheckpointReader) and not self.is_encoder:
-            path = loader.resolve_model_path(section.path)
-            linears = linears._replace(importance=Importance(path, checkpoint.config, checkpoint.tensors, progress))
+        linears = _measured(linears, checkpoint, section, progress)
         self._screen: Screen | None = None
         self.mapped_bytes = 0  # weights that are pages of a file, which other engines may share
         self.model: Decoder | HostedModel
@@ -296,7 +297,32 @@ def load_draft_model(
     return LoadedModel(checkpoint, section, kv_cache, model.device)
 
 
-def linear_options(choice: TierChoice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:
+def _measured(
+    linears: LinearOptions,
+    checkpoint: loader.CheckpointReader | HostedCheckpoint,
+    section: ModelConfigSection,
+    progress: Callable[[str], None],
+) -> LinearOptions:
+    """With what is measured of the model before its weights are rounded to blocks. Raises ConfigError."""
+    quantization, has_choice = section.quantization, is_chosen(section.quantization)
+    if not isinstance(checkpoint, loader.CheckpointReader):
+        if has_choice:
+            raise ConfigError(
+                f"model.quantization is {quantization}, and transformers runs this model, whose layers are not measured; use "
+                f"--set model.quantization={' or '.join(ROUNDED)}"
+            )
+        return linears
+    if quantization not in ROUNDED and not has_choice:
+        return linears
+    path = loader.resolve_model_path(section.path)
+    importance = Importance(path, checkpoint.config, checkpoint.tensors, progress)
+    linears = linears._replace(importance=importance)
+    if not has_choice:
+        return linears
+    return linears._replace(choose=ChosenForms(quantization, path, checkpoint.config, checkpoint.tensors, linears))
+
+
+def linear_options(choice: TierChoice, quantization: str, dtype: torch.dtype) -> LinearOptions:
     """How the tier holds linear layers. `quantization`: model.quantization. Raises ConfigError for one that it has not."""
     match choice.name:
         case "native":
@@ -304,15 +330,15 @@ def linear_options(choice: TierChoice, quantization: Quantization, dtype: torch.
             return LinearOptions(
                 quantization,
                 make=PackLinears(choice.library),
-                round_to_four_bits=RoundToFourBits(choice.library),
+                round_to_blocks=RoundToBlocks(choice.library),
                 rotate=RotateInBlocks(choice.library),
                 holds_super_blocks=True,
             )
         case "triton":
-            if quantization == "w4a8":
+            if quantization in ROUNDED or is_chosen(quantization):
                 raise ConfigError(
-                    "model.quantization is w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that "
-                    "./everbatch quantize --scheme w4a8 makes"
+                    f"model.quantization is {quantization}, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint "
+                    f"that ./everbatch quantize --scheme w4a8 makes"
                 )
             group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel supports
             return LinearOptions(quantization, group, make_triton_linear(dtype))

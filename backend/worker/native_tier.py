@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from backend.worker.prompt_inputs import Embedded
 from backend.worker.tier import KVBlock
 from backend.worker.token_adapters import packed_adapter
 from kernels import w4a16
-from kernels.common import four_bits
+from kernels.common.rounding import ROUNDED, Rounded, in_blocks
 from kernels.common.super_blocks import SuperBlocks
 from kernels.cpu.decoder import (
     Given,
@@ -75,11 +74,9 @@ class PackLinears:
                     f"weights of {weight.dtype} cannot be packed for the native kernels; use --set model.dtype=bfloat16"
                 )
             return PackedLinear.of_floats(self._library, self._arena, weight, bias)
-        if weight.format == "w4a8":
-            n, columns = weight.q.shape
-            q = F.pad(four_bits.indices(weight.q), (0, -columns % four_bits.GROUP))
-            blocks = SuperBlocks("IQ4_NL", q, None, None, weight.scale.half(), None)
-            return PackedLinear.of_super_blocks(self._library, self._arena, blocks, bias, columns)
+        if weight.format in ROUNDED:
+            blocks = in_blocks(Rounded(weight.q, weight.scale, weight.minimum), weight.format)
+            return PackedLinear.of_super_blocks(self._library, self._arena, blocks, bias, weight.q.shape[1])
         self._check_scales(weight.scale)
         is_w8a8 = weight.format == "w8a8"
         return PackedLinear.of_int8(self._library, self._arena, *_regrouped(weight), bias, is_w8a8, weight.is_rotated)

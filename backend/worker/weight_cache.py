@@ -34,7 +34,7 @@ FORMAT = 1  # to be counted up when the meaning of an entry changes otherwise th
 ENTRY, UNFINISHED = ".weights", ".part"
 _ROOT = Path(__file__).resolve().parents[2]
 # The code that decides how weights are rounded, packed and named.
-_CODE = ("backend/architectures", "backend/layers", "backend/models", "backend/worker", "kernels")
+_CODE = ("backend/architectures", "backend/layers", "backend/models", "backend/quant", "backend/worker", "kernels")
 
 
 class WeightCache:

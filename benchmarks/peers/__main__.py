@@ -15,7 +15,7 @@ repeat each is measured in turn while the others are stopped. Decode tokens/s: t
 one, over that time. Prefill tokens/s: all prompt tokens over the time until then (in which requests with shorter prompts may have
 begun to generate). Output tokens/s: all generated tokens over the whole time. Prompts are random and new in each repeat,
 decoding is greedy, no end token ends it, no prefix is reused. Ratios compare the best of the repeats on both sides.
-What 4 bits cost in quality, with each of these engines: ./everbatch bench quality --bits 4.
+What bits cost in quality, beside llama.cpp's types: ./everbatch bench quality --model DIR --peers llamacpp.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ The bound is on the rise of perplexity over the float model, on the held-out tex
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,11 +21,12 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from backend.models.config import read_model_config
 from backend.models.decoder import Decoder
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from backend.quant.run import KV_BITS, QuantSettings, quantize_checkpoint
 from backend.quant.text import built_in_texts, rows_of
-from benchmarks.quality.perplexity import ROWS_AT_ONCE, Measured, compare, row_logits
+from benchmarks.quality.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 
 # name -> (what is made, the most that perplexity may rise)
 CHECKPOINTS: dict[str, tuple[QuantSettings, float | None]] = {
@@ -114,6 +116,18 @@ def document_of(results: list[Result], perplexities: tuple[float, float]) -> dic
         for result in results
     ]
     return {"perplexity": {"held_out": perplexities[0], "random": perplexities[1]}, "made": rows}
+
+
+def run(tokens: int, output: Path | None) -> None:
+    """Measure every checkpoint; print a table, and write a JSON object. tokens: of held-out text."""
+    console, text = Console(), held_out_rows(tokens)
+    vocab_size = read_model_config(DEFAULT_MODEL).vocab_size
+    random = torch.randint(vocab_size, (min(8, len(text)), ROW_TOKENS), generator=torch.Generator().manual_seed(2))
+    made, perplexities = measure_checkpoints(text, random, console)
+    console.print(table_of(made, perplexities))
+    if output is not None:
+        document = {"held_out_tokens": text.numel()} | document_of(made, perplexities)
+        output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _load(directory: Path) -> Decoder:

@@ -5,7 +5,8 @@ The reference is the same model by torch's kernels in float32, which round nothi
     rise     of perplexity, exp of the mean difference of the losses of a token, with its standard error (paired, by tokens)
     KL       mean of KL(reference || form), in nats, with its standard error
     top      share of the positions at which both have the same most likely token
-    weights  memory of the layers' weights, and bits for each
+    weights  memory of the layers' weights and the output head's, and bits for each
+    bits     of a weight of the decoder layers alone, scales included
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from rich.table import Table
 from torch import Tensor
 
 from backend.api import EngineConfig, OutputConfig, Request
+from backend.api.config.quantization import is_chosen
 from backend.api.config.schema import KvCacheConfig, LimitsConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
+from backend.models.decoder import Decoder
 from backend.text.tokenizer import Tokenizer
 from backend.worker.group import InProcessWorkerGroup
+from benchmarks.quality.peers import Peer, llamacpp
+from benchmarks.quality.plot import plot
 from deploy.errors import UserError
 from deploy.model_source import resolve_model
 from deploy.progress import SteppedProgress
 
 ROW_TOKENS = 512
 MOST_BYTES = 1 << 30  # of the logits of a row
-FORMS = "none,int8,w8a8,w4a8,kv:int8,kv:int4"
+FORMS = "none,int8,w8a8,w6a8,w4a8,kv:int8,kv:int4"  # `auto:BITS` besides
 BUILT_IN = ("statistics.py", "fractions.py", "pydoc.py", "doctest.py", "optparse.py")  # prose in docstrings, and code
 console = Console()
 
@@ -50,28 +55,33 @@ class Judged(NamedTuple):
     kl_error: float
     top: float
     weights: str
+    bits: float
 
 
 class Served:
     """A model in one form: `kv:TYPE` is a type of the KV cache, anything else a model.quantization."""
 
     def __init__(self, model: Path, form: str, **section: str) -> None:
-        kind, _, kv = form.rpartition(":")
+        kv = form.removeprefix("kv:") if form.startswith("kv:") else ""
         chosen = ModelConfigSection(
             path=str(model),
             device="cpu",
             max_seq_len=ROW_TOKENS + 1,
             gather_context_logits=True,
-            quantization="none" if kind else form,
+            quantization="none" if kv else form,
             **section,
         )  # type: ignore[arg-type]
-        cache = KvCacheConfig(max_tokens=2 * ROW_TOKENS, dtype=kv if kind else "auto")  # type: ignore[arg-type]
+        cache = KvCacheConfig(max_tokens=2 * ROW_TOKENS, dtype=kv or "auto")  # type: ignore[arg-type]
         config = EngineConfig(
             chosen, cache, SchedulerConfig(max_batch_size=1), LimitsConfig(max_tensor_bytes=MOST_BYTES)
         )
         self._workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache)
         self._core = EngineCore(config, self._workers)
-        self.weights = str(self._workers._ready.model.memory).split(" a weight")[0].removeprefix("linear layers ")
+        model = self._workers._ready.model
+        self.weights = str(model.memory).split(" a weight")[0].removeprefix("linear layers ")
+        layers = [each for each in model._linears if each is not model.lm_head] if isinstance(model, Decoder) else []
+        weights = sum(math.prod(each.shape) for each in layers)
+        self.bits = 8 * sum(each.num_bytes for each in layers) / weights if weights else math.nan
 
     def log_probs(self, rows: Tensor) -> Iterator[Tensor]:
         """rows [rows, length] -> for each of them the logarithms of the probabilities of the next token, [length, vocab]."""
@@ -103,10 +113,10 @@ def rows_of(model: Path, text: Path | None, tokens: int) -> Tensor:
     ]
 
 
-def judged(name: str, form: str, served: Served, rows: Tensor, expected: Sequence[Tensor]) -> Judged:
+def judged(name: str, peer: Peer, rows: Tensor, expected: Sequence[Tensor]) -> Judged:
     """`expected`: the reference's log_probs."""
     losses, divergences, same = [], [], []
-    for row, reference, found in zip(rows, expected, served.log_probs(rows), strict=True):
+    for row, reference, found in zip(rows, expected, peer.log_probs, strict=True):
         wanted = reference
         target = row[1:, None]
         losses.append((wanted[:-1].gather(1, target) - found[:-1].gather(1, target))[:, 0])
@@ -117,21 +127,33 @@ def judged(name: str, form: str, served: Served, rows: Tensor, expected: Sequenc
     errors = [each.std().item() / math.sqrt(len(each)) for each in (loss, kl)]
     return Judged(
         name,
-        form,
+        peer.form,
         math.expm1(mean),
         math.exp(mean) * errors[0],
         kl.mean().item(),
         errors[1],
         torch.cat(same).mean().item(),
-        served.weights,
+        peer.weights,
+        peer.bits,
     )
 
 
-def run(model: str, against: str, text: Path | None, forms: str, tokens: int, output: Path | None) -> None:
-    """Measure every form of `model`, and `against` as it is; print a table, and write a JSON object."""
+def run(
+    model: str,
+    against: str,
+    text: Path | None,
+    forms: str,
+    tokens: int,
+    output: Path | None,
+    peers: str = "",
+    picture: Path | None = None,
+) -> None:
+    """Measure every form of `model`, and `against` as it is; print a table, write a JSON object, draw a picture."""
     progress = SteppedProgress()
-    if unknown := [form for form in forms.split(",") if form not in FORMS.split(",")]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {FORMS}", param_hint="--formats")
+    if unknown := [form for form in forms.split(",") if form not in FORMS.split(",") and not is_chosen(form)]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {FORMS}, nor auto:BITS", param_hint="--formats")
+    if peers not in ("", "llamacpp"):
+        raise typer.BadParameter(f"{peers!r} is not llamacpp", param_hint="--peers")
     try:
         directory = resolve_model(model)
         other = resolve_model(against) if against else None
@@ -145,16 +167,28 @@ def run(model: str, against: str, text: Path | None, forms: str, tokens: int, ou
     wanted = [(directory, form) for form in forms.split(",")]
     for path, form in [*wanted, *([(other, "none")] if other else [])]:
         progress.step(f"{path.name}: {form}")
-        found.append(judged(path.name, form, Served(path, form), rows, reference))
+        served = Served(path, form)
+        of = Peer(form, served.bits, served.log_probs(rows), served.weights)
+        found.append(judged(path.name, of, rows, reference))
+    if peers:
+        found += [judged(directory.name, peer, rows, reference) for peer in llamacpp(directory, rows, progress)]
     title = f"{directory.name}, {rows.numel():,} tokens, perplexity {math.exp(loss):.3f} in float32"
+    console.print(table_of(found, title, bool(against)))
+    if output is not None:
+        document = {"tokens": rows.numel(), "perplexity": math.exp(loss), "forms": [each._asdict() for each in found]}
+        output.write_text(json.dumps(document, indent=1) + "\n")
+    if picture is not None:
+        plot([each for each in found if not each.form.startswith("kv:") and each.bits < 16], picture, title)
+
+
+def table_of(found: Sequence[Judged], title: str, has_models: bool) -> Table:
+    """A line for each form."""
     table = Table(title=title)
-    for heading in (*["model"] * bool(against), "form", "rise of perplexity", "KL", "equal top", "weights"):
+    for heading in (*["model"] * has_models, "form", "rise of perplexity", "KL", "equal top", "bits", "weights"):
         table.add_column(heading, justify="left" if heading in ("model", "form") else "right")
     for each in found:
         rise = f"{100 * each.rise:+.2f} ± {100 * each.rise_error:.2f} %"
         kl = f"{each.kl:.4f} ± {each.kl_error:.4f}"
-        table.add_row(*[each.model] * bool(against), each.form, rise, kl, f"{100 * each.top:.1f} %", each.weights)
-    console.print(table)
-    if output is not None:
-        document = {"tokens": rows.numel(), "perplexity": math.exp(loss), "forms": [each._asdict() for each in found]}
-        output.write_text(json.dumps(document, indent=1) + "\n")
+        figures = rise, kl, f"{100 * each.top:.1f} %", f"{each.bits:.2f}"
+        table.add_row(*[each.model] * has_models, each.form, *figures, each.weights)
+    return table

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Columns that share a scale. With these neither format of 8 bits is worse than llama.cpp's q8_0 (`everbatch bench quality`).
+# Columns that share a scale. With these neither format of 8 bits is worse than llama.cpp's q8_0.
 DEFAULT_GROUPS = {"int8": 64, "w8a8": 32}
 ELEMENTS_AT_ONCE = 1 << 20  # elements of a weight in a slice, which bounds the memory of float32 copies
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.common.four_bits import GROUP, VALUES, stored
 from kernels.common.quantize import row_slices
+from kernels.common.rounding import GROUP, VALUES, Rounded, form_of, stored
 from kernels.common.super_blocks import FORMS, SuperBlocks
 from kernels.cpu.memory import Arena
 from kernels.cpu.structs import (
@@ -196,27 +196,32 @@ class PackedLinear:
         return out.to(x.dtype).view(*x.shape[:-1], self.struct.n)
 
 
-class RoundToFourBits:
-    """kernels/common/four_bits.py's `round_weight` by native/rounding.cpp: the same, but for sums in another order."""
+class RoundToBlocks:
+    """kernels/common/rounding.py's `round_weight` by native/rounding.cpp: the same, but for sums in another order."""
 
     def __init__(self, library: CDLL) -> None:
         self._library = library
         self._values = torch.tensor(VALUES, dtype=torch.int8)
 
-    def __call__(self, w: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, w: Tensor, name: str, importance: Tensor | None = None) -> Rounded:
         n, columns = w.shape
-        groups = -(-columns // GROUP)
+        form, groups = form_of(name), -(-columns // GROUP)
         k = groups * GROUP
         q, scale = torch.empty(n, k, dtype=torch.int8), torch.empty(n, groups)
+        minimum = torch.empty(n, groups) if form.has_minima else None
         counts = F.pad(torch.ones(columns) if importance is None else importance.float(), (0, k - columns))
-        values, threads = self._values.data_ptr(), torch.get_num_threads()
+        threads = torch.get_num_threads()
+        table = None if form.values is None else self._values.data_ptr()
         for rows in row_slices(n, k):
             part = F.pad(w[rows].float(), (0, k - columns)).contiguous()
-            given = part.data_ptr(), len(part), k, values
-            self._library.everbatch_best_scales(*given, counts.data_ptr(), scale[rows].data_ptr(), threads)
-            scale[rows] = stored(scale[rows])
-            self._library.everbatch_round(*given, scale[rows].data_ptr(), q[rows].data_ptr(), threads)
-        return q[:, :columns], scale
+            found = scale[rows], None if minimum is None else minimum[rows]
+            given, kept = (part.data_ptr(), len(part), k, table, 2**form.bits - 1), [*map(_pointer, found)]
+            self._library.everbatch_best_ranges(*given, counts.data_ptr(), *kept, threads)
+            for each in found:
+                if each is not None:
+                    each.copy_(stored(each))
+            self._library.everbatch_round(*given, *kept, q[rows].data_ptr(), threads)
+        return Rounded(q[:, :columns], scale, minimum)
 
 
 class RotateInBlocks:

@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"api", "core", "layers", "architectures"},
     "hosted": {"api", "architectures", "layers", "models"},
     "convert": {"api", "architectures", "models", "layers", "quant", "text"},  # offline: nobody imports it
-    "quant": {"api", "architectures", "models", "layers", "text"},  # worker imports it to round to four bits
+    "quant": {"api", "architectures", "models", "layers", "text"},  # worker imports it to round to few bits
     "worker": {"api", "core", "architectures", "models", "layers", "guided", "hosted", "quant", "sampling", "wire"},
     "engine": {"api", "core", "kvcache", "scheduler", "storage"},
     "wire": {"api", "core"},

@@ -107,7 +107,7 @@ def test_results_of_other_benchmarks_are_read(name: str) -> None:
     assert len(read(file)) > 2
 
 
-@pytest.mark.parametrize("name", ["gpu", "quality", "overhead", "sessions-M"])
+@pytest.mark.parametrize("name", ["gpu", "overhead", "sessions-M"])
 def test_results_of_another_shape_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="holds no figures that can be compared; give results of served, load"):
         read(RESULTS / f"{name}.json")

@@ -14,6 +14,7 @@ from benchmarks.peers.commands import CommandFailed
 from benchmarks.peers.engines import PEERS, chosen, ours
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.measure import Work
+from benchmarks.quality import peers as quality_peers
 from deploy.errors import UserError
 from deploy.progress import SteppedProgress
 
@@ -99,7 +100,7 @@ def test_every_setting_of_four_bits_has_a_form_of_its_weights() -> None:
     assert exported == {"int4-asym", "int4-sym"} <= models.OPENVINO_FORMS.keys()
     assert [models.openvino_form(weights, "bf16") for weights in ("bf16", "int8")] == ["bf16", "int8"]
     files = {setting for name in ("llamacpp", "ik_llamacpp") for setting in PEERS[name].settings["int4"]}
-    assert files == quantize_gguf.TYPES.keys()
+    assert files | set(quality_peers.TYPES) == quantize_gguf.TYPES.keys()
 
 
 def test_llamacpp_and_ik_llamacpp_read_the_same_files_and_openvino_one_for_each_kind_of_weights(

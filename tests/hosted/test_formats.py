@@ -22,7 +22,7 @@ KINDS = ("llama", "qwen3_moe", "gpt_oss")  # dense, and mixtures of experts with
 STORED = ("float32", "bfloat16", "float16")
 COMPUTED = ("float32", "bfloat16", "float16")
 # Largest difference from the stored weights' own logits in float64, as a part of their size: what is rounded, and how far.
-ROUNDED = {"none": 0.05, "int8": 0.06, "w8a8": 0.1, "w4a8": 0.5}
+ROUNDED = {"none": 0.05, "int8": 0.06, "w8a8": 0.1, "w6a8": 0.25, "w4a8": 0.5}
 TOKENS = [3 + token for token in prompt(12, COMMON["vocab_size"] - 3)]
 
 

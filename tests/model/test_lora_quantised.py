@@ -23,10 +23,11 @@ from backend.api.lora import LoraConfig
 from backend.executor import Executor
 from backend.models.loader import open_directory
 from backend.quant.importance import Importance
-from kernels.common import four_bits, rotation
+from kernels.common import rotation
 from kernels.common.quantize import DEFAULT_GROUPS, dequantize, quantize_activations, quantize_weight
+from kernels.common.rounding import GROUP, ROUNDED, floats, round_weight
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.linear import RoundToBlocks
 from tests.executor.helpers import drain
 from tests.model.adapters import make_adapter
 from tests.model.gathering import tensor_of
@@ -38,15 +39,16 @@ PROMPTS = [[(7 * i + 13 * start) % 120 for i in range(6)] for start in range(8)]
 
 
 class Scheme(NamedTuple):
-    round: Any  # (weight, group) -> rounded weight and scales; of four bits (weight, importance)
+    round: Any  # (weight, group) -> rounded weight and scales; with a name (weight, name, importance)
     group: int | None  # columns that share a scale; None: inputs are rotated, and rotation.group_of says it
     rounds_inputs: bool = True
+    name: str = ""  # of ROUNDED
 
 
 SCHEMES = {
     "int8": Scheme(quantize_weight, DEFAULT_GROUPS["int8"], rounds_inputs=False),
     "w8a8": Scheme(quantize_weight, None),
-    "w4a8": Scheme(four_bits.round_weight, four_bits.GROUP),
+    **{name: Scheme(round_weight, GROUP, name=name) for name in ROUNDED},
 }
 
 
@@ -92,36 +94,36 @@ def logits_of(
 
 
 def quantise(model: nn.Module, scheme: Scheme, importance: Callable[[str], Tensor | None]) -> None:
-    """Every linear layer stands for what its rounded weight is. (Of four bits the head has eight, and is rotated.)"""
+    """Every linear layer stands for what its rounded weight is. (Of those in ROUNDED the head has eight bits, and is rotated.)"""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             has_eight_bits = name.endswith("lm_head") and scheme.rounds_inputs
             of_layer = Scheme(quantize_weight, None) if has_eight_bits else scheme
-            if of_layer.round is scheme.round and scheme.group == four_bits.GROUP:
-                counts = importance(name)
-                assert counts is not None
-                of_layer = of_layer._replace(round=lambda w, _, counts=counts: scheme.round(w, counts))
-            quantise_layer(module, of_layer)
+            quantise_layer(module, of_layer, importance(name) if of_layer.name else None)
 
 
-def quantise_layer(module: nn.Linear, scheme: Scheme) -> None:
+def quantise_layer(module: nn.Linear, scheme: Scheme, importance: Tensor | None) -> None:
     """Weight and inputs become what their rounded forms stand for; a second rotation takes the first back."""
     group = scheme.group
-    if group is not None:
-        turn, back, rounded = (lambda x: x), (lambda x: x), scheme.round(module.weight.detach(), group)
+    turn = back = lambda x: x
+    if scheme.name:
+        assert importance is not None
+        weight = floats(scheme.round(module.weight.detach(), scheme.name, importance))
+    elif group is not None:
+        weight = dequantize(*scheme.round(module.weight.detach(), group), group)
     else:
         block, group = rotation.block_of(module.in_features), rotation.group_of(module.in_features)
         assert group is not None
         turn, back = rotation.rotate, lambda x: rotation.rotate(x) / block
         rounded = rotation.round_weight(module.weight.detach(), group, rounded=scheme.round)
-        rounded = rounded[0], rounded[1] * block  # round_weight divides by it
+        weight = dequantize(rounded[0], rounded[1] * block, group)  # round_weight divides by it
 
     def round_inputs(module: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
         x = turn(given[0].flatten(0, -2))
         return back(dequantize(*quantize_activations(x, group), group)).view(given[0].shape)
 
     with torch.no_grad():
-        module.weight.copy_(back(dequantize(*rounded, group)))
+        module.weight.copy_(back(weight))
     if scheme.rounds_inputs:
         module.register_forward_pre_hook(round_inputs)
 
@@ -143,8 +145,8 @@ def test_the_result_is_the_quantised_base_and_the_adapters_part(
     name: str, base: Path, adapters: list[Path], tier: TierCase
 ) -> None:
     scheme = SCHEMES[name]
-    if tier is NATIVE and name == "w4a8":  # its search for scales finds others that are as good
-        scheme = scheme._replace(round=RoundToFourBits(load_kernels()))
+    if tier is NATIVE and name in ROUNDED:  # its search for scales finds others that are as good
+        scheme = scheme._replace(round=RoundToBlocks(load_kernels()))
     paths = [*adapters, None]
     loras = [None if path is None else LoraConfig(index, path=str(path)) for index, path in enumerate(paths)]
     measured = logits_of(base, tier, loras, quantization=name)

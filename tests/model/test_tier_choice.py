@@ -214,8 +214,9 @@ def test_a_forced_instruction_set_that_is_not_there_is_refused_even_if_any_would
     assert sentence(error).startswith(f"{ISA_VARIABLE} is 'neon', this machine can run ")
 
 
-def test_a_gpu_has_no_rounding_to_four_bits() -> None:
+@pytest.mark.parametrize("quantization", ["w4a8", "w6a8", "auto:5"])
+def test_a_gpu_has_no_rounding_to_blocks(quantization: str) -> None:
     with pytest.raises(
-        ConfigError, match="w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that"
+        ConfigError, match=f"{quantization}, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that"
     ):
-        linear_options(tier.TierChoice("triton"), "w4a8", torch.bfloat16)
+        linear_options(tier.TierChoice("triton"), quantization, torch.bfloat16)

@@ -15,10 +15,11 @@ from backend.api.checkpoint import model_files, weight_files
 from backend.models import loader
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
+from backend.quant import chosen_forms
 from backend.text import template, tokenizer
 from backend.worker import loaded_model, native_tier
 from deploy import model_source
-from kernels.common import four_bits
+from kernels.common import rounding
 from kernels.cpu import build, trust
 from tests.mutants.changes import SetAttribute, change, replace
 
@@ -59,6 +60,8 @@ def a_name_is_looked_up_without_a_net(set_attribute: SetAttribute) -> None:
 _HOSTILE = "tests/model/test_hostile_checkpoints.py::"
 _TRUST = "tests/native/test_trust.py::"
 _FOUR_BITS = "tests/native/test_four_bits.py::"
+_CHOSEN = "tests/quant/test_chosen_forms.py::"
+_ROUNDING = "tests/native/test_rounding.py::"
 _LOADING = "tests/weight_formats/test_loading.py::"
 _SOURCE = "tests/deploy/test_model_source.py::"
 _NAME = _SOURCE + "test_a_name_that_is_no_checkpoint_ends_in_one_sentence"
@@ -96,20 +99,40 @@ MUTANTS = {
         [_FOUR_BITS + "test_both_scales_of_qoq_become_one[True]"],
     ),
     "the_output_head_has_four_bits": (
-        change(LinearOptions, "rounding", ('format == "w4a8" and is_head', "False")),
-        [_LOADING + "test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four"],
+        change(LinearOptions, "format_of", ("if is_head and", "if False and")),
+        [_LOADING + "test_a_tied_head_stays_in_eight_bits_where_other_layers_have_fewer[w4a8]"],
     ),
     "all_inputs_count_alike": (
-        change(four_bits, "best_scales", ("counts * q * grouped", "q * grouped")),
-        [_FOUR_BITS + "test_inputs_that_count_more_are_rounded_better"],
+        change(rounding, "best_scales", ("counts * q * grouped", "q * grouped")),
+        [_ROUNDING + "test_inputs_that_count_more_are_rounded_better[w4a8]"],
     ),
     "the_importance_of_other_columns_is_taken": (
         change(LinearBuilder, "_quantize", ("importance[first:end]", "importance.flip(0)[first:end]")),
         ["tests/quant/test_importance.py::test_a_model_is_rounded_by_the_importance_of_each_layer_s_inputs"],
     ),
     "the_first_scale_is_taken": (
-        change(four_bits, "best_scales", ("explained > best", "best == 0")),
-        [_FOUR_BITS + "test_the_reference_s_error_is_what_it_promises"],
+        change(rounding, "best_scales", ("explained > best", "best == 0")),
+        [_ROUNDING + "test_a_rounded_weight_s_error_is_what_the_search_promises[w4a8]"],
+    ),
+    "minima_are_those_of_the_group_beside": (
+        change(rounding, "in_blocks", ("rounded.minimum.half()", "rounded.minimum.half().roll(1, 1)")),
+        [_ROUNDING + "test_blocks_stand_for_the_same_numbers[w6a8]"],
+    ),
+    "minima_are_added": (
+        change(rounding, "floats", ("weight - rounded", "weight + rounded")),
+        [_ROUNDING + "test_a_rounded_weight_s_error_is_what_the_search_promises[w6a8]"],
+    ),
+    "bits_go_to_layers_by_their_names": (
+        change(chosen_forms, "chosen", ("(-step.gain, step.name)", "step.name")),
+        [_CHOSEN + "test_bits_go_where_one_takes_most_away"],
+    ),
+    "the_budget_is_not_kept": (
+        change(chosen_forms, "chosen", (" and step.bits <= left", "")),
+        [_CHOSEN + "test_bits_go_where_one_takes_most_away"],
+    ),
+    "levels_count_alike": (
+        change(rounding, "best_ranges", ("(counts * q * x)", "(q * x)")),
+        [_ROUNDING + "test_inputs_that_count_more_are_rounded_better[w6a8]"],
     ),
     "a_byte_too_many_is_read": (
         change(model_files, "find_file", ("st_size > most_bytes", "st_size > most_bytes + 1")),

@@ -26,7 +26,7 @@ from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.cpu.build import NativeUnavailable
 from kernels.cpu.library import load_kernels
-from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.linear import RoundToBlocks
 from tests.model.driver import Driver
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def linear_options(form: Format, make: MakeLinear) -> LinearOptions:
     library = _library_that_rounds()
     if library is None:
         return options
-    return options._replace(round_to_four_bits=RoundToFourBits(library))
+    return options._replace(round_to_blocks=RoundToBlocks(library))
 
 
 def load(

@@ -17,6 +17,7 @@ from torch import Tensor
 from backend.layers import attention
 from kernels.common.kv_format import KVPool, dequantize_rows, quantize_rows
 from kernels.common.quantize import dequantize, quantize_activations
+from kernels.common.rounding import ROUNDED
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from kernels.kv_append import kv_append
 from tests.model.driver import Driver
@@ -121,6 +122,7 @@ def test_in_float32_logits_are_those_of_the_torch_tier(
         Format("float32", "w8a8"),
         Format("bfloat16", "w8a8"),
         Format("bfloat16", "w4a8"),
+        Format("bfloat16", "w6a8"),
         Format("float32", int8_kv=True),
         Format("bfloat16", "w8a8", int8_kv=True),
         Format("bfloat16", int4_kv=True),
@@ -135,8 +137,8 @@ def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(
     Four bits move these random models far, so that their distance is from the same four bits in float32.
     """
     for family, play in scenes.of(isa, is_narrow=True):
-        four_bits = "w4a8" if form.quantization == "w4a8" else "none"
-        exact = Format("float32", four_bits, int4_kv=form.int4_kv)
+        rounded = form.quantization if form.quantization in ROUNDED else "none"
+        exact = Format("float32", rounded, int4_kv=form.int4_kv)
         in_float32 = scenes.torch(family, exact, play)
         own = distance(scenes.native(kernels, family, form, play), in_float32)
         of_torch = distance(scenes.torch(family, form, play), in_float32)

@@ -1,4 +1,4 @@
-"""Four-bit weights (native/four_bits.h, rounding.cpp) against float64, exact integers and the torch reference."""
+"""Four-bit weights (native/four_bits.h) against float64 and exact integers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
 from kernels import w4a8, w4a16
-from kernels.common.four_bits import VALUES, indices, round_weight
 from kernels.common.quantize import dequantize
 from kernels.cpu.isa import AMX_EMULATED
-from kernels.cpu.linear import PackedLinear, RoundToFourBits
+from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
 from tests.native.harness import threads
 from tests.native.test_linear import DTYPES, as_the_kernels_quantise, assert_product, random_tensor, shapes
@@ -144,64 +142,6 @@ def test_both_scales_of_qoq_become_one(best_kernels: CDLL, per_group: bool) -> N
     assert_product(
         PackLinears(best_kernels)(weight, None)(x), values, w4a8.dequantize(weight).double(), None, per_group
     )
-
-
-def test_a_rounded_weight_is_packed_as_the_numbers_that_it_stands_for(kernels: CDLL, isa: str) -> None:
-    rng = torch.Generator().manual_seed(8)
-    for k in (100, 512):
-        x, w = random_tensor(rng, 7, k), random_tensor(rng, 64, k)
-        q, scale = round_weight(w)
-        layer = PackLinears(kernels)(QuantizedWeight(q, scale, 32, "w4a8"), None)
-        values = as_the_kernels_quantise(kernels, x, ACTIVATION_GROUP)
-        assert_product(layer(x), values, dequantize(q, scale, 32).double(), None, (isa, k))
-        assert layer.num_bytes == 64 * -(-k // 64) * 64 * 4.5 / 8
-
-
-@pytest.mark.parametrize("is_weighted", [True, False])
-def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str, is_weighted: bool) -> None:
-    """Sums go in another order, so that another of two equally good scales may be taken."""
-    rng = torch.Generator().manual_seed(9)
-    for n, k in ((50, 256), (3, 100), (1, 1), (20, 300)):
-        w, importance = random_tensor(rng, n, k), torch.rand(k, generator=rng) ** 4 + 1e-6 if is_weighted else None
-        w[0, :] = 0
-        errors = []
-        for q, scale in (RoundToFourBits(kernels)(w, importance), round_weight(w, importance)):
-            assert set(q.unique().tolist()) <= set(VALUES)
-            assert torch.equal(scale, scale.half().float())
-            assert scale.shape == (n, -(-k // 32))
-            square = (dequantize(q, scale, 32) - w).square()
-            errors.append((square if importance is None else square * importance).sum().sqrt().item())
-        assert errors[0] <= 1.002 * errors[1]
-
-
-def test_inputs_that_count_more_are_rounded_better(best_kernels: CDLL) -> None:
-    """Every eighth column counts a thousand times as much; a wrong column's importance would spoil it."""
-    rng = torch.Generator().manual_seed(12)
-    w, importance = random_tensor(rng, 200, 256), torch.ones(256)
-    importance[::8] = 1000
-    for rounded in (RoundToFourBits(best_kernels), round_weight):
-        errors = [(dequantize(*rounded(w, given), 32) - w)[:, ::8].norm() for given in (importance, None)]
-        assert errors[0] < 0.75 * errors[1]
-
-
-def test_a_rounded_weight_s_error_is_what_the_search_promises(best_kernels: CDLL) -> None:
-    """7.3 % on normal numbers, as kernels/common/four_bits.py says; without a search it is 7.7 %. Zeros stay zeros."""
-    w = random_tensor(torch.Generator().manual_seed(10), 400, 512)
-    q, scale = RoundToFourBits(best_kernels)(w)
-    assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
-    q, scale = RoundToFourBits(best_kernels)(torch.zeros(3, 70))
-    assert not dequantize(q, scale, 32).any()
-
-
-def test_the_reference_s_error_is_what_it_promises() -> None:
-    w = random_tensor(torch.Generator().manual_seed(11), 100, 256)
-    q, scale = round_weight(w)
-    assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
-
-
-def test_the_places_of_values_are_found() -> None:
-    q = torch.tensor([VALUES, VALUES[::-1]], dtype=torch.int8)
-    assert indices(q).tolist() == [list(range(16)), list(range(15, -1, -1))]
 
 
 def test_a_group_that_the_kernels_do_not_take_is_refused(best_kernels: CDLL) -> None:

@@ -18,6 +18,7 @@ FILES = [
     for name in (
         "linear",
         "four_bits",
+        "rounding",
         "choices",
         "super_blocks",
         "rows",

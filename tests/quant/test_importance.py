@@ -15,7 +15,7 @@ from backend.models.linears import LinearOptions
 from backend.models.loader import DEFAULT_MODEL, load_directory, open_directory
 from backend.quant import importance
 from backend.quant.folds import kinds
-from kernels.common.four_bits import round_weight
+from kernels.common.rounding import round_weight
 from tools.make_random_model import make_random_model
 
 ROWS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -61,7 +61,7 @@ def test_a_model_is_rounded_by_the_importance_of_each_layer_s_inputs(tmp_path: P
     assert len(down) == checkpoint.config.num_layers
     for index, each in enumerate(down):
         name = f"model.layers.{index}.mlp.down_proj"
-        q, scale = round_weight(checkpoint.tensors[name + ".weight"], of_inputs[name])
+        q, scale, _ = round_weight(checkpoint.tensors[name + ".weight"], "w4a8", of_inputs[name])
         assert torch.equal(each.q, q) and torch.equal(each.scale, scale)
 
 

@@ -17,8 +17,8 @@ from backend.models.decoder import Decoder
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality.perplexity import row_logits
-from kernels.common.four_bits import GROUP, round_weight
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
+from kernels.common.rounding import GROUP, ROUNDED, round_weight
 from tests.weight_formats.checkpoints import ODD
 from tools.make_random_model import make_random_model
 
@@ -61,7 +61,7 @@ def stacked(weights: dict[str, Tensor], layer: int, names: tuple[str, ...], suff
     return torch.cat([weights[f"model.layers.{layer}.{name}{suffix}"] for name in names])
 
 
-@pytest.mark.parametrize("format", ["int8", "w8a8", "w4a8"])
+@pytest.mark.parametrize("format", ["int8", "w8a8", "w6a8", "w4a8"])
 def test_every_linear_layer_is_quantised_from_its_stored_values(make: Callable[..., Path], format: str) -> None:
     directory, recorder = make(**ODD), Recorder()
     model = load(directory, "bfloat16", quantization=format, make=recorder)
@@ -70,11 +70,12 @@ def test_every_linear_layer_is_quantised_from_its_stored_values(make: Callable[.
     expected += [stacked(weights, layer, names) for layer in range(3) for names in NAMES.values()]
     assert len(recorder.weights) == len(expected)
     for index, (measured, stored) in enumerate(zip(recorder.weights, expected)):
-        held = "w8a8" if format == "w4a8" and index == 0 else format  # the output head stays in 8 bits
-        group = GROUP if held == "w4a8" else DEFAULT_GROUPS[held]
-        q, scale = round_weight(stored) if held == "w4a8" else quantize_weight(stored, group)
+        held = "w8a8" if format in ROUNDED and index == 0 else format  # the output head stays in 8 bits
+        group = GROUP if held in ROUNDED else DEFAULT_GROUPS[held]
+        expected_parts = round_weight(stored, held) if held in ROUNDED else (*quantize_weight(stored, group), None)
         assert (measured.group, measured.format) == (group, held)
-        assert torch.equal(measured.q, q) and torch.equal(measured.scale, scale)
+        for part, own in zip((measured.q, measured.scale, measured.minimum), expected_parts, strict=True):
+            assert own is part is None or torch.equal(part, own)
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"].bfloat16())
     assert model.norm.weight.dtype == model.layers[0].attention_norm.weight.dtype == torch.bfloat16
 
@@ -119,10 +120,18 @@ def test_a_tied_head_is_quantised_and_the_embedding_is_not(make: Callable[..., P
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"])
 
 
-def test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four(make: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("format", ROUNDED)
+def test_a_tied_head_stays_in_eight_bits_where_other_layers_have_fewer(make: Callable[..., Path], format: str) -> None:
     directory, recorder = make("llama3"), Recorder()
-    load(directory, quantization="w4a8", make=recorder)
-    assert [weight.format for weight in recorder.weights] == ["w8a8"] + 12 * ["w4a8"]
+    load(directory, quantization=format, make=recorder)
+    assert [weight.format for weight in recorder.weights] == ["w8a8"] + 12 * [format]
+
+
+def test_each_layer_may_have_a_format_of_its_own(make: Callable[..., Path]) -> None:
+    directory, recorder = make("llama3"), Recorder()
+    choose = lambda name: "w6a8" if name.endswith("down_proj") else "w4a8"
+    load(directory, quantization="auto:5", make=recorder, choose=choose)
+    assert [weight.format for weight in recorder.weights] == ["w8a8", *3 * ["w4a8", "w4a8", "w4a8", "w6a8"]]
 
 
 def test_a_tied_head_of_floats_shares_the_embedding(make: Callable[..., Path]) -> None:
@@ -134,7 +143,7 @@ def test_a_tied_head_of_floats_shares_the_embedding(make: Callable[..., Path]) -
 
 
 @pytest.mark.parametrize(
-    "format, limit", [("int8", 0.045), ("w8a8", 0.065), ("w4a8", 0.5)]
+    "format, limit", [("int8", 0.045), ("w8a8", 0.065), ("w6a8", 0.25), ("w4a8", 0.5)]
 )  # error of the logits, relative
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
 def test_a_quantised_model_stays_near_the_float_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.api.checkpoint.recommended import named
 from backend.api.config.endpoints import check_endpoint, check_otlp_endpoint, is_bound, port_of
+from backend.api.config.quantization import budget_of
 from backend.api.config.ranges import RANGES, range_in_words
 from backend.api.config.schema import (
     MAX_ADAPTER_NAME,
@@ -64,6 +65,7 @@ def check_config(config: EngineConfig) -> None:
             f"{config.kv_cache.host_cache_bytes}, and there is one second level; leave one of them out"
         )
     _check_weights(scheduler)
+    budget_of(config.model.quantization)
     tuple(named(config.model.default_sampling))
     _check_adapters(config.lora)
     if config.telemetry.otlp_endpoint:

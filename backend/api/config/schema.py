@@ -12,7 +12,6 @@ from backend.api.config.endpoints import endpoint_of_replica, is_bound
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 Implementation = Literal["auto", "native", "transformers"]
-Quantization = Literal["none", "int8", "w8a8", "w4a8"]
 KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Preemption = Literal["recompute", "swap"]
@@ -43,7 +42,7 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     additional_outputs: tuple[str, ...] = ()  # tensors that requests may ask for: `hidden_states`, `logits`
     logits_post_processors: tuple[str, ...] = ()  # `name=module:function`, each for requests that give its name
     batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
-    quantization: Quantization = "none"  # `int8`, `w8a8` with activations, `w4a8` (CPU); none = the checkpoint's own
+    quantization: str = "none"  # `int8`, `w8a8`, `w6a8`, `w4a8`, `auto:BITS` (docs/quantisation.md); none = as stored
     implementation: Implementation = "auto"  # `native`, `transformers` (docs/models.md); auto = native where it can be
     cache_dir: str = ""  # packed weights are kept here for the next start; empty = beside the compiled kernels
     cache_max_gb: float = 20.0  # bound on the packed weights that are kept; the longest unused go first. 0 = none are

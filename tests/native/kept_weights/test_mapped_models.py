@@ -31,6 +31,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": dict(dtype="float32", quantization="int8"),
     "w8a8": dict(dtype="bfloat16", quantization="w8a8"),
     "w4a8": dict(dtype="bfloat16", quantization="w4a8"),
+    "w6a8": dict(dtype="bfloat16", quantization="w6a8"),
+    "auto:5": dict(dtype="bfloat16", quantization="auto:5"),
     "w4a8 in two levels": dict(dtype="bfloat16", quantization="w4a8"),
     "Q4_K": dict(dtype="bfloat16"),
     "Q6_K": dict(dtype="float32"),
