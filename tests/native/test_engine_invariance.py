@@ -20,8 +20,8 @@ COMMON = prompt(4 * BLOCK + 17, VOCAB)
 FAMILIES = {"qk_norm_no_window": 2, "window": 1, "windows_and_sink_tokens": 0}  # seeds of random_family
 FORMATS = [
     Format("bfloat16"),
-    Format("bfloat16", "w8a8", int8_kv=True),
-    Format("bfloat16", "w4a8", int4_kv=True),
+    Format("bfloat16", "w8a8", kv="int8"),
+    Format("bfloat16", "w4a8", kv="int4"),
 ]
 # max_num_tokens, whether the prompt's head is cached, steps from one eviction of everybody to the next, requests, threads
 ARRANGEMENTS = [

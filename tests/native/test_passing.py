@@ -53,7 +53,7 @@ def slots() -> tuple[Tensor, NDArray[np.int32]]:
 
 @pytest.mark.parametrize(
     "form",
-    [Format(), Format("bfloat16"), Format("bfloat16", "w8a8", int8_kv=True), Format("bfloat16", "w4a8")],
+    [Format(), Format("bfloat16"), Format("bfloat16", "w8a8", kv="int8"), Format("bfloat16", "w4a8")],
     ids=str,
 )
 def test_two_halves_compute_the_bits_of_the_whole(
