@@ -41,7 +41,6 @@ from torch import Tensor
 from kernels import context_attention
 from kernels.common.kv_format import (
     KV_FORMATS,
-    KVFormat,
     KVPool,
     floats_of_int4,
     floats_of_int8,
@@ -105,11 +104,10 @@ def decode_attention(
 ) -> Tensor:
     """Attends with q [rows, heads, head_dim], one query a row; returns a new tensor like q.
 
-    Raises ValueError unless head_dim is a power of two from 32 on.
-
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
     a query sees, its own included; sink_tokens: the first tokens of a row, which it sees besides these. pool is one layer's; a
-    plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS. softcap 0: none.
+    plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS. softcap 0: none. Raises
+    ValueError unless head_dim is a power of two from 32 on.
     """
     if not runs_on(q):
         return reference(q, pool, lengths, tables, scale, window, sinks, sink_tokens, softcap)
@@ -133,21 +131,21 @@ def decode_attention(
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOWED=window > 0,
         SINK_TOKENS=sink_tokens,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16, SPLIT=split_tokens,
-        **unpacking_constants(q.dtype, pool.format), **_config(heads // kv_heads, pool.format, head_dim),
+        **unpacking_constants(q.dtype, pool.format), **_config(heads // kv_heads, pool.format.is_quantised, head_dim),
     )  # fmt: skip
     if parts is not None and stats is not None:
         merge_splits(parts, stats, lengths, out, split_tokens, window, sinks, sink_tokens)
     return out
 
 
-def _config(group: int, format: KVFormat, head_dim: int) -> dict[str, int]:
+def _config(group: int, is_quantised: bool, head_dim: int) -> dict[str, int]:
     columns = max(8, next_power_of_two(group))
     num_warps = min(4, max(1, columns * head_dim // 2048, head_dim // 128))
     return {
         "COLUMNS": columns,
         "TILE": TILE_TOKENS,
         "num_warps": num_warps,
-        "num_stages": 5 if format.is_quantised else 3,
+        "num_stages": 5 if is_quantised else 3,
     }
 
 
@@ -252,7 +250,7 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     column = tl.arange(0, COLUMNS)
     real = column < GROUP
     head = kv_head * GROUP + column
-    d = tl.arange(0, KEY_ROW)
+    d, d_value = tl.arange(0, KEY_ROW), tl.arange(0, VALUE_ROW)
     place = (row * tl.num_programs(1) * GROUP + head) * HEAD_DIM
     q_at = q + place[None, :] + (d if KEY_BITS == 16 else d // 4 % 4 * (KEY_ROW // 4) + d // 16 * 4 + d % 4)[:, None]
     q_a = tl.load(q_at, real[None, :] & (d < KEY_ROW)[:, None], other=0).to(DTYPE)
@@ -280,7 +278,6 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     tiles_end = (whole_begin, whole_end, stop, tl.minimum(stop, SINK_END))
     table = tables + row * stride_table
     pool += kv_head * stride_head
-    d_value = tl.arange(0, VALUE_ROW)
     if KEY_BITS < 16:
         words += kv_head * words_stride_head
     for part in tl.static_range(0 if WINDOWED else 1, 4 if SINK_END > 0 else 3):
@@ -367,28 +364,25 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
 
 
 def variants() -> dict[str, Variant]:
-    types = dict.fromkeys(("q", "out"), "*bf16") | {"lengths": "*i32", "tables": "*i32", "scale": "fp32"}
-    types |= dict.fromkeys(("parts", "stats"), "*fp32")
-    strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
-    strides += ("stride_value", *(f"words_{name}" for name in strides if name != "stride_token"))
-    types |= dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
+    names = (name for name in _decode_kernel.arg_names if "stride_" in name)
+    strides = tuple(name for name in names if name not in ("words_stride_token", "stride_table"))
+    types = {"lengths": "*i32", "tables": "*i32", "scale": "fp32", "parts": "*fp32", "stats": "*fp32"}
+    types |= dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
 
     def variant(
         kv: str, block_size: int, group: int = 4, windowed: bool = False, sink_tokens: int = 0, softcap: bool = False
     ) -> Variant:
         format = KV_FORMATS[kv]
-        config = _config(group, format, 128)
+        config = _config(group, format.is_quantised, 128)
         num_warps, num_stages = config.pop("num_warps"), config.pop("num_stages")
-        shape = {"GROUP": group, "HEAD_DIM": 128, "BLOCK_SIZE": block_size, "SPLIT": SPLIT_TOKENS}
+        shape = {"GROUP": group, "HEAD_DIM": 128, "BLOCK_SIZE": block_size, "SPLIT": SPLIT_TOKENS, "WIDEN": False}
         constants = config | shape | unpacking_constants(torch.bfloat16, format)
-        constants |= {"WINDOWED": windowed, "SINK_TOKENS": sink_tokens, "WIDEN": False}
-        constants |= {} if softcap else {"softcap": None}
-        constants |= {"sinks": None, "words_stride_token": 1} | ({} if format.is_quantised else {"words": None})
+        constants |= {"WINDOWED": windowed, "SINK_TOKENS": sink_tokens, "sinks": None, "words_stride_token": 1}
+        constants |= ({} if softcap else {"softcap": None}) | ({} if format.is_quantised else {"words": None})
         its_types = types | ({"softcap": "fp32"} if softcap else {})
         its_types |= {"pool": "*u8", "words": "*i32"} if format.is_quantised else {"pool": "*bf16"}
-        instructions = dict.fromkeys(
-            (80, 90, 100), ("HMMA", "LDGSTS.E.BYPASS.128", "LDS.128" if format.is_quantised else "LDSM")
-        )
+        loads = "LDGSTS.E.BYPASS.128", "LDS.128" if format.is_quantised else "LDSM"
+        instructions = dict.fromkeys((80, 90, 100), ("HMMA", *loads))
         return Variant(_decode_kernel, its_types, constants, num_warps, num_stages, strides, instructions)
 
     return {

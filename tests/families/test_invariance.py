@@ -26,6 +26,7 @@ FORMATS = [
     Format("bfloat16"),
     Format("bfloat16", "w8a8"),
     Format("bfloat16", "w4a8", kv="int4"),
+    Format("bfloat16", "w8a8", kv="k8v4"),
     Format("bfloat16", kv="int8"),
     Format("float32", "int8", kv="int8"),
 ]

@@ -26,6 +26,7 @@ FORMATS = [
     Format("bfloat16", "w8a8"),
 ]
 FORMATS += [Format("bfloat16", kv="int8"), Format("float32", kv="int8"), Format("bfloat16", kv="int4")]
+FORMATS += [Format("bfloat16", kv="k8v4")]
 CASES = [(None, form, 101) for form in FORMATS] + [
     (AMX_EMULATED, Format("bfloat16"), 70)
 ]  # tokens: the emulation is slow

@@ -22,6 +22,7 @@ FORMATS = [
     Format("bfloat16"),
     Format("bfloat16", "w8a8", kv="int8"),
     Format("bfloat16", "w4a8", kv="int4"),
+    Format("bfloat16", "w8a8", kv="k8v4"),
 ]
 # max_num_tokens, whether the prompt's head is cached, steps from one eviction of everybody to the next, requests, threads
 ARRANGEMENTS = [

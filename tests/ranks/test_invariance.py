@@ -31,6 +31,7 @@ FORMATS = [
     Format("bfloat16"),
     Format("bfloat16", "w8a8", kv="int8"),
     Format("bfloat16", "w4a8", kv="int4"),
+    Format("bfloat16", kv="k8v4"),
 ]
 ENABLED = LoraSection(enabled=True)
 

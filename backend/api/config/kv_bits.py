@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from backend.api.config.schema import KvCacheConfig, KvDType
+from backend.api.config.schema import KvCacheConfig, KvDType, KvNumbers
 from backend.api.errors import ConfigError
 
 KV_BITS: dict[KvDType, int] = {"auto": 16, "int8": 8, "int4": 4}  # 16: the model's own type, whatever its size
-# Pairs of bits that the kernels have (KV_FORMATS of kernels/common/kv_format.py), with what makes them.
-KV_PAIRS = {(16, 16): "auto", (8, 8): "int8", (4, 4): "int4", (8, 4): "int8 keys with int4 values"}
+# What kernels have (KV_FORMATS of kernels/common/kv_format.py): name -> types of keys and of values
+KV_TYPES: dict[str, tuple[KvNumbers | None, KvNumbers | None]] = {
+    "auto": (None, None),
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int4"),
+    "k8v4": ("int8", "int4"),
+}
 
 
-def kv_bits(kv_cache: KvCacheConfig, own: KvDType | None) -> tuple[int, int]:
+def named(name: str) -> dict[str, KvNumbers | None]:
+    """The settings of kv_cache that make an entry of KV_TYPES."""
+    return dict(zip(("key_dtype", "value_dtype"), KV_TYPES[name], strict=True))
+
+
+def kv_bits(kv_cache: KvCacheConfig, own: KvNumbers | None) -> tuple[int, int]:
     """Bits of keys and of values. own: the type that the checkpoint asks for. Raises ConfigError for pairs that there are not."""
-    both = own or "auto" if kv_cache.dtype == "auto" else kv_cache.dtype
+    both = own if kv_cache.dtype == "auto" else kv_cache.dtype
     keys, values = kv_cache.key_dtype or both, kv_cache.value_dtype or both
-    bits = KV_BITS[keys], KV_BITS[values]
-    if bits not in KV_PAIRS:
+    if (keys, values) not in KV_TYPES.values():
+        pairs = (f"{key} with {value}" for key, value in KV_TYPES.values() if key and value)
         raise ConfigError(
-            f"the KV cache is to hold {keys} keys with {values} values, which no kernel does; set kv_cache.key_dtype and "
-            f"kv_cache.value_dtype to one of: {', '.join(KV_PAIRS.values())}"
+            f"kv_cache.key_dtype is {keys or 'auto'} and kv_cache.value_dtype {values or 'auto'}, and kernels have "
+            f"{', '.join(pairs)} only; set both to one of these pairs, or neither"
         )
-    return bits
+    return KV_BITS[keys or "auto"], KV_BITS[values or "auto"]

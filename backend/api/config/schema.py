@@ -13,6 +13,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 Implementation = Literal["auto", "native", "transformers"]
 Quantization = Literal["none", "int8", "w8a8", "w4a8"]
+KvNumbers = Literal["int8", "int4"]
 KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Preemption = Literal["recompute", "swap"]
@@ -76,8 +77,8 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     swap_bytes: int = 0  # host memory for KV of paused sequences, where scheduler.preemption is `swap`
     onboard_blocks: bool = True  # read such KV back; off: it is only written
     secondary_offload_min_priority: int = 0  # KV that requests retain with a lower priority is not written there
-    key_dtype: KvDType | None = None  # `int8` keys with int4 values lose nearly nothing; unset = as kv_cache.dtype
-    value_dtype: KvDType | None = None  # `int8`, `int4`; unset = as kv_cache.dtype
+    key_dtype: KvNumbers | None = None  # `int8` keys with int4 values lose little; unset = as kv_cache.dtype
+    value_dtype: KvNumbers | None = None  # `int8`, `int4`; unset = as kv_cache.dtype
 
     @property
     def has_second_level(self) -> bool:
