@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from backend.api.checkpoint.gguf import GgufHeader, gguf_file, read_header
 from backend.api.checkpoint.model_files import read_object, shown
-from backend.api.checkpoint.quantised import FILE, KvDtype
+from backend.api.checkpoint.quantised import FILE
 from backend.api.checkpoint.weight_files import tensor_shapes, weight_files
 from backend.api.config.kv_bits import KV_BITS, kv_bits
-from backend.api.config.schema import EngineConfig, Implementation
+from backend.api.config.schema import EngineConfig, Implementation, KvNumbers
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.gguf import held
@@ -34,7 +34,7 @@ class Checkpoint(Struct, frozen=True):
     head_dim: int
     max_position: int
     dtype: str
-    kv_dtype: KvDtype | None = None
+    kv_dtype: KvNumbers | None = None
     model: ModelConfig | None = None  # None for GGUF files, and for models that transformers runs
     is_hosted: bool = False  # transformers runs it
 
