@@ -21,7 +21,7 @@ from backend.worker import kv_fingerprint, native_tier
 from deploy import model_source
 from kernels.common import four_bits, kv_format
 from kernels.cpu import build, trust
-from tests.mutants.changes import SetAttribute, change, replace
+from tests.mutants.changes import SetAttribute, change, change_everywhere, replace
 
 
 def blobs_anywhere_are_a_hub_s(set_attribute: SetAttribute) -> None:
@@ -77,11 +77,11 @@ MUTANTS = {
         [_case("config is 500 objects deep")],
     ),
     "values_have_the_bits_of_keys": (
-        change(kv_bits, "kv_bits", ('KV_BITS[values or "auto"]', 'KV_BITS[keys or "auto"]')),
+        change_everywhere(kv_bits.kv_bits, ('KV_BITS[values or "auto"]', 'KV_BITS[keys or "auto"]')),
         [_TIER_CHOICE + "test_quantised_kv_on_the_torch_tier_takes_its_bits_and_two_halves_a_head[k8v4-6]"],
     ),
     "a_pair_of_kv_types_is_not_looked_at": (
-        change(kv_bits, "kv_bits", ("not in KV_TYPES.values()", "is None")),
+        change_everywhere(kv_bits.kv_bits, ("not in KV_TYPES.values()", "is None")),
         [_TIER_CHOICE + "test_a_pair_of_types_that_no_kernel_has_is_refused[int4-int8]"],
     ),
     "kv_of_other_bits_has_the_same_fingerprint": (
