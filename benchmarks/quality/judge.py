@@ -68,7 +68,10 @@ class Served:
         )  # type: ignore[arg-type]
         cache = KvCacheConfig(max_tokens=2 * ROW_TOKENS, **named(kv if kind else "auto"))
         config = EngineConfig(
-            chosen, cache, SchedulerConfig(max_batch_size=1), LimitsConfig(max_tensor_bytes=MOST_BYTES)
+            chosen,
+            cache,
+            SchedulerConfig(max_batch_size=1),
+            LimitsConfig(max_tensor_bytes=MOST_BYTES, max_live_tensor_bytes=MOST_BYTES),
         )
         self._workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache)
         self._core = EngineCore(config, self._workers)
