@@ -77,7 +77,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     swap_bytes: int = 0  # host memory for KV of paused sequences, where scheduler.preemption is `swap`
     onboard_blocks: bool = True  # read such KV back; off: it is only written
     secondary_offload_min_priority: int = 0  # KV that requests retain with a lower priority is not written there
-    key_dtype: KvNumbers | None = None  # `int8` keys with int4 values lose little; unset = as kv_cache.dtype
+    key_dtype: KvNumbers | None = None  # `int8` with int4 values loses far less than int4; unset = as kv_cache.dtype
     value_dtype: KvNumbers | None = None  # `int8`, `int4`; unset = as kv_cache.dtype
 
     @property
