@@ -214,7 +214,7 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     stride_token,
     stride_side,
     stride_head,
-    stride_value,  # of tokens, from one value to the next; stride_token: from key to key
+    stride_value,  # from a token's value to the next one's; stride_token is that of keys
     words_stride_block,
     words_stride_token,
     words_stride_side,

@@ -64,7 +64,7 @@ class NativeAttention:
         head_dim: int,
         dtype: torch.dtype,  # float32 or bfloat16: of queries, keys, values and results
         block_size: int,  # tokens
-        kv_format: KVFormat = PLAIN,  # of the KV pool
+        kv_format: KVFormat = PLAIN,
         window: int | None = None,  # tokens that one sees, itself included; None = all
         sink_tokens: int = 0,  # the first tokens of a sequence, seen from outside of a window too
         scale: float | None = None,  # factor of the products of queries and keys; None: 1 / sqrt(head_dim)

@@ -6,7 +6,7 @@ from backend.api.config.schema import KvCacheConfig, KvDType, KvNumbers
 from backend.api.errors import ConfigError
 
 KV_BITS: dict[KvDType, int] = {"auto": 16, "int8": 8, "int4": 4}  # 16: the model's own type, whatever its size
-# What kernels have (KV_FORMATS of kernels/common/kv_format.py): name -> types of keys and of values
+# name -> types of keys and of values; the same names as in KV_FORMATS of kernels/common/kv_format.py
 KV_TYPES: dict[str, tuple[KvNumbers | None, KvNumbers | None]] = {
     "auto": (None, None),
     "int8": ("int8", "int8"),
