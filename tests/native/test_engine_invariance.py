@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backend.api import EngineConfig, SamplingConfig
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.worker.group import InProcessWorkerGroup
 from tests.native.families import VOCAB, Family, family_of_super_blocks, random_family
@@ -75,7 +76,7 @@ def arranged(
             max_tokens=BLOCK * 400,
             max_attention_window=attention.windows,
             sink_tokens=attention.sink_tokens,
-            dtype=form.kv,
+            **named(form.kv),
         ),
         SchedulerConfig(
             max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization", look_ahead=look_ahead
