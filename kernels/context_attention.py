@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.attention_tiles import ARCHITECTURES, constants_of, tiles_for
-from kernels.common.kv_format import KVPool, dequantised, load_seen, read_cells
+from kernels.common.kv_format import KV_FORMATS, KVPool, dequantised, load_seen, read_cells
 from kernels.common.scoring import LOG2_E, capped
 from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     group: int = 2
     head_dim: int = 16
     block_size: int = 16
-    bits: int = 16
+    kv: str = "auto"
     window: int | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
@@ -65,18 +65,19 @@ CASES = [
     Case([(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True, sink_tokens=4),
     Case([(1, 10), (6, 19), (11, 11)], window=1, sink_tokens=1),
     Case([(40, 290), (1, 200)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140, sink_tokens=70),
-    Case([(3, 200), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=16, window=20, sink_tokens=17),
-    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sink_tokens=1000),
-    Case([(3, 9), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=64),
-    Case([(3, 9), (1, 140), (20, 80)], bits=4, head_dim=40, block_size=64),
-    Case([(33, 150)], kv_heads=1, group=4, bits=8, head_dim=64, window=30, sinks=True),
-    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sinks=True),
+    Case([(3, 200), (1, 140), (20, 80)], kv="int8", head_dim=24, block_size=16, window=20, sink_tokens=17),
+    Case([(33, 150)], kv_heads=1, group=4, kv="int4", head_dim=64, window=30, sink_tokens=1000),
+    Case([(3, 9), (1, 140), (20, 80)], kv="int8", head_dim=24, block_size=64),
+    Case([(3, 9), (1, 140), (20, 80)], kv="int4", head_dim=40, block_size=64),
+    Case([(33, 150)], kv_heads=1, group=4, kv="int8", head_dim=64, window=30, sinks=True),
+    Case([(33, 150)], kv_heads=1, group=4, kv="int4", head_dim=64, window=30, sinks=True),
+    Case([(33, 150)], kv_heads=1, group=4, kv="k8v4", head_dim=40, window=30, sinks=True, sink_tokens=3),
     Case([(9, 9), (1, 100)], softcap=0.7),
     Case([(30, 250), (1, 200)], kv_heads=1, group=4, window=50, sinks=True, softcap=1.5),
-    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, softcap=0.7),
+    Case([(33, 150)], kv_heads=1, group=4, kv="int4", head_dim=64, window=30, softcap=0.7),
     *(
-        Case([(5, 5), (1, 13), (3, 70), (1, 2)], bits=bits, dtype=dtype)
-        for bits in (16, 8, 4)
+        Case([(5, 5), (1, 13), (3, 70), (1, 2)], kv=kv, dtype=dtype)
+        for kv in KV_FORMATS
         for dtype in (torch.bfloat16, torch.float16)
     ),
 ]
@@ -96,7 +97,7 @@ def reference(
 ) -> Tensor:
     """Like `context_attention`, token by token in float64, rounded at the end. Tokens outside of all rows get 0."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    _, block_size, _, kv_heads, _ = pool.data.shape
+    _, block_size, kv_heads, _ = pool.keys.shape
     bounds = starts.tolist()
     for row, length in enumerate(lengths.tolist()):
         for token in range(bounds[row], bounds[row + 1]):
@@ -148,18 +149,17 @@ def context_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0 or rows == 0:
         return out
-    _, block_size, _, kv_heads, _ = pool.data.shape
+    _, block_size, kv_heads, _ = pool.keys.shape
     group = heads // kv_heads
-    bits = min(pool.bits, 16)
     architecture, in_float32 = architecture_of(q, ARCHITECTURES), q.dtype == torch.float32
     sink_tokens = sink_tokens if window else 0
-    tiles = tiles_for(head_dim, bits, group, tokens, rows, architecture, in_float32, sink_tokens)
+    tiles = tiles_for(head_dim, pool.format.is_quantised, group, tokens, rows, architecture, in_float32, sink_tokens)
     grid = (tokens // (tiles.block_m // group) + rows, kv_heads)
     _context_attention_kernel[grid](
-        q, pool.data, pool.words, starts, lengths, tables, sinks, out,
+        q, pool.keys, pool.words, starts, lengths, tables, sinks, out,
         scale * LOG2_E, softcap * LOG2_E if softcap else None, rows,
         tables.stride(0), q.stride(0), q.stride(1), *pool.strides,
-        **constants_of(tiles, head_dim, group, block_size, bits, window, rows, sink_tokens),
+        **constants_of(tiles, head_dim, group, block_size, pool.format, window, rows, sink_tokens),
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -169,7 +169,7 @@ def context_attention(
 @jit(do_not_specialize=["rows", "table_stride"])
 def _context_attention_kernel(  # noqa: C901 (device code is compiled as one function)
     q,  # [tokens, heads, head_dim]
-    pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, WIDTH]
+    pool,  # KVPool.keys [num_blocks, BLOCK_SIZE, kv_heads, KEY_WIDTH], from which strides lead to values
     words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, kv_heads], or None: a plain pool
     starts,  # [rows + 1] int32
     lengths,  # [rows] int32
@@ -186,24 +186,28 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     stride_token,
     stride_side,
     stride_head,
+    stride_value,  # from a token's value to the next one's; stride_token is that of keys
     words_stride_block,
     words_stride_token,
     words_stride_side,
     words_stride_head,
     GROUP: tl.constexpr,  # query heads of a kv head
-    WIDTH: tl.constexpr,  # head_dim, or half of it for int4: then q and out are two halves
+    HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     WINDOW: tl.constexpr,  # or None
     SINK_TOKENS: tl.constexpr,  # 0 without a window
     ROWS: tl.constexpr,  # a power of two, at least rows
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # a power of two, at least WIDTH
+    KEY_D: tl.constexpr,  # a power of two, at least KEY_WIDTH
+    VALUE_D: tl.constexpr,  # the same for values
     WIDEN: tl.constexpr,  # compute in float32: the interpreter cannot multiply bfloat16
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # tokens
-    HEAD_DIM: tl.constexpr = 2 * WIDTH if BITS == 4 else WIDTH
+    KEY_WIDTH: tl.constexpr = HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM  # half for int4: then q is two halves
+    VALUE_WIDTH: tl.constexpr = HEAD_DIM // 2 if VALUE_BITS == 4 else HEAD_DIM  # and then out is
     query_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles have more keys, so they start first
     kv_head = tl.program_id(1)
 
@@ -223,16 +227,17 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     query = first_query + place // GROUP
     is_query = (place < BLOCK_Q * GROUP) & (query < queries)
     position = length - queries + query
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, KEY_D)
+    d_value = tl.arange(0, VALUE_D)
     token = (start + first_query).to(tl.int64)  # the first of the tile; offsets in a tile fit int32
-    q_mask = is_query[:, None] & (d < WIDTH)[None, :]
+    q_mask = is_query[:, None] & (d < KEY_WIDTH)[None, :]
     q += token * q_token_stride + kv_head * GROUP * q_head_stride
     q_at = q + (place // GROUP * q_token_stride + place % GROUP * q_head_stride)[:, None] + d[None, :]
     x = tl.load(q_at, q_mask, other=0)
     if WIDEN:
         x = x.to(tl.float32)
-    if BITS == 4:
-        x_high = tl.load(q_at + WIDTH, q_mask, other=0)
+    if KEY_BITS == 4:
+        x_high = tl.load(q_at + KEY_WIDTH, q_mask, other=0)
         if WIDEN:
             x_high = x_high.to(tl.float32)
 
@@ -249,9 +254,8 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     first = begin // BLOCK_N
     stop = tl.cdiv(end, BLOCK_N)
     SINK_TILES: tl.constexpr = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
-    skipped = (
-        0  # tiles between those of sink tokens and the window's; the former are counted as if they came right before
-    )
+    # tiles between those of sink tokens and the window's; the former are counted as if they came right before
+    skipped = 0
     if SINK_TILES > 0:
         whole_begin = tl.maximum(whole_begin, SINK_TILES)
         skipped = tl.maximum(first, SINK_TILES) - tl.minimum(stop, SINK_TILES)
@@ -265,9 +269,9 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
     if sinks is not None:
         m_i = tl.load(sinks + kv_head * GROUP + place % GROUP, is_query, other=0) * 1.4426950408889634
         l_i += 1.0  # the first tile rescales the 1 of a sink of -inf to 0
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if BITS == 4:
-        acc_high = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_D], tl.float32)
+    if VALUE_BITS == 4:
+        acc_high = tl.zeros([BLOCK_M, VALUE_D], tl.float32)
     head = pool + kv_head.to(tl.int64) * stride_head
     if words is not None:
         head_words = words + kv_head.to(tl.int64) * words_stride_head
@@ -284,7 +288,7 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
             if SINK_TILES > 0 and part == 0:
                 newest = tl.where(key < SINK_TOKENS, end, key)
             is_seen = (newest >= begin) & (key < end)
-            mask = is_seen[:, None] & (d < WIDTH)[None, :]
+            mask = is_seen[:, None] & (d < KEY_WIDTH)[None, :]
             if BLOCK_SIZE % BLOCK_N == 0:
                 block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
                 cell = tile * BLOCK_N % BLOCK_SIZE + tl.arange(0, BLOCK_N)
@@ -294,15 +298,15 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
                 cell = key % BLOCK_SIZE
                 base = (block * stride_block)[:, None]
             at = (cell * stride_token)[:, None] + d[None, :]
-            k = load_seen(head + base + at, mask, part != 1 or BLOCK_D != WIDTH)
-            if BITS == 16:
+            k = load_seen(head + base + at, mask, part != 1 or KEY_D != KEY_WIDTH)
+            if KEY_BITS == 16:
                 k_low = k.to(x.dtype)
             else:
                 words_at = block * words_stride_block + cell * words_stride_token
                 k_params = load_seen(head_words + words_at, is_seen, part != 1)
-                k_low = dequantised(k & 15 if BITS == 4 else k, k_params, x.dtype)
+                k_low = dequantised(k & 15 if KEY_BITS == 4 else k, k_params, x.dtype)
             scores = tl.dot(x, tl.trans(k_low), input_precision="ieee")
-            if BITS == 4:
+            if KEY_BITS == 4:
                 k_high = dequantised(k >> 4, k_params, x.dtype)
                 scores = tl.dot(x_high, tl.trans(k_high), scores, input_precision="ieee")
             if softcap is not None:
@@ -323,33 +327,36 @@ def _context_attention_kernel(  # noqa: C901 (device code is compiled as one fun
             l_i = l_i * alpha + tl.sum(p, 1)
             acc *= alpha[:, None]
             p = p.to(x.dtype)
-            v = load_seen(
-                head + (base + stride_side) + at, mask, part != 1 or BLOCK_D != WIDTH
-            )  # loaded late to save registers
-            if BITS == 16:
+            if KEY_BITS != VALUE_BITS:
+                mask = is_seen[:, None] & (d_value < VALUE_WIDTH)[None, :]
+                at = (cell * stride_value)[:, None] + d_value[None, :]
+            # loaded late to save registers
+            v = load_seen(head + (base + stride_side) + at, mask, part != 1 or VALUE_D != VALUE_WIDTH)
+            if VALUE_BITS == 16:
                 v_low = v.to(x.dtype)
             else:
                 v_params = load_seen(head_words + (words_at + words_stride_side), is_seen, part != 1)
-                v_low = dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
+                v_low = dequantised(v & 15 if VALUE_BITS == 4 else v, v_params, x.dtype)
             acc = tl.dot(p, v_low, acc, input_precision="ieee")
-            if BITS == 4:
+            if VALUE_BITS == 4:
                 v_high = dequantised(v >> 4, v_params, x.dtype)
                 acc_high = tl.dot(p, v_high, acc_high * alpha[:, None], input_precision="ieee")
 
     inverse = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     heads = tl.num_programs(1) * GROUP
     out += (token * heads + kv_head * GROUP) * HEAD_DIM
-    out_at = out + (place // GROUP * heads + place % GROUP)[:, None] * HEAD_DIM + d[None, :]
+    out_at = out + (place // GROUP * heads + place % GROUP)[:, None] * HEAD_DIM + d_value[None, :]
+    q_mask = is_query[:, None] & (d_value < VALUE_WIDTH)[None, :]
     tl.store(out_at, (acc * inverse[:, None]).to(out.dtype.element_ty), q_mask)
-    if BITS == 4:
-        tl.store(out_at + WIDTH, (acc_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
+    if VALUE_BITS == 4:
+        tl.store(out_at + VALUE_WIDTH, (acc_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
 
 
 def variants() -> dict[str, Variant]:
     """The variants for Llama-3-8B: 32 heads and 8 kv heads of 128."""
 
     def variant(
-        bits: int,
+        kv: str,
         block_size: int,
         window: int | None = None,
         many: bool = True,
@@ -357,26 +364,19 @@ def variants() -> dict[str, Variant]:
         sink_tokens: int = 0,
         softcap: bool = False,
     ) -> Variant:
-        shape = (128, bits, 4, 2048 if many else 8, 8)
+        is_quantised = KV_FORMATS[kv].is_quantised
+        shape = (128, is_quantised, 4, 2048 if many else 8, 8)
         tiles = tiles_for(*shape, min(90, architectures[0]), sink_tokens=sink_tokens)
-        strides = [
-            name for name in _context_attention_kernel.arg_names if "stride_" in name and name != "words_stride_token"
-        ]
-        strides += ["q_token_stride", "q_head_stride"]
-        integers = [*strides, "table_stride", "rows"]
-        floats = ("q", "out") if bits < 16 else ("q", "pool", "out")
-        types = dict.fromkeys(floats, "*bf16") | dict.fromkeys(("starts", "lengths", "tables"), "*i32")
-        types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
-        constants = constants_of(tiles, 128, 4, block_size, bits, window, 8, sink_tokens)
-        constants |= {"WIDEN": False, "words_stride_token": 1}
-        if bits < 16:
-            types |= {"pool": "*u8", "words": "*i32"}
-        else:
-            constants["words"] = None
-        if window and not sink_tokens:  # logits of heads and sink tokens do not come together in a model that is served
-            types["sinks"] = "*fp32"
-        else:
-            constants["sinks"] = None
+        names = (name for name in _context_attention_kernel.arg_names if "stride_" in name)
+        strides = [*(name for name in names if name != "words_stride_token"), "q_token_stride", "q_head_stride"]
+        types = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("starts", "lengths", "tables"), "*i32")
+        types |= dict.fromkeys((*strides, "table_stride", "rows"), "i32") | {"scale": "fp32"}
+        constants = constants_of(tiles, 128, 4, block_size, KV_FORMATS[kv], window, 8, sink_tokens)
+        constants |= {"WIDEN": False, "words_stride_token": 1} | ({} if is_quantised else {"words": None})
+        types |= {"pool": "*u8", "words": "*i32"} if is_quantised else {"pool": "*bf16"}
+        has_sinks = window and not sink_tokens  # the two do not come together in a model that is served
+        types |= {"sinks": "*fp32"} if has_sinks else {}
+        constants |= {} if has_sinks else {"sinks": None}
         types |= {"softcap": "fp32"} if softcap else {}
         constants |= {} if softcap else {"softcap": None}
         instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA" if many else "HMMA", "LDGSTS")}
@@ -384,16 +384,17 @@ def variants() -> dict[str, Variant]:
         return Variant(kernel, types, constants, warps, stages, tuple(strides), instructions, architectures)
 
     return {
-        "bf16": variant(16, 64),
-        "bf16-window-sinks": variant(16, 128, window=4096),
-        "bf16-sink-tokens": variant(16, 64, window=4096, architectures=(90, 100), sink_tokens=4),
-        "bf16-sink-tokens-sm80": variant(16, 64, window=4096, architectures=(80,), sink_tokens=4),
-        "int8-sink-tokens": variant(8, 64, window=4096, architectures=(90, 100), sink_tokens=4),
-        "bf16-few": variant(16, 16, many=False),
-        "bf16-softcap": variant(16, 64, softcap=True),
-        "int8": variant(8, 64, architectures=(90, 100)),
-        "int8-sm80": variant(8, 64, architectures=(80,)),
-        "int4": variant(4, 64, architectures=(90, 100)),
-        "int4-sm80": variant(4, 64, architectures=(80,)),
-        "int4-few": variant(4, 64, many=False, architectures=(90, 100)),
+        "bf16": variant("auto", 64),
+        "bf16-window-sinks": variant("auto", 128, window=4096),
+        "bf16-sink-tokens": variant("auto", 64, window=4096, architectures=(90, 100), sink_tokens=4),
+        "bf16-sink-tokens-sm80": variant("auto", 64, window=4096, architectures=(80,), sink_tokens=4),
+        "int8-sink-tokens": variant("int8", 64, window=4096, architectures=(90, 100), sink_tokens=4),
+        "bf16-few": variant("auto", 16, many=False),
+        "bf16-softcap": variant("auto", 64, softcap=True),
+        "int8": variant("int8", 64, architectures=(90, 100)),
+        "int8-sm80": variant("int8", 64, architectures=(80,)),
+        "int8-keys-int4-values": variant("k8v4", 64),
+        "int4": variant("int4", 64, architectures=(90, 100)),
+        "int4-sm80": variant("int4", 64, architectures=(80,)),
+        "int4-few": variant("int4", 64, many=False, architectures=(90, 100)),
     }

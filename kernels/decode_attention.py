@@ -21,8 +21,7 @@ The products multiply n + bias; the bias is subtracted together with adding `lea
 Only p_t * scale_v is rounded to 16 bits, so its error is multiplied by how far n is from the middle, not by n. Over thousands of
 keys the values cancel out, and the error of n itself would not (1.8 % in bfloat16 at 32,768 tokens).
 
-The low and high halves of an int4 byte are
-the two halves of head_dim, so each product is two dots.
+The low and high halves of an int4 byte are the two halves of head_dim, so each product with int4 is two dots.
 
 The number of instructions bounds this loop (docs/lab/kv4-decode.md). Therefore
 
@@ -40,7 +39,15 @@ import torch
 from torch import Tensor
 
 from kernels import context_attention
-from kernels.common.kv_format import KVPool, floats_of_int4, floats_of_int8, load_seen, scale_and_least, unpacking
+from kernels.common.kv_format import (
+    KV_FORMATS,
+    KVPool,
+    floats_of_int4,
+    floats_of_int8,
+    load_seen,
+    scale_and_least,
+    unpacking_constants,
+)
 from kernels.common.scoring import LOG2_E, capped
 from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 from kernels.merge_splits import finished, merge_splits
@@ -97,17 +104,15 @@ def decode_attention(
 ) -> Tensor:
     """Attends with q [rows, heads, head_dim], one query a row; returns a new tensor like q.
 
-    Raises ValueError unless head_dim is a power of two from 32 on.
-
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
     a query sees, its own included; sink_tokens: the first tokens of a row, which it sees besides these. pool is one layer's; a
-    plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS. softcap 0: none.
+    plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS. softcap 0: none. Raises
+    ValueError unless head_dim is a power of two from 32 on.
     """
     if not runs_on(q):
         return reference(q, pool, lengths, tables, scale, window, sinks, sink_tokens, softcap)
     rows, heads, head_dim = q.shape
-    _, block_size, _, kv_heads, _ = pool.data.shape
-    bits = min(pool.bits, 16)
+    _, block_size, kv_heads, _ = pool.keys.shape
     if head_dim < 32 or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim {head_dim} is not a power of two from 32 on")
     if tables.stride(1) != 1 or split_tokens % TILE_TOKENS:
@@ -121,22 +126,27 @@ def decode_attention(
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     window, sink_tokens = window or 0, sink_tokens if window else 0
     _decode_kernel[(rows, kv_heads, splits)](
-        q, pool.data, pool.words, lengths, tables, sinks, out, parts, stats, scale * LOG2_E,
+        q, pool.keys, pool.words, lengths, tables, sinks, out, parts, stats, scale * LOG2_E,
         softcap * LOG2_E if softcap else None, window, splits, tables.stride(0), *pool.strides,
-        GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=bits, WINDOWED=window > 0,
+        GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOWED=window > 0,
         SINK_TOKENS=sink_tokens,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16, SPLIT=split_tokens,
-        **unpacking(q.dtype, bits).constants(), **_config(heads // kv_heads, bits, head_dim),
+        **unpacking_constants(q.dtype, pool.format), **_config(heads // kv_heads, pool.format.is_quantised, head_dim),
     )  # fmt: skip
     if parts is not None and stats is not None:
         merge_splits(parts, stats, lengths, out, split_tokens, window, sinks, sink_tokens)
     return out
 
 
-def _config(group: int, bits: int, head_dim: int) -> dict[str, int]:
+def _config(group: int, is_quantised: bool, head_dim: int) -> dict[str, int]:
     columns = max(8, next_power_of_two(group))
     num_warps = min(4, max(1, columns * head_dim // 2048, head_dim // 128))
-    return {"COLUMNS": columns, "TILE": TILE_TOKENS, "num_warps": num_warps, "num_stages": 3 if bits == 16 else 5}
+    return {
+        "COLUMNS": columns,
+        "TILE": TILE_TOKENS,
+        "num_warps": num_warps,
+        "num_stages": 5 if is_quantised else 3,
+    }
 
 
 @jit
@@ -187,7 +197,7 @@ def _straight(
 @jit(do_not_specialize=["window", "splits", "stride_table"])
 def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     q,  # [rows, heads, HEAD_DIM]
-    pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, ROW]
+    pool,  # KVPool.keys [num_blocks, BLOCK_SIZE, kv_heads, KEY_ROW], from which strides lead to values
     words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, kv_heads], or None: a plain pool
     lengths,  # [rows] int32 or int64
     tables,  # [rows, max_blocks] int32
@@ -204,6 +214,7 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     stride_token,
     stride_side,
     stride_head,
+    stride_value,  # from a token's value to the next one's; stride_token is that of keys
     words_stride_block,
     words_stride_token,
     words_stride_side,
@@ -211,9 +222,12 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     GROUP: tl.constexpr,  # heads / kv_heads
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr,  # 4, 8, or 16: a plain pool
-    ASM: tl.constexpr,  # kv_format.Unpacking
-    BIAS: tl.constexpr,
+    KEY_BITS: tl.constexpr,  # 4, 8, or 16: a plain pool, of values too
+    KEY_ASM: tl.constexpr,  # kv_format.Unpacking
+    KEY_BIAS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_ASM: tl.constexpr,
+    VALUE_BIAS: tl.constexpr,
     WINDOWED: tl.constexpr,  # window > 0
     SINK_TOKENS: tl.constexpr,  # 0 without a window
     WIDEN: tl.constexpr,  # dots in float32: the interpreter's bfloat16 is wrong
@@ -221,9 +235,10 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     COLUMNS: tl.constexpr,  # a power of two, at least GROUP
     TILE: tl.constexpr,  # tokens
 ):
-    ROW: tl.constexpr = HEAD_DIM // 2 if BITS == 4 else HEAD_DIM
+    KEY_ROW: tl.constexpr = HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM
+    VALUE_ROW: tl.constexpr = HEAD_DIM // 2 if VALUE_BITS == 4 else HEAD_DIM
     DTYPE: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
-    MIDDLE: tl.constexpr = 8 if BITS == 4 else 127
+    MIDDLE: tl.constexpr = 8 if VALUE_BITS == 4 else 127
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -235,21 +250,19 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     column = tl.arange(0, COLUMNS)
     real = column < GROUP
     head = kv_head * GROUP + column
-    d = tl.arange(0, ROW)
+    d, d_value = tl.arange(0, KEY_ROW), tl.arange(0, VALUE_ROW)
     place = (row * tl.num_programs(1) * GROUP + head) * HEAD_DIM
-    q_at = q + place[None, :] + (d if BITS == 16 else d // 4 % 4 * (ROW // 4) + d // 16 * 4 + d % 4)[:, None]
-    q_a = tl.load(q_at, real[None, :] & (d < ROW)[:, None], other=0).to(DTYPE)
+    q_at = q + place[None, :] + (d if KEY_BITS == 16 else d // 4 % 4 * (KEY_ROW // 4) + d // 16 * 4 + d % 4)[:, None]
+    q_a = tl.load(q_at, real[None, :] & (d < KEY_ROW)[:, None], other=0).to(DTYPE)
     q_sum = tl.sum(q_a.to(tl.float32), 0)
-    if BITS == 4:
-        q_b = tl.load(q_at + ROW, real[None, :] & (d < ROW)[:, None], other=0).to(DTYPE)
+    if KEY_BITS == 4:
+        q_b = tl.load(q_at + KEY_ROW, real[None, :] & (d < KEY_ROW)[:, None], other=0).to(DTYPE)
         q_sum += tl.sum(q_b.to(tl.float32), 0)
     q_sum *= scale
     m_i = tl.full([COLUMNS], float("-inf"), tl.float32)
-    l_i = tl.zeros(
-        [8, COLUMNS], tl.float32
-    )  # it is kept in eight parts, as the threads hold them, and added up at the end
-    acc_a = tl.zeros([ROW, COLUMNS], tl.float32)
-    acc_b = tl.zeros([ROW, COLUMNS], tl.float32)
+    l_i = tl.zeros([8, COLUMNS], tl.float32)  # in eight parts, as the threads hold them, which are added up at the end
+    acc_a = tl.zeros([VALUE_ROW, COLUMNS], tl.float32)
+    acc_b = tl.zeros([VALUE_ROW, COLUMNS], tl.float32)
     shift = tl.zeros([8, COLUMNS], tl.float32)  # a term to add to each element of acc at the end
     # Cells that are not seen are not read: they may hold anything, even NaN. All of tiles [whole_begin, whole_end) is seen. The
     # tiles of sink tokens come last.
@@ -265,7 +278,7 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
     tiles_end = (whole_begin, whole_end, stop, tl.minimum(stop, SINK_END))
     table = tables + row * stride_table
     pool += kv_head * stride_head
-    if BITS < 16:
+    if KEY_BITS < 16:
         words += kv_head * words_stride_head
     for part in tl.static_range(0 if WINDOWED else 1, 4 if SINK_END > 0 else 3):
         for tile in tl.range(tiles_begin[part], tiles_end[part], TILE, num_stages=None if part == 1 else 1):
@@ -282,19 +295,19 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
                 cell = token % BLOCK_SIZE
                 at = pool + (block * stride_block + cell * stride_token)[:, None] + d[None, :]
             keys = load_seen(at, seen[:, None], part != 1)
-            if BITS == 16:
+            if KEY_BITS == 16:
                 s = tl.dot(keys.to(DTYPE), q_a, input_precision="ieee") * scale
             else:
                 word = words + block * words_stride_block + cell * words_stride_token
                 k_scale, k_least = scale_and_least(load_seen(word, seen, part != 1))
-                keys = _for_keys(keys, TILE, ROW)
-                if BITS == 4:
-                    low, high = floats_of_int4(keys, q.dtype.element_ty, ASM)
+                keys = _for_keys(keys, TILE, KEY_ROW)
+                if KEY_BITS == 4:
+                    low, high = floats_of_int4(keys, q.dtype.element_ty, KEY_ASM)
                     s = tl.dot(low.to(DTYPE), q_a, input_precision="ieee")
                     s = tl.dot(high.to(DTYPE), q_b, s, input_precision="ieee")
                 else:
-                    s = tl.dot(floats_of_int8(keys, q.dtype.element_ty, ASM).to(DTYPE), q_a, input_precision="ieee")
-                s = s * (k_scale * scale)[:, None] + q_sum[None, :] * (k_least - BIAS * k_scale)[:, None]
+                    s = tl.dot(floats_of_int8(keys, q.dtype.element_ty, KEY_ASM).to(DTYPE), q_a, input_precision="ieee")
+                s = s * (k_scale * scale)[:, None] + q_sum[None, :] * (k_least - KEY_BIAS * k_scale)[:, None]
             if softcap is not None:
                 s = capped(s, softcap)
             if part != 1:
@@ -305,79 +318,83 @@ def _decode_kernel(  # noqa: C901 (device code is compiled as one function)
             l_i = l_i * alpha[None, :] + tl.sum(p.reshape(TILE // 8, 8, COLUMNS), 0)
             m_i = m_new
             acc_a *= alpha[None, :]
-            values = _for_values(load_seen(at + stride_side, seen[:, None], part != 1), TILE, ROW, BITS)
-            if BITS == 16:
+            value_at = at + stride_side
+            if KEY_BITS != VALUE_BITS:
+                value_at = pool + stride_side + (block * stride_block + cell * stride_value)[:, None] + d_value[None, :]
+            values = _for_values(load_seen(value_at, seen[:, None], part != 1), TILE, VALUE_ROW, VALUE_BITS)
+            if VALUE_BITS == 16:
                 acc_a = tl.dot(values.to(DTYPE), p.to(DTYPE), acc_a, input_precision="ieee")
             else:
                 v_scale, v_least = scale_and_least(load_seen(word + words_stride_side, seen, part != 1))
                 weight = (p * v_scale[:, None]).to(DTYPE)
                 change = p * (v_least + MIDDLE * v_scale)[:, None]
-                if BIAS != -MIDDLE:  # subtracted for the rounded weights, because the dots multiply the rounded ones
-                    change -= weight.to(tl.float32) * (BIAS + MIDDLE)
+                if (
+                    VALUE_BIAS != -MIDDLE
+                ):  # subtracted for the rounded weights, because the dots multiply the rounded ones
+                    change -= weight.to(tl.float32) * (VALUE_BIAS + MIDDLE)
                 shift = shift * alpha[None, :] + tl.sum(change.reshape(TILE // 8, 8, COLUMNS), 0)
-                weight = _apart(weight, TILE, COLUMNS, BITS)
-                if BITS == 4:
+                weight = _apart(weight, TILE, COLUMNS, VALUE_BITS)
+                if VALUE_BITS == 4:
                     acc_b *= alpha[None, :]
-                    low, high = floats_of_int4(values, q.dtype.element_ty, ASM)
+                    low, high = floats_of_int4(values, q.dtype.element_ty, VALUE_ASM)
                     acc_a = tl.dot(low.to(DTYPE), weight, acc_a, input_precision="ieee")
                     acc_b = tl.dot(high.to(DTYPE), weight, acc_b, input_precision="ieee")
                 else:
-                    acc_a = tl.dot(
-                        floats_of_int8(values, q.dtype.element_ty, ASM).to(DTYPE), weight, acc_a, input_precision="ieee"
-                    )
+                    numbers = floats_of_int8(values, q.dtype.element_ty, VALUE_ASM).to(DTYPE)
+                    acc_a = tl.dot(numbers, weight, acc_a, input_precision="ieee")
     l_i = tl.sum(l_i, 0)
     shift = tl.sum(shift, 0)
-    acc_a = _straight(acc_a + shift[None, :], COLUMNS, ROW)
-    acc_b = _straight(acc_b + shift[None, :], COLUMNS, ROW)
-    mask = real[:, None] & (d < ROW)[None, :]
+    acc_a = _straight(acc_a + shift[None, :], COLUMNS, VALUE_ROW)
+    acc_b = _straight(acc_b + shift[None, :], COLUMNS, VALUE_ROW)
+    mask = real[:, None] & (d_value < VALUE_ROW)[None, :]
     if parts is None:
-        place = place[:, None] + d[None, :]
+        place = place[:, None] + d_value[None, :]
         factor = finished(m_i, l_i, sinks, head, real)[:, None]
         tl.store(out + place, (acc_a * factor).to(out.dtype.element_ty), mask)
-        if BITS == 4:
-            tl.store(out + place + ROW, (acc_b * factor).to(out.dtype.element_ty), mask)
+        if VALUE_BITS == 4:
+            tl.store(out + place + VALUE_ROW, (acc_b * factor).to(out.dtype.element_ty), mask)
     else:
         part_at = (row * tl.num_programs(1) * GROUP + head) * splits + split
-        target = parts + part_at[:, None] * HEAD_DIM + d[None, :]
+        target = parts + part_at[:, None] * HEAD_DIM + d_value[None, :]
         tl.store(target, acc_a, mask)
-        if BITS == 4:
-            tl.store(target + ROW, acc_b, mask)
+        if VALUE_BITS == 4:
+            tl.store(target + VALUE_ROW, acc_b, mask)
         tl.store(stats + part_at * 2, m_i, real)
         tl.store(stats + part_at * 2 + 1, l_i, real)
 
 
 def variants() -> dict[str, Variant]:
-    types = dict.fromkeys(("q", "out"), "*bf16") | {"lengths": "*i32", "tables": "*i32", "scale": "fp32"}
-    types |= dict.fromkeys(("parts", "stats"), "*fp32")
-    strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
-    strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
-    types |= dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
+    names = (name for name in _decode_kernel.arg_names if "stride_" in name)
+    strides = tuple(name for name in names if name not in ("words_stride_token", "stride_table"))
+    types = {"lengths": "*i32", "tables": "*i32", "scale": "fp32", "parts": "*fp32", "stats": "*fp32"}
+    types |= dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
 
     def variant(
-        bits: int, block_size: int, group: int = 4, windowed: bool = False, sink_tokens: int = 0, softcap: bool = False
+        kv: str, block_size: int, group: int = 4, windowed: bool = False, sink_tokens: int = 0, softcap: bool = False
     ) -> Variant:
-        config = _config(group, bits, 128)
+        format = KV_FORMATS[kv]
+        config = _config(group, format.is_quantised, 128)
         num_warps, num_stages = config.pop("num_warps"), config.pop("num_stages")
-        shape = {"GROUP": group, "HEAD_DIM": 128, "BLOCK_SIZE": block_size, "BITS": bits, "SPLIT": SPLIT_TOKENS}
-        constants = config | shape | unpacking(torch.bfloat16, bits).constants()
-        constants |= {"WINDOWED": windowed, "SINK_TOKENS": sink_tokens, "WIDEN": False}
-        constants |= {} if softcap else {"softcap": None}
-        constants |= {"sinks": None, "words_stride_token": 1} | ({"words": None} if bits == 16 else {})
+        shape = {"GROUP": group, "HEAD_DIM": 128, "BLOCK_SIZE": block_size, "SPLIT": SPLIT_TOKENS, "WIDEN": False}
+        constants = config | shape | unpacking_constants(torch.bfloat16, format)
+        constants |= {"WINDOWED": windowed, "SINK_TOKENS": sink_tokens, "sinks": None, "words_stride_token": 1}
+        constants |= ({} if softcap else {"softcap": None}) | ({} if format.is_quantised else {"words": None})
         its_types = types | ({"softcap": "fp32"} if softcap else {})
-        its_types |= {"pool": "*bf16"} if bits == 16 else {"pool": "*u8", "words": "*i32"}
-        instructions = dict.fromkeys((80, 90, 100), ("HMMA", "LDGSTS.E.BYPASS.128", "LDS.128" if bits < 16 else "LDSM"))
+        its_types |= {"pool": "*u8", "words": "*i32"} if format.is_quantised else {"pool": "*bf16"}
+        loads = "LDGSTS.E.BYPASS.128", "LDS.128" if format.is_quantised else "LDSM"
+        instructions = dict.fromkeys((80, 90, 100), ("HMMA", *loads))
         return Variant(_decode_kernel, its_types, constants, num_warps, num_stages, strides, instructions)
 
-    made = {
-        "16-bit": variant(16, 64),
-        "16-bit-blocks-of-16": variant(16, 16),
-        "8-bit": variant(8, 64),
-        "4-bit": variant(4, 64),
-        "4-bit-blocks-of-16-window": variant(4, 16, windowed=True),
-        "16-bit-softcap": variant(16, 64, softcap=True),
-        "4-bit-softcap": variant(4, 64, softcap=True),
-        "16-bit-window-sink-tokens": variant(16, 64, windowed=True, sink_tokens=4),
-        "4-bit-window-sink-tokens": variant(4, 64, windowed=True, sink_tokens=4),
-        "4-bit-32-heads": variant(4, 64, group=32),
+    return {
+        "16-bit": variant("auto", 64),
+        "16-bit-blocks-of-16": variant("auto", 16),
+        "8-bit": variant("int8", 64),
+        "8-bit-keys-4-bit-values": variant("k8v4", 64),
+        "4-bit": variant("int4", 64),
+        "4-bit-blocks-of-16-window": variant("int4", 16, windowed=True),
+        "16-bit-softcap": variant("auto", 64, softcap=True),
+        "4-bit-softcap": variant("int4", 64, softcap=True),
+        "16-bit-window-sink-tokens": variant("auto", 64, windowed=True, sink_tokens=4),
+        "4-bit-window-sink-tokens": variant("int4", 64, windowed=True, sink_tokens=4),
+        "4-bit-32-heads": variant("int4", 64, group=32),
     }
-    return made

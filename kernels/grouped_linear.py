@@ -3,9 +3,10 @@
     y[r, n] = sum over k of x[source(r), k] * w[e(r)][n, k] + bias[e(r)][n]
 
 Rows r are the pairs of a token and one of its experts, in the order of their experts e(r) and, within one, of the tokens;
-source(r) is the pair's token, or r itself where x has these rows already. Each expert's rows are cut into blocks of `block` rows; a program
-multiplies a block with a tile of its expert's features. How many blocks there are depends on the tokens, so there are
-programs for as many as there could be, and those beyond the last return at once: no look at the host, as graphs need it.
+source(r) is the pair's token, or r itself where x has these rows already. Each expert's rows are cut into blocks of
+`block` rows; a program multiplies a block with a tile of its expert's features. How many blocks there are depends on the
+tokens, so there are programs for as many as there could be, and those beyond the last return at once: no look at the host,
+as graphs need it.
 
 Weights stay where they are: a program reads the address of its expert's from a table.
 """

@@ -14,11 +14,10 @@ TurboMind (kv_cache_utils_v2), QServe (Lin et al. 2024) and LMDeploy (fill_kv_ca
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kernels import norm, rope
-from kernels.common.kv_format import KVPool, pack, quantize_rows
+from kernels.common.kv_format import KV_FORMATS, KVPool, write_cells
 from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (rotary dimensions, interleaved), of heads of 96
@@ -60,14 +59,7 @@ def reference(
         query, key = (rope.reference(x, *factors, interleaved) for x in (query, key))
     if query_scales is not None:
         query = query * query_scales[positions, None, None]
-    block, offset = cells // block_size, cells % block_size
-    sides = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
-    if pool.params is None:
-        pool.data[block, offset] = sides.to(pool.data.dtype)
-    else:
-        q, scale, least = quantize_rows(sides.flatten(0, 2), pool.bits)
-        pool.data[block, offset] = pack(q, pool.bits).unflatten(0, sides.shape[:3])
-        pool.params[block, offset] = torch.stack((scale, least), dim=1).unflatten(0, sides.shape[:3])
+    write_cells(pool, cells // block_size, cells % block_size, key, value)
     out = qkv.new_zeros(len(qkv), heads, head_dim)
     out[real] = query.to(qkv.dtype)
     return out
@@ -101,15 +93,16 @@ def kv_append(
     rotary_dim = 0 if cos is None else 2 * cos.shape[1]
     _kv_append_kernel[(len(qkv), _num_groups(heads, kv_heads, config["GROUP"]))](
         qkv.contiguous(), positions.contiguous(), cos, sin, query_scales, cells.contiguous(), q_norm, k_norm,
-        q, pool.data, pool.words, eps, *pool.strides, ROTARY_DIM=rotary_dim, INTERLEAVED=interleaved,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=pool.bits, **config,
+        q, pool.keys, pool.words, eps, *pool.strides, ROTARY_DIM=rotary_dim, INTERLEAVED=interleaved,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        KEY_BITS=pool.format.key_bits, VALUE_BITS=pool.format.value_bits, **config,
     )  # fmt: skip
     return q
 
 
 def _shape(qkv: Tensor, pool: KVPool) -> tuple[int, int, int, int]:
     """Returns heads, kv_heads, head_dim, block_size."""
-    _, block_size, _, kv_heads, _ = pool.data.shape
+    _, block_size, kv_heads, _ = pool.keys.shape
     return qkv.shape[1] // pool.head_dim - 2 * kv_heads, kv_heads, pool.head_dim, block_size
 
 
@@ -209,6 +202,27 @@ def _quantized(
 
 
 @jit
+def _store_quantized(
+    target,  # [GROUP, HALF_BLOCK]: where the heads' first bytes go
+    a,  # float32 [GROUP, HALF_BLOCK]: the heads' first halves
+    b,  # like a: their second halves
+    inside,  # [1, HALF_BLOCK]
+    mask,  # like a
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Stores the numbers, and returns the heads' words, int32 [GROUP]."""
+    lower, upper, scale, least = _quantized(a, b, inside, BITS)
+    if BITS == 4:
+        tl.store(target, (lower | upper << 4).to(tl.uint8), mask)
+    else:
+        tl.store(target, lower.to(tl.uint8), mask)
+        tl.store(target + HALF, upper.to(tl.uint8), mask)
+    low_half = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low_half | least.to(tl.int16, bitcast=True).to(tl.int32) << 16
+
+
+@jit
 def _kv_append_kernel(
     qkv,  # [tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM]
     positions,  # [tokens] int64
@@ -219,13 +233,14 @@ def _kv_append_kernel(
     q_norm,  # [HEAD_DIM], or None
     k_norm,  # [HEAD_DIM], or None
     q,  # [tokens, HEADS, HEAD_DIM]
-    pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, KV_HEADS, row]
+    pool,  # KVPool.keys [num_blocks, BLOCK_SIZE, KV_HEADS, row], from which strides lead to values
     words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, KV_HEADS], or None: a plain pool
     eps,
     stride_block,
     stride_token,
     stride_side,
     stride_head,
+    stride_value,  # from a token's value to the next one's; stride_token is that of keys
     words_stride_block,
     words_stride_token,
     words_stride_side,
@@ -234,7 +249,8 @@ def _kv_append_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr,  # 8 or 4 for a quantised pool
+    KEY_BITS: tl.constexpr,  # 8 or 4 for a quantised pool
+    VALUE_BITS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,  # 0 without cos
     INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,  # heads of a program, a power of two
@@ -281,20 +297,19 @@ def _kv_append_kernel(
             a, b = _rotated(a, b, heads, mask, k_norm, eps, cos, sin, columns, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
         block = cell // BLOCK_SIZE
         offset = cell % BLOCK_SIZE
-        place = pool + block * stride_block + offset * stride_token + side.to(tl.int64) * stride_side
+        stride = stride_token
+        if KEY_BITS != VALUE_BITS:
+            stride = tl.where(side == 0, stride_token, stride_value)
+        place = pool + block * stride_block + offset * stride + side.to(tl.int64) * stride_side
         target = place + head.to(tl.int64)[:, None] * stride_head + columns[None, :]
         if words is None:
             tl.store(target, a.to(pool.dtype.element_ty), mask)
             tl.store(target + HALF, b.to(pool.dtype.element_ty), mask)
         else:
-            lower, upper, scale, least = _quantized(a, b, inside, BITS)
-            if BITS == 4:
-                tl.store(target, (lower | upper << 4).to(tl.uint8), mask)
+            if KEY_BITS == VALUE_BITS or side == 0:
+                word = _store_quantized(target, a, b, inside, mask, HALF, KEY_BITS)
             else:
-                tl.store(target, lower.to(tl.uint8), mask)
-                tl.store(target + HALF, upper.to(tl.uint8), mask)
-            low_half = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            word = low_half | least.to(tl.int16, bitcast=True).to(tl.int32) << 16
+                word = _store_quantized(target, a, b, inside, mask, HALF, VALUE_BITS)
             word_at = words + block * words_stride_block + offset * words_stride_token
             word_at += side.to(tl.int64) * words_stride_side + head.to(tl.int64) * words_stride_head
             tl.store(word_at, word, head < KV_HEADS)
@@ -304,11 +319,12 @@ def variants() -> dict[str, Variant]:
     types = dict.fromkeys(("qkv", "q", "pool"), "*bf16") | dict.fromkeys(("positions", "cells"), "*i64")
     types |= {"eps": "fp32"}
     strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
-    strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
+    strides += ("stride_value", *(f"words_{name}" for name in strides if name != "stride_token"))
     types |= dict.fromkeys(strides, "i32")
     groups = {"norms": ("q_norm", "k_norm"), "rope": ("cos", "sin"), "scales": ("query_scales",)}
 
-    def variant(heads: int, kv_heads: int, head_dim: int, bits: int, has: tuple[str, ...], rotary_dim: int) -> Variant:
+    def variant(heads: int, kv_heads: int, head_dim: int, kv: str, has: tuple[str, ...], rotary_dim: int) -> Variant:
+        format = KV_FORMATS[kv]
         config = _config(heads, kv_heads, head_dim)
         num_warps = config.pop("num_warps")
         constants: dict[str, object] = {
@@ -317,7 +333,8 @@ def variants() -> dict[str, Variant]:
             "KV_HEADS": kv_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": 64,
-            "BITS": bits,
+            "KEY_BITS": format.key_bits,
+            "VALUE_BITS": format.value_bits,
             "ROTARY_DIM": rotary_dim,
             "INTERLEAVED": "interleaved" in has,
             "words_stride_token": 1,
@@ -328,23 +345,24 @@ def variants() -> dict[str, Variant]:
                 its_types |= dict.fromkeys(names, "*bf16" if group == "norms" else "*fp32")
             else:
                 constants |= dict.fromkeys(names)
-        its_types |= {"pool": "*u8", "words": "*i32"} if bits < 16 else {}
-        constants |= {} if bits < 16 else {"words": None}
-        wide = ("LDG.E.128", "STG.E.128") if bits == 16 else ("LDG.E.128", "STG.E.64")
+        its_types |= {"pool": "*u8", "words": "*i32"} if format.is_quantised else {}
+        constants |= {} if format.is_quantised else {"words": None}
+        wide = ("LDG.E.128", "STG.E.64" if format.is_quantised else "STG.E.128")
         instructions = dict.fromkeys((80, 90, 100), wide)
         kernel = _kv_append_kernel
         return Variant(kernel, its_types, constants, num_warps, divisible=strides, instructions=instructions)
 
     return {
-        "plain-128": variant(32, 8, 128, 16, (), 128),
-        "plain-norms-128": variant(32, 8, 128, 16, ("norms",), 128),
-        "plain-80": variant(32, 32, 80, 16, (), 80),
-        "plain-without-rope-128": variant(32, 8, 128, 16, (), 0),
-        "plain-partial-96-of-128": variant(32, 8, 128, 16, ("norms",), 96),
-        "plain-interleaved-scales-128": variant(32, 8, 128, 16, ("interleaved", "scales"), 128),
-        "int8-128": variant(32, 8, 128, 8, (), 128),
-        "int8-scales-128": variant(32, 8, 128, 8, ("scales",), 128),
-        "int4-128": variant(32, 8, 128, 4, (), 128),
-        "int4-norms-128-one-kv-head": variant(4, 1, 128, 4, ("norms",), 128),
-        "int4-partial-32-of-128": variant(32, 8, 128, 4, (), 32),
+        "plain-128": variant(32, 8, 128, "auto", (), 128),
+        "plain-norms-128": variant(32, 8, 128, "auto", ("norms",), 128),
+        "plain-80": variant(32, 32, 80, "auto", (), 80),
+        "plain-without-rope-128": variant(32, 8, 128, "auto", (), 0),
+        "plain-partial-96-of-128": variant(32, 8, 128, "auto", ("norms",), 96),
+        "plain-interleaved-scales-128": variant(32, 8, 128, "auto", ("interleaved", "scales"), 128),
+        "int8-128": variant(32, 8, 128, "int8", (), 128),
+        "int8-scales-128": variant(32, 8, 128, "int8", ("scales",), 128),
+        "int4-128": variant(32, 8, 128, "int4", (), 128),
+        "k8v4-128": variant(32, 8, 128, "k8v4", (), 128),
+        "int4-norms-128-one-kv-head": variant(4, 1, 128, "int4", ("norms",), 128),
+        "int4-partial-32-of-128": variant(32, 8, 128, "int4", (), 32),
     }

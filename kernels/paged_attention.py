@@ -65,7 +65,7 @@ class GenerationGroup(NamedTuple):
     tokens: Tensor | None  # [rows] int64: their place in the flat batch; None if they are the whole batch
     blocks: Tensor  # [rows * blocks] int64
     mask: Tensor  # [rows, 1, 1, cells] in the query's dtype: 0, or -inf where a cell is not to be seen
-    unseen: Tensor  # [rows, cells, 1, 1, 1] bool
+    unseen: Tensor  # [rows, cells, 1, 1] bool
     seen_by_all: slice  # cells that every row sees; unseen ones among the others are set to 0, because 0 * NaN is NaN
 
 
@@ -296,7 +296,7 @@ def _plan_generation(
                 tokens,
                 blocks.to(device),
                 mask.to(device)[:, None, None],
-                unseen.to(device)[:, :, None, None, None],
+                unseen.to(device)[:, :, None, None],
                 slice(head, tail),
             )
         )
@@ -340,25 +340,29 @@ def _plan_context(
     return ContextRow(torch.from_numpy(chosen.astype(np.int64)).to(device), slices)
 
 
-def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gathers the KV of blocks int64 [n] in dtype: a new tensor [n, block_size, 2, kv_heads, head_dim]."""
-    data = pool.data.index_select(0, blocks)
+def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Gathers keys and values of blocks int64 [n] in dtype: two new tensors [n, block_size, kv_heads, head_dim]."""
+    sides = [data.index_select(0, blocks) for data, _ in pool.sides]
     if pool.params is None:
-        return data
-    scale, least = pool.params.index_select(0, blocks).float().unbind(-1)
-    return (unpack(data, pool.bits).float() * scale[..., None] + least[..., None]).to(dtype)
+        return sides
+    params = pool.params.index_select(0, blocks).float()  # [n, block_size, 2, kv_heads, 2]
+    for side, (_, bits) in enumerate(pool.sides):
+        scale, least = params[:, :, side].unbind(-1)
+        sides[side] = (unpack(sides[side], bits).float() * scale[..., None] + least[..., None]).to(dtype)
+    return sides
 
 
 def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup, scoring: Scoring) -> Tensor:
     """Attends with q [rows, heads, head_dim]. The query heads of a kv head become the queries of one product."""
-    kv = gather_blocks(pool, group.blocks, q.dtype)
-    kv = kv.view(q.shape[0], -1, *kv.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
+    sides = gather_blocks(pool, group.blocks, q.dtype)
+    sides = [each.view(q.shape[0], -1, *each.shape[2:]) for each in sides]  # [rows, cells, kv_heads, head_dim]
     head, tail = group.seen_by_all.start, group.seen_by_all.stop
-    for ragged in (slice(0, head), slice(tail, kv.shape[1])):
+    for ragged in (slice(0, head), slice(tail, sides[0].shape[1])):
         if ragged.start < ragged.stop:
-            kv[:, ragged].masked_fill_(group.unseen[:, ragged], 0)
-    k, v = kv.transpose(1, 3).unbind(2)  # each [rows, kv_heads, cells, head_dim]
-    grouped = q.unflatten(1, (kv.shape[3], -1))  # [rows, kv_heads, group, head_dim]
+            for each in sides:
+                each[:, ragged].masked_fill_(group.unseen[:, ragged], 0)
+    k, v = (each.transpose(1, 2) for each in sides)  # each [rows, kv_heads, cells, head_dim]
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [rows, kv_heads, group, head_dim]
     if not scoring.is_plain:
         return attend(grouped[:, :, :, None], k, v, group.mask[:, :, None], scoring).flatten(1, 3)
     scale = scoring.scale
@@ -367,9 +371,9 @@ def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup, scoring:
 
 def _attend_context(q: Tensor, out: Tensor, pool: KVPool, row: ContextRow, scoring: Scoring) -> None:
     """Fill the row's part of `out` [num_tokens, heads, head_dim]."""
-    kv = gather_blocks(pool, row.blocks, q.dtype).flatten(0, 1)  # [cells, 2, kv_heads, head_dim]
+    sides = [each.flatten(0, 1) for each in gather_blocks(pool, row.blocks, q.dtype)]  # [cells, kv_heads, head_dim]
     for part in row.slices:
-        k, v = kv[part.cells].permute(1, 2, 0, 3).unbind(0)  # each [kv_heads, keys, head_dim]
+        k, v = (each[part.cells].transpose(0, 1) for each in sides)  # each [kv_heads, keys, head_dim]
         queries = q[part.tokens].transpose(0, 1)[None]  # [1, heads, queries, head_dim]
         mask = part.mask
         if scoring.is_plain:

@@ -8,9 +8,10 @@ from msgspec import Struct
 
 from backend.api.checkpoint.gguf import GgufHeader, gguf_file, read_header
 from backend.api.checkpoint.model_files import read_object, shown
-from backend.api.checkpoint.quantised import FILE, KvDtype
+from backend.api.checkpoint.quantised import FILE
 from backend.api.checkpoint.weight_files import tensor_shapes, weight_files
-from backend.api.config.schema import EngineConfig, Implementation
+from backend.api.config.kv_bits import KV_BITS, kv_bits
+from backend.api.config.schema import EngineConfig, Implementation, KvNumbers
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.gguf import held
@@ -20,7 +21,6 @@ from backend.architectures.registry import HEADLESS, read_config
 from backend.architectures.sizes import check_hosted_sizes, check_sizes
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_BITS = {"int8": 8, "int4": 4}
 PARAMETER_BYTES = 4  # parameters of one quantised key or value of a head, beside its numbers
 
 
@@ -34,7 +34,7 @@ class Checkpoint(Struct, frozen=True):
     head_dim: int
     max_position: int
     dtype: str
-    kv_dtype: KvDtype | None = None
+    kv_dtype: KvNumbers | None = None
     model: ModelConfig | None = None  # None for GGUF files, and for models that transformers runs
     is_hosted: bool = False  # transformers runs it
 
@@ -48,13 +48,14 @@ class Checkpoint(Struct, frozen=True):
         return config.model.max_seq_len or self.max_position
 
     def kv_bytes_per_token(self, config: EngineConfig, *, on_cpu: bool) -> int:
-        """Bytes of one token's KV in all layers. On a CPU float16 is computed in float32."""
+        """Bytes of one token's KV in all layers. On a CPU float16 is computed in float32. Raises ConfigError (kv_bits)."""
         dtype = self.dtype if config.model.dtype == "auto" else config.model.dtype
         value_bytes = VALUE_BYTES["float32" if on_cpu and dtype == "float16" else dtype]
-        kv_dtype = self.kv_dtype if config.kv_cache.dtype == "auto" else config.kv_cache.dtype
-        bits = KV_BITS.get(kv_dtype or "", 0)
-        head = self.head_dim * bits // 8 + PARAMETER_BYTES if bits else self.head_dim * value_bytes
-        return self.num_layers * 2 * self.num_kv_heads * head
+        of_both = (
+            self.head_dim * value_bytes if bits == KV_BITS["auto"] else self.head_dim * bits // 8 + PARAMETER_BYTES
+            for bits in kv_bits(config.kv_cache, self.kv_dtype)
+        )
+        return self.num_layers * self.num_kv_heads * sum(of_both)
 
 
 def examine(path: Path, implementation: Implementation = "auto") -> Checkpoint:

@@ -24,8 +24,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from backend.api.checkpoint.quantised import KvDtype
-from backend.api.config.schema import Windows
+from backend.api.config.schema import KvNumbers, Windows
 
 NormKind = Literal["rms", "layer"]
 # gelu: with the error function; gelu_tanh: its approximation; swiglu_oai: gpt-oss's, which is clamped
@@ -224,7 +223,7 @@ class ModelConfig(Struct, frozen=True):
     dtype: str | None  # None: config.json has none, and the embedding's is taken
     eos_ids: tuple[int, ...]
     quantization: Any  # format of the checkpoint's linear layers (backend/models/quantized.py); None = floats
-    kv_cache_dtype: KvDtype | None  # the type that the checkpoint asks for; None = none named
+    kv_cache_dtype: KvNumbers | None  # the type that the checkpoint asks for; None = none named
     block: Block = Block()
     names: TensorNames = TensorNames()
     is_part: bool = False  # True: the checkpoint holds more, such as a vision tower, which is left out

@@ -66,7 +66,7 @@ def attention(
 
 def _with_norms(qkv: Tensor, weights: AttentionWeights, block: Block, pool: KVPool) -> Tensor:
     """qkv [num_tokens, (heads + 2 * kv_heads) * head_dim] with normed q and k, for norms that `kv_append` does not compute."""
-    kv = pool.data.shape[3] * pool.head_dim
+    kv = pool.keys.shape[2] * pool.head_dim
 
     def normed(part: Tensor, weight: Tensor | None) -> Tensor:
         assert weight is not None

@@ -14,11 +14,11 @@ from backend.api.checkpoint.quantised import (
     GptqFormat,
     Int4Format,
     Int8Format,
-    KvDtype,
     Mxfp4Format,
     QoqFormat,
     parse_quantisation,
 )
+from backend.api.config.schema import KvNumbers
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.registry import read_config
@@ -70,7 +70,7 @@ _READERS: dict[type, type[QuantizedLayers]] = {
 }
 
 
-def parse_quantization(content: dict[str, Any]) -> tuple[QuantizedLayers | None, KvDtype | None]:
+def parse_quantization(content: dict[str, Any]) -> tuple[QuantizedLayers | None, KvNumbers | None]:
     """Returns how linear layers are stored and the type of the KV cache; None means floats. Raises ConfigError."""
     found, kv_dtype = parse_quantisation(content)
     return (None if found is None else _READERS[type(found)](**vars(found))), kv_dtype

@@ -27,7 +27,7 @@ from backend.models.decoder import Decoder, Follow, build_decoder
 from backend.models.linears import LinearOptions
 from backend.models.parts import Parts
 from backend.quant.folds import Layer
-from kernels.common.kv_format import KVPool, PlainPool, QuantizedPool
+from kernels.common.kv_format import PLAIN, KVFormat, KVPool, PlainPool, QuantizedPool
 from kernels.paged_attention import AttentionRows, plan_attention
 
 ROWS_AT_ONCE = 4
@@ -118,7 +118,7 @@ class Calibration:
             model.embedding = rows = part.flatten(0, 1)
             after, (pool,) = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
             part.copy_(after.view_as(part))
-            keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
+            keys = torch.maximum(keys, pool.keys.abs().amax((0, 1)))
         if not self.hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
         return made, keys
@@ -173,10 +173,10 @@ class _Recorder(DenseLinear):
         return Inputs(self._max_abs, self._squares / self.num_tokens, torch.cat(self._samples))
 
 
-def forward_rows(model: Decoder, rows: Tensor, kv_bits: int | None = None) -> tuple[Tensor, list[KVPool]]:
+def forward_rows(model: Decoder, rows: Tensor, kv: KVFormat = PLAIN) -> tuple[Tensor, list[KVPool]]:
     """rows [rows, length] int64, each a text of its own -> (hidden states [rows * length, hidden], each layer's KV).
 
-    `kv_bits` 8 or 4: the KV is quantised before it is attended to.
+    `kv`: in which the KV is attended to.
     """
     config, dtype = model.config, model.dtype
     num_rows, length = rows.shape
@@ -185,7 +185,7 @@ def forward_rows(model: Decoder, rows: Tensor, kv_bits: int | None = None) -> tu
     where = AttentionRows(np.arange(num_rows + 1) * length, np.full(num_rows, length), tables)
     plans = plan_attention(where, BLOCK_SIZE, config.windows, config.head_dim, dtype, rows.device)
     sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    layout = PlainPool(*sizes, dtype) if kv_bits is None else QuantizedPool(*sizes, kv_bits)
+    layout = QuantizedPool(*sizes, kv) if kv.is_quantised else PlainPool(*sizes, dtype)
     shape = (num_rows * num_blocks, *layout.block_shape)
     pools = [layout.view(torch.zeros(shape, dtype=layout.dtype)) for _ in range(config.num_layers)]
     cells = (torch.arange(num_rows)[:, None] * num_blocks * BLOCK_SIZE + torch.arange(length)).flatten()

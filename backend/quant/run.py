@@ -16,8 +16,7 @@ from backend.quant.checkpoint import FloatCheckpoint, Writer, new_folder
 from backend.quant.folds import obstacles, parts
 from backend.quant.layers import Errors, quantize_layer
 from backend.quant.schemes import Scheme, make_scheme
-
-KV_BITS = {"int8": 8, "int4": 4}
+from kernels.common.kv_format import KV_FORMATS
 
 
 class QuantSettings(NamedTuple):
@@ -89,7 +88,7 @@ def _section(scheme: Scheme, kv: str | None) -> dict[str, Any]:
     section = scheme.config()
     if kv is not None:
         section["kv_cache_scheme"] = dict(
-            num_bits=KV_BITS[kv], type="int", symmetric=False, strategy="token_head", dynamic=True
+            num_bits=KV_FORMATS[kv].key_bits, type="int", symmetric=False, strategy="token_head", dynamic=True
         )
     return section
 

@@ -19,7 +19,7 @@ from backend.hosted.native_modules import NativeModules
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.tier import KVBlock
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
-from kernels.common.kv_format import PoolLayout
+from kernels.common.kv_format import KVFormat, PoolLayout
 from kernels.common.scoring import Scoring
 from kernels.cpu.attention import NativeAttention, Scratch, StepRows
 from kernels.cpu.decoder import UnknownCell
@@ -80,10 +80,9 @@ class NativeLayers:
 
     name = "native"
 
-    def __init__(self, model: HostedModel, library: CDLL, block_size: int, kv_bits: int) -> None:
-        """`kv_bits` as in NativeTier."""
+    def __init__(self, model: HostedModel, library: CDLL, block_size: int, kv_format: KVFormat) -> None:
         self._model, self.library = model, library
-        self._block_size, self._kv_bits = block_size, kv_bits
+        self._block_size, self._kv_format = block_size, kv_format
         self.scratch, self.threads = Scratch(library), torch.get_num_threads()
         self._layers: dict[int, NativeAttention] = {}
         self._modules = NativeModules(model.host, self)
@@ -94,7 +93,7 @@ class NativeLayers:
             model.use_native_modules(self._modules, self, _TRIAL)
 
     def kv_block(self) -> KVBlock:
-        dtype = torch.uint8 if self._kv_bits else self._model.dtype
+        dtype = torch.uint8 if self._kv_format.is_quantised else self._model.dtype
         num_bytes = self._layer(self._model.config.num_heads, 1.0, 0.0, None, None).kv_block_bytes
         return KVBlock((num_bytes // dtype.itemsize,), dtype)
 
@@ -129,7 +128,7 @@ class NativeLayers:
             config.head_dim,
             self._model.dtype,
             self._block_size,
-            self._kv_bits,
+            self._kv_format,
             window,
             scale=scale,
             softcap=softcap,

@@ -24,7 +24,7 @@ def kv_fingerprint(checkpoint: object, loaded: LoadedModel, section: ModelConfig
     kernels = f"torch {torch.__version__} {supported_isas()}" if library is None else library.version
     parts = (
         *(_content(checkpoint, section), loaded.config, loaded.dtype, section.quantization),
-        *(loaded.tier_name, kernels, device, block_size, block.shape, block.dtype),
+        *(loaded.tier_name, kernels, device, block_size, block.shape, block.dtype, loaded.kv_format),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

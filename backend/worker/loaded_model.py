@@ -34,7 +34,7 @@ from backend.worker.adapters import make_stacks
 from backend.worker.kv_storage import KVStorage
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.packed_model import PackedModels
-from backend.worker.tier import KVBlock, Tier, TierChoice, choose_tier, kv_dtype, kv_layout
+from backend.worker.tier import KVBlock, Tier, TierChoice, choose_tier, kv_format, kv_layout
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
@@ -69,7 +69,7 @@ class LoadedModel:
         self.whole = checkpoint.config  # where several ranks run the model, `config` becomes that of this one's part
         self.is_encoder = checkpoint.is_encoder
         self.device = device
-        self._kv_dtype = kv_dtype(kv_cache, self.config)
+        self.kv_format = kv_format(kv_cache, self.config)
         self.choice = choose_tier(section, kv_cache, device, self.config, progress, self.is_hosted)
         self.dtype = self.choice.computes_in(dtype)
         own = () if isinstance(checkpoint, loader.CheckpointReader) else checkpoint.remarks
@@ -139,7 +139,7 @@ class LoadedModel:
 
     def layout(self, block_size: int) -> PoolLayout:
         """The KV pool's layout in the torch and triton tiers; the native tier has a layout of its own."""
-        return kv_layout(self.config, block_size, self.dtype, self._kv_dtype)
+        return kv_layout(self.config, block_size, self.dtype, self.kv_format)
 
     def storage(self, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None) -> KVStorage:
         """`layers`: memory for all blocks of each layer. Raises ConfigError when memory for `num_blocks` cannot be had."""
@@ -214,12 +214,7 @@ class LoadedModel:
             return HostedTier(model, WholeTexts(self.tier_name), adapters)
         if library is None:
             return HostedTier(model, PoolLayers(model, self.layout(block_size)), adapters)
-        return HostedTier(model, NativeLayers(model, library, block_size, self._kv_bits), adapters)
-
-    @property
-    def _kv_bits(self) -> int:
-        """Bits of a number in the native tier's KV pool; 0: those of the model's type."""
-        return {"int8": 8, "int4": 4}.get(self._kv_dtype, 0)
+        return HostedTier(model, NativeLayers(model, library, block_size, self.kv_format), adapters)
 
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
@@ -230,7 +225,7 @@ class LoadedModel:
         self, block_size: int, ranks: RanksMemory | None = None, make: Callable[..., NativeTier] = NativeTier
     ) -> NativeTier:
         """A tier of its own. ranks: what it shares with the tiers of other ranks. make: gets the arguments of NativeTier."""
-        tier = make(self.decoder, self.library, block_size, self._kv_bits, self._screen, ranks)
+        tier = make(self.decoder, self.library, block_size, self.kv_format, self._screen, ranks)
         self._screen = tier.screen
         return tier
 

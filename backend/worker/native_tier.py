@@ -27,6 +27,7 @@ from backend.worker.prompt_inputs import Embedded
 from backend.worker.tier import KVBlock
 from backend.worker.token_adapters import packed_adapter
 from kernels import w4a16
+from kernels.common.kv_format import PLAIN, KVFormat
 from kernels.common.rounding import ROUNDED, Rounded, in_blocks
 from kernels.common.super_blocks import SuperBlocks
 from kernels.cpu.decoder import (
@@ -139,12 +140,12 @@ class NativeTier:
         model: Decoder,
         library: CDLL,
         block_size: int,
-        kv_bits: int = 0,
+        kv_format: KVFormat = PLAIN,
         screen: Screen | None = None,
         ranks: RanksMemory | None = None,
     ) -> None:
-        """`kv_bits`: those of a number in the KV pool, 8 or 4; 0: the model's dtype. The linear layers of `model` must have been
-        made by PackLinears. `screen`: of lm_head, where there is one already. ranks: what they share, where there are several.
+        """The linear layers of `model` must have been made by PackLinears. `screen`: of lm_head, where there is one already.
+        ranks: what they share, where there are several.
         """
         config = model.config
         self.block_size = block_size
@@ -154,7 +155,7 @@ class NativeTier:
             config.head_dim,
             config.intermediate_size,
             block_size,
-            kv_bits,
+            kv_format,
             model.max_seq_len,
             config.sink_tokens,
             config.sliding_window or 0,
@@ -170,7 +171,7 @@ class NativeTier:
             dtype=model.dtype,
         )
         self._ranks = ranks
-        self._dtype = torch.uint8 if kv_bits else model.dtype
+        self._dtype = torch.uint8 if kv_format.is_quantised else model.dtype
         self._hidden_size, self._outputs = config.hidden_size, model.outputs
         self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(packed_adapter)
 

@@ -20,13 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backend.api.config.kv_bits import kv_bits
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.core.step import Row
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
-from kernels.common.kv_format import PlainPool, PoolLayout, QuantizedPool
+from kernels.common.kv_format import PLAIN, KVFormat, PlainPool, PoolLayout, QuantizedPool
 from kernels.common.triton_runtime import runs_at
 from kernels.cpu import build, isa
 from kernels.cpu.decoder import MAX_HEAD_DIM, UNIT
@@ -141,20 +142,20 @@ def _variant(library: build.NativeLibrary) -> str:
     )
 
 
-def kv_dtype(kv_cache: KvCacheConfig, config: ModelConfig) -> str:
-    """The KV cache's type: the configured one; for `auto`, the one that the checkpoint asks for, or `auto` if it names none."""
-    return config.kv_cache_dtype or "auto" if kv_cache.dtype == "auto" else kv_cache.dtype
+def kv_format(kv_cache: KvCacheConfig, config: ModelConfig) -> KVFormat:
+    """The format of the KV cache: what is configured, or what the checkpoint asks for. Raises ConfigError (kv_bits)."""
+    return KVFormat(*kv_bits(kv_cache, config.kv_cache_dtype))
 
 
-def kv_layout(config: ModelConfig, block_size: int, dtype: torch.dtype, kv: str = "auto") -> PoolLayout:
-    """The pool layout of the torch and triton tiers. `kv` is a result of `kv_dtype`. ConfigError if heads cannot be quantised."""
-    if kv == "auto":
+def kv_layout(config: ModelConfig, block_size: int, dtype: torch.dtype, format: KVFormat = PLAIN) -> PoolLayout:
+    """The pool layout of the torch and triton tiers. Raises ConfigError if heads cannot be quantised."""
+    if not format.is_quantised:
         return PlainPool(block_size, config.num_kv_heads, config.head_dim, dtype)
     if config.head_dim % 8:
         raise ConfigError(
-            f"kv_cache.dtype is {kv}, which needs heads of a multiple of 8, not {config.head_dim}; use auto"
+            f"kv_cache.dtype is int{format.value_bits}, which needs heads of a multiple of 8, not {config.head_dim}; use auto"
         )
-    return QuantizedPool(block_size, config.num_kv_heads, config.head_dim, int(kv.removeprefix("int")))
+    return QuantizedPool(block_size, config.num_kv_heads, config.head_dim, format)
 
 
 def _native_objection(device: torch.device, config: ModelConfig) -> str | None:

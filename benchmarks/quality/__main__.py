@@ -23,7 +23,7 @@ def main(
     against: Annotated[str, typer.Option(help="With --model: another model of the same tokens, as it is.")] = "",
     text: Annotated[Path | None, typer.Option(help="With --model: a file of text.")] = None,
     formats: Annotated[
-        str, typer.Option(help="With --model: of model.quantization, and kv:int8, kv:int4.")
+        str, typer.Option(help="With --model: of model.quantization, and kv:int8, kv:k8v4, kv:int4.")
     ] = judge.FORMS,
     peers: Annotated[str, typer.Option(help="With --model, a directory: llamacpp, the types that it makes.")] = "",
     plot: Annotated[Path | None, typer.Option(help="With --model: draw rise and KL against bits here.")] = None,

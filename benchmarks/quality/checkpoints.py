@@ -24,9 +24,10 @@ from torch import Tensor
 from backend.models.config import read_model_config
 from backend.models.decoder import Decoder
 from backend.models.loader import DEFAULT_MODEL, load_directory
-from backend.quant.run import KV_BITS, QuantSettings, quantize_checkpoint
+from backend.quant.run import QuantSettings, quantize_checkpoint
 from backend.quant.text import built_in_texts, rows_of
 from benchmarks.quality.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
+from kernels.common.kv_format import KV_FORMATS, KVFormat
 
 # name -> (what is made, the most that perplexity may rise)
 CHECKPOINTS: dict[str, tuple[QuantSettings, float | None]] = {
@@ -61,9 +62,9 @@ class Texts:
         self._expected = [row_logits(model, part) for part in rows.split(ROWS_AT_ONCE)]
         self.perplexity = self._compare(self._expected).perplexity
 
-    def measure(self, model: Decoder, kv_bits: int | None) -> tuple[Measured, float]:
+    def measure(self, model: Decoder, kv: KVFormat) -> tuple[Measured, float]:
         """Returns the results and the rise of perplexity."""
-        found = self._compare(row_logits(model, part, kv_bits) for part in self.rows.split(ROWS_AT_ONCE))
+        found = self._compare(row_logits(model, part, kv) for part in self.rows.split(ROWS_AT_ONCE))
         return found, found.perplexity / self.perplexity - 1
 
     def _compare(self, logits: Iterable[Tensor]) -> Measured:
@@ -83,8 +84,8 @@ def measure_checkpoints(held_out: Tensor, random: Tensor, console: Console) -> t
             folder = Path(scratch) / "made"
             made = quantize_checkpoint(DEFAULT_MODEL, folder, wanted, rows if is_calibrated else None)
             model = _load(folder)
-        kv_bits = KV_BITS[wanted.kv] if wanted.kv else None
-        (text, rise), (noise, random_rise) = (of.measure(model, kv_bits) for of in texts)
+        kv = KV_FORMATS[wanted.kv or "auto"]
+        (text, rise), (noise, random_rise) = (of.measure(model, kv) for of in texts)
         results.append(Result(name, is_calibrated, made.bytes_after, text, noise, rise, random_rise, bound))
     return results, (texts[0].perplexity, texts[1].perplexity)
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from backend.api import EngineConfig, OutputConfig, Request
+from backend.api.config.kv_bits import KV_TYPES, named
 from backend.api.config.quantization import is_chosen
 from backend.api.config.schema import KvCacheConfig, LimitsConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
@@ -39,7 +40,7 @@ from deploy.progress import SteppedProgress
 
 ROW_TOKENS = 512
 MOST_BYTES = 1 << 30  # of the logits of a row
-FORMS = "none,int8,w8a8,w6a8,w4a8,kv:int8,kv:int4"  # `auto:BITS` besides
+FORMS = ",".join(("none", "int8", "w8a8", "w6a8", "w4a8", *(f"kv:{name}" for name in KV_TYPES if name != "auto")))
 BUILT_IN = ("statistics.py", "fractions.py", "pydoc.py", "doctest.py", "optparse.py")  # prose in docstrings, and code
 console = Console()
 
@@ -59,7 +60,7 @@ class Judged(NamedTuple):
 
 
 class Served:
-    """A model in one form: `kv:TYPE` is a type of the KV cache, anything else a model.quantization."""
+    """A model in one form: `kv:NAME` is an entry of KV_TYPES, anything else a model.quantization."""
 
     def __init__(self, model: Path, form: str, **section: str) -> None:
         kv = form.removeprefix("kv:") if form.startswith("kv:") else ""
@@ -71,9 +72,12 @@ class Served:
             quantization="none" if kv else form,
             **section,
         )  # type: ignore[arg-type]
-        cache = KvCacheConfig(max_tokens=2 * ROW_TOKENS, dtype=kv or "auto")  # type: ignore[arg-type]
+        cache = KvCacheConfig(max_tokens=2 * ROW_TOKENS, **named(kv or "auto"))
         config = EngineConfig(
-            chosen, cache, SchedulerConfig(max_batch_size=1), LimitsConfig(max_tensor_bytes=MOST_BYTES)
+            chosen,
+            cache,
+            SchedulerConfig(max_batch_size=1),
+            LimitsConfig(max_tensor_bytes=MOST_BYTES, max_live_tensor_bytes=MOST_BYTES),
         )
         self._workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache)
         self._core = EngineCore(config, self._workers)

@@ -16,6 +16,7 @@ from torch import Tensor
 from backend.models.decoder import Decoder
 from backend.models.loader import DEFAULT_MODEL
 from backend.quant.calibration import forward_rows
+from kernels.common.kv_format import PLAIN, KVFormat
 
 # What tools/train_default_model.py held out (seed 0, CPython 3.11.7): 1 % of the characters.
 HELD_OUT = (
@@ -43,9 +44,9 @@ class Measured(NamedTuple):
 
 
 @torch.inference_mode()
-def row_logits(model: Decoder, rows: Tensor, kv_bits: int | None = None) -> Tensor:
-    """rows [rows, length] int64, each a text of its own -> logits [rows, length, vocab] float32. `kv_bits`: 8, 4 or floats."""
-    hidden, _ = forward_rows(model, rows, kv_bits)
+def row_logits(model: Decoder, rows: Tensor, kv: KVFormat = PLAIN) -> Tensor:
+    """rows [rows, length] int64, each a text of its own -> logits [rows, length, vocab] float32."""
+    hidden, _ = forward_rows(model, rows, kv)
     return model.logits(hidden).unflatten(0, rows.shape)
 
 

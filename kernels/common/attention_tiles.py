@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernels.common.kv_format import KVFormat
 from kernels.common.triton_runtime import next_power_of_two
 
 
@@ -30,7 +31,7 @@ MIN_ROWS = 32  # kernels are compiled for at least this many rows, so that small
 
 def tiles_for(
     head_dim: int,
-    bits: int,
+    is_quantised: bool,
     group: int,
     tokens: int,
     rows: int,
@@ -39,7 +40,7 @@ def tiles_for(
     sink_tokens: int = 0,
 ) -> AttentionTiles:
     """`sink_tokens` of a layer with a window."""
-    tiles = IN_FLOAT32 if in_float32 else TILES[architecture, bits < 16 or sink_tokens > 0]
+    tiles = IN_FLOAT32 if in_float32 else TILES[architecture, is_quantised or sink_tokens > 0]
     if tokens * group <= 16 * rows:  # few queries a row; BLOCK_N must not change (context_attention.py says why)
         tiles = tiles._replace(block_m=16, num_warps=4)
     if head_dim > 128:
@@ -52,14 +53,15 @@ def constants_of(
     head_dim: int,
     group: int,
     block_size: int,
-    bits: int,
+    format: KVFormat,
     window: int | None,
     rows: int,
     sink_tokens: int = 0,
 ) -> dict[str, object]:
     """The kernel's constexpr arguments."""
-    width = head_dim // 2 if bits == 4 else head_dim
-    made: dict[str, object] = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
-    made["SINK_TOKENS"] = sink_tokens
-    made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, next_power_of_two(width))}
+    made: dict[str, object] = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "WINDOW": window}
+    made |= {"SINK_TOKENS": sink_tokens, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    for side, bits in (("KEY", format.key_bits), ("VALUE", format.value_bits)):
+        width = head_dim // 2 if bits == 4 else head_dim
+        made |= {f"{side}_BITS": bits, f"{side}_D": max(16, next_power_of_two(width))}
     return made | {"ROWS": max(MIN_ROWS, next_power_of_two(rows))}

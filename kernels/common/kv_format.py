@@ -1,4 +1,4 @@
-"""The formats of keys and values: plain, int8 and int4, and the layout of a layer's pool on the triton and torch tiers.
+"""The formats of keys and values, each plain, int8 or int4, and the layout of a layer's pool on the triton and torch tiers.
 
 For each token and kv head, its key (after RoPE) and its value are each quantised as a row, in float32. What a row becomes
 depends on the tier that runs the model:
@@ -33,7 +33,7 @@ terms matter only in rows that are nearly constant.
 The pool of the triton and torch tiers (that of the native tier is described in kernels/cpu/native/kv_pool.h):
 
     pool, uint8 [num_blocks, block_bytes]; a block is
-        data        [kv_heads][key, value][block_size][head_dim * bits / 8]
+        data        [kv_heads][key, value][block_size][head_dim * bits / 8]   bits: of keys, or of values
         params      [kv_heads][key, value][block_size][scale, least]          float16
 
 An int4 byte j of a row holds q[j] in its low and q[j + head_dim / 2] in its high bits, so that the two halves of a row are
@@ -69,14 +69,38 @@ CASES = [(1, 8, 8), (5, 64, 4), (33, 128, 4), (7, 96, 8)]
 MAX_HALF = 65504.0
 
 
+class KVFormat(NamedTuple):
+    """Bits of a number of a key and of a value: 8 or 4; 16: they are of the model's type, float32 too."""
+
+    key_bits: int = 16
+    value_bits: int = 16
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.key_bits < 16
+
+
+PLAIN = KVFormat()
+# The formats that kernels have on every tier. Keys need the more bits: a softmax multiplies their errors.
+KV_FORMATS = {"auto": PLAIN, "int8": KVFormat(8, 8), "int4": KVFormat(4, 4), "k8v4": KVFormat(8, 4)}
+
+
 class KVPool(NamedTuple):
     """One layer's pool as kernels read it, whatever its layout."""
 
-    data: Tensor  # [num_blocks, block_size, 2, kv_heads, row], a view with any strides, of which the last is 1
-    # scale and least, float16 [num_blocks, block_size, 2, kv_heads, 2], a view; None: data holds the values themselves
+    keys: Tensor  # [num_blocks, block_size, kv_heads, row], a view with any strides, of which the last is 1
+    values: (
+        Tensor  # a view of the same memory with the same strides, but for that of tokens where rows have other lengths
+    )
+    # scale and least, float16 [num_blocks, block_size, 2, kv_heads, 2], a view; None: keys and values are there themselves
     params: Tensor | None
     head_dim: int
-    bits: int  # bits of an element: 8 or 4 with params, otherwise as many as data's dtype has
+    format: KVFormat
+
+    @property
+    def sides(self) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
+        """Keys, and values, each with the bits of a number."""
+        return (self.keys, self.format.key_bits), (self.values, self.format.value_bits)
 
     @property
     def words(self) -> Tensor | None:
@@ -85,16 +109,21 @@ class KVPool(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides of block, token, side and head in elements: the four of data, then the four of words, 0 if there are none."""
+        """In elements: those of block, token, side (from keys to values) and head, and of tokens of values; then of block, token,
+        side and head of words, 0 if there are none.
+        """
         of_words = (0, 0, 0, 0) if self.params is None else (stride // 2 for stride in self.params.stride()[:4])
-        return (*self.data.stride()[:4], *of_words)
+        block, token, head, _ = self.keys.stride()
+        side = self.values.storage_offset() - self.keys.storage_offset()
+        return (block, token, side, head, self.values.stride(1), *of_words)
 
 
 def plain_pool(pool: Tensor) -> KVPool:
     """The KVPool of pool [num_blocks, block_size, 2, kv_heads, head_dim]. Raises ValueError unless its last stride is 1."""
     if pool.stride(4) != 1:
         raise ValueError(f"the elements of a head have to lie together in the pool; they are {pool.stride(4)} apart")
-    return KVPool(pool, None, pool.shape[4], 8 * pool.element_size())
+    keys, values = pool.unbind(2)
+    return KVPool(keys, values, None, pool.shape[4], PLAIN)
 
 
 class PlainPool(NamedTuple):
@@ -115,12 +144,12 @@ class PlainPool(NamedTuple):
 
 
 class QuantizedPool(NamedTuple):
-    """The layout of one layer's pool that holds int8 or int4."""
+    """The layout of one layer's pool whose keys and values are each int8 or int4."""
 
     block_size: int  # tokens
     kv_heads: int
     head_dim: int  # a multiple of 8
-    bits: int  # 8 or 4
+    format: KVFormat  # a quantised one
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,13 +160,13 @@ class QuantizedPool(NamedTuple):
         return (self.block_bytes,)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the key, or of the value, of one token and head."""
-        return self.head_dim * self.bits // 8
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of the key, and of the value, of one token and head."""
+        return self.head_dim * self.format.key_bits // 8, self.head_dim * self.format.value_bits // 8
 
     @property
     def data_bytes(self) -> int:
-        return self.kv_heads * 2 * self.block_size * self.row_bytes
+        return self.kv_heads * self.block_size * sum(self.row_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -145,10 +174,11 @@ class QuantizedPool(NamedTuple):
 
     def view(self, pool: Tensor) -> KVPool:
         """The KVPool of pool uint8 [num_blocks, block_bytes]."""
-        shape = (self.kv_heads, 2, self.block_size)
-        data = pool[:, : self.data_bytes].unflatten(1, (*shape, self.row_bytes))
-        params = pool[:, self.data_bytes :].view(torch.float16).unflatten(1, (*shape, 2))
-        return KVPool(data.transpose(1, 3), params.transpose(1, 3), self.head_dim, self.bits)
+        heads = pool[:, : self.data_bytes].unflatten(1, (self.kv_heads, -1))
+        parts = heads.split([self.block_size * row for row in self.row_bytes], dim=2)
+        keys, values = (part.unflatten(2, (self.block_size, -1)).transpose(1, 2) for part in parts)
+        params = pool[:, self.data_bytes :].view(torch.float16).unflatten(1, (self.kv_heads, 2, self.block_size, 2))
+        return KVPool(keys, values, params.transpose(1, 3), self.head_dim, self.format)
 
 
 PoolLayout = PlainPool | QuantizedPool
@@ -193,10 +223,6 @@ class Unpacking(NamedTuple):
 
     asm: str | None  # PTX for four bytes in a register; None in the interpreter, whose operators give the same numbers
     bias: int
-
-    def constants(self) -> dict[str, object]:
-        """The constexpr arguments of a kernel that unpacks q."""
-        return {"ASM": self.asm, "BIAS": self.bias}
 
 
 INT4_BFLOAT16 = """{
@@ -258,15 +284,39 @@ def unpacking(dtype: torch.dtype, bits: int, compiled: bool = not INTERPRETED) -
     return Unpacking(asm if compiled else None, bias)
 
 
+def unpacking_constants(dtype: torch.dtype, format: KVFormat) -> dict[str, object]:
+    """The constexpr arguments of a kernel that says of keys, and of values, how they become floats."""
+    made: dict[str, object] = {}
+    for side, bits in (("KEY", format.key_bits), ("VALUE", format.value_bits)):
+        asm, bias = unpacking(dtype, bits)
+        made |= {f"{side}_BITS": bits, f"{side}_ASM": asm, f"{side}_BIAS": bias}
+    return made
+
+
 def read_cells(pool: KVPool, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
     """Reads the keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
-    if pool.params is None:
-        k, v = pool.data[blocks, cells].double().unbind(1)
-        return k, v
-    q = unpack(pool.data[blocks, cells], pool.bits)  # [cells, 2, kv_heads, head_dim]
-    scale, least = pool.params[blocks, cells].flatten(0, 2).unbind(1)
-    k, v = dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(1)
-    return k, v
+
+    def read(side: int) -> Tensor:
+        data, bits = pool.sides[side]
+        if pool.params is None:
+            return data[blocks, cells].double()
+        q = unpack(data[blocks, cells], bits)  # [cells, kv_heads, head_dim]
+        scale, least = pool.params[blocks, cells, side].flatten(0, 1).unbind(1)
+        return dequantize_rows(q.flatten(0, 1), scale, least).double().view(q.shape)
+
+    return read(0), read(1)
+
+
+def write_cells(pool: KVPool, blocks: Tensor, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Writes keys and values, each [cells, kv_heads, head_dim], in the pool's format."""
+    for side, rows in enumerate((keys, values)):
+        data, bits = pool.sides[side]
+        if pool.params is None:
+            data[blocks, cells] = rows.to(data.dtype)
+            continue
+        q, scale, least = quantize_rows(rows.flatten(0, 1), bits)
+        data[blocks, cells] = pack(q, bits).unflatten(0, rows.shape[:2])
+        pool.params[blocks, cells, side] = torch.stack((scale, least), dim=1).unflatten(0, rows.shape[:2])
 
 
 @jit

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.common.kv_format import PLAIN, KVFormat
 from kernels.cpu.decoder import UnknownCell, default_scale, kv_layout
 from kernels.cpu.structs import AttentionStruct, BatchStruct, ScoringStruct
 
@@ -63,7 +64,7 @@ class NativeAttention:
         head_dim: int,
         dtype: torch.dtype,  # float32 or bfloat16: of queries, keys, values and results
         block_size: int,  # tokens
-        kv_bits: int = 0,  # bits of a number in the KV pool: 8 or 4; 0: `dtype`
+        kv_format: KVFormat = PLAIN,
         window: int | None = None,  # tokens that one sees, itself included; None = all
         sink_tokens: int = 0,  # the first tokens of a sequence, seen from outside of a window too
         scale: float | None = None,  # factor of the products of queries and keys; None: 1 / sqrt(head_dim)
@@ -85,7 +86,7 @@ class NativeAttention:
             softcap,
             None if self._sinks is None else self._sinks.data_ptr(),
         )
-        layout = kv_layout(block_size, kv_heads, head_dim, kv_bits, dtype)
+        layout = kv_layout(block_size, kv_heads, head_dim, kv_format, dtype)
         self.struct = AttentionStruct(heads, layout, scoring, window or 0, sink_tokens)
         self.kv_block_bytes = int(library.everbatch_kv_block_bytes(byref(layout)))  # bytes of this layer's block
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.common.kv_format import KV_FORMATS, KVFormat
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.mixture import NativeExperts, mixture_struct
@@ -81,7 +82,7 @@ class NativeShape:
     head_dim: int
     intermediate: int
     block_size: int  # tokens, a multiple of UNIT
-    kv_bits: int  # bits of a number in the KV pool: 8 or 4; 0: the type of the computation
+    kv_format: KVFormat
     max_seq_len: int
     sink_tokens: int = 0  # in layers with a window
     widest_window: int = 0  # tokens that some layer of the whole model sees besides; 0: all
@@ -146,7 +147,7 @@ class NativeDecoder:
                 "an embedding in super-blocks is none of the types that are computed in"
             )
             dtype = embedding.dtype
-        layout = kv_layout(shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_bits, dtype)
+        layout = kv_layout(shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_format, dtype)
         for name in ("logit_scale", "attention_scale"):
             if (scale := getattr(form, name)) is not None and scale <= 0:
                 raise ValueError(f"{name} is {scale}, the native kernels take numbers above 0")
@@ -305,13 +306,17 @@ class NativeDecoder:
             self._workspace = None
 
 
-def kv_layout(block_size: int, kv_heads: int, head_dim: int, kv_bits: int, dtype: torch.dtype) -> KVLayout:
+def kv_layout(block_size: int, kv_heads: int, head_dim: int, format: KVFormat, dtype: torch.dtype) -> KVLayout:
     """The layout of a KV pool for a computation in `dtype`, float32 or bfloat16. Raises ValueError for one that there is not."""
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}, the native kernels take up to {MAX_HEAD_DIM}")
     if block_size % UNIT:
         raise ValueError(f"block_size is {block_size}, the native kernels need a multiple of {UNIT}")
-    return KVLayout(block_size, kv_heads, head_dim, kv_bits, dtype.itemsize)
+    if format not in KV_FORMATS.values():
+        raise ValueError(
+            f"the native kernels have no KV of {format.key_bits} bits a key and {format.value_bits} a value"
+        )
+    return KVLayout(block_size, kv_heads, head_dim, format.key_bits, dtype.itemsize, format.value_bits)
 
 
 def default_scale(head_dim: int) -> float:

@@ -34,8 +34,9 @@ class KVLayout(Structure):
         ("block_size", c_int32),
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
-        ("kv_bits", c_int32),
+        ("key_bits", c_int32),
         ("element_bytes", c_int32),
+        ("value_bits", c_int32),
     ]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from backend.api.checkpoint import quantised
 from backend.api.config.file import load_config
+from backend.api.config.kv_bits import KV_TYPES, named
 from backend.api.config.schema import EngineConfig
 from backend.architectures.checkpoint import Checkpoint, examine
 from backend.architectures.hosted import sizes_of
@@ -186,9 +187,10 @@ def test_the_weights_of_a_gguf_file_are_told_as_memory_holds_them(tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
-@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv", KV_TYPES)
 def test_the_kv_of_a_token_is_what_the_engine_takes_for_it(dtype: str, kv: str) -> None:
-    settings = [f"model.path={DEFAULT_MODEL}", "model.device=cpu", f"model.dtype={dtype}", f"kv_cache.dtype={kv}"]
+    settings = [f"model.path={DEFAULT_MODEL}", "model.device=cpu", f"model.dtype={dtype}"]
+    settings += [f"kv_cache.{key}={value}" for key, value in named(kv).items() if value]
     config = load_config(overrides=settings)
     engine = LoadedModel(loader.open_directory(DEFAULT_MODEL), config.model, config.kv_cache, torch.device("cpu"))
     assert examine(DEFAULT_MODEL).kv_bytes_per_token(config, on_cpu=True) == engine.kv_bytes_per_token(32)

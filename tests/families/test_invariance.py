@@ -25,9 +25,10 @@ LENGTH = 117  # more than three blocks
 FORMATS = [
     Format("bfloat16"),
     Format("bfloat16", "w8a8"),
-    Format("bfloat16", "w4a8", int4_kv=True),
-    Format("bfloat16", int8_kv=True),
-    Format("float32", "int8", int8_kv=True),
+    Format("bfloat16", "w4a8", kv="int4"),
+    Format("bfloat16", "w8a8", kv="k8v4"),
+    Format("bfloat16", kv="int8"),
+    Format("float32", "int8", kv="int8"),
 ]
 CASES = [(name, form) for name in FAMILIES for form in FORMATS]
 

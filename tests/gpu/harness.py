@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu import stand_in
 from benchmarks.gpu.case import LIMITS
-from kernels.common.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
+from kernels.common.kv_format import KV_FORMATS, KVPool, QuantizedPool, plain_pool, write_cells
 
 try:
     import pytest
@@ -60,16 +60,15 @@ def assert_near(measured: Tensor, expected: Tensor, limit: float | None = None) 
     assert error <= limit, f"error {error:.1e}, limit {limit:.1e}"
 
 
-def make_pool(blocks: int, block_size: int, kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype) -> KVPool:
+def make_pool(blocks: int, block_size: int, kv_heads: int, head_dim: int, kv: str, dtype: torch.dtype) -> KVPool:
     """Returns a pool of random content."""
     tokens = random(blocks, block_size, 2, kv_heads, head_dim, dtype=dtype) + 0.3
-    if bits == 16:
+    if kv == "auto":
         return plain_pool(tokens)
-    layout = QuantizedPool(block_size, kv_heads, head_dim, bits)
+    layout = QuantizedPool(block_size, kv_heads, head_dim, KV_FORMATS[kv])
     pool = layout.view(torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=DEVICE))
-    n, scale, least = quantize_rows(tokens.flatten(0, 3), bits)
-    pool.data.copy_(pack(n, bits).view(pool.data.shape))
-    pool.params.copy_(torch.stack((scale, least), dim=1).view(pool.params.shape))
+    cells = torch.arange(blocks * block_size, device=DEVICE)
+    write_cells(pool, cells // block_size, cells % block_size, *tokens.flatten(0, 1).unbind(1))
     return pool
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.case import Case, Random
 from benchmarks.gpu.cases import all_cases
 from kernels import context_attention, decode_attention, kv_append, log_probs
-from kernels.common.kv_format import KVPool, QuantizedPool, plain_pool
+from kernels.common.kv_format import KV_FORMATS, KVPool, QuantizedPool, plain_pool
 from tests.gpu.harness import (
     DEVICE,
     HALVES,
@@ -41,24 +43,25 @@ def test_the_shapes_of_a_model(case: Case, dtype: torch.dtype) -> None:
 def spread(pool: KVPool, block_size: int, kv_heads: int, head_dim: int) -> KVPool:
     """The same three blocks, FAR elements from one to the next."""
     if pool.params is None:
-        far = torch.empty(2 * FAR + pool.data[0].numel(), dtype=pool.data.dtype, device=DEVICE)
-        made = plain_pool(far.as_strided(pool.data.shape, (FAR, *pool.data[0].contiguous().stride())))
+        shape = (3, block_size, 2, kv_heads, head_dim)
+        far = torch.empty(2 * FAR + math.prod(shape[1:]), dtype=pool.keys.dtype, device=DEVICE)
+        made = plain_pool(far.as_strided(shape, (FAR, *torch.empty(shape[1:]).stride())))
     else:
-        layout = QuantizedPool(block_size, kv_heads, head_dim, pool.bits)
+        layout = QuantizedPool(block_size, kv_heads, head_dim, pool.format)
         far = torch.empty(2 * FAR + layout.block_bytes, dtype=torch.uint8, device=DEVICE)
         made = layout.view(far.as_strided((3, layout.block_bytes), (FAR, 1)))
-        made.params.copy_(pool.params)
-    made.data.copy_(pool.data)
+    for to, of in zip(contents(made), contents(pool), strict=True):
+        to.copy_(of)
     return made
 
 
 def contents(pool: KVPool) -> list[Tensor]:
-    return [pool.data] if pool.params is None else [pool.data, pool.params]
+    return [part for part in (pool.keys, pool.values, pool.params) if part is not None]
 
 
-@each("bits", (16, 8, 4))
-def test_blocks_far_behind_two_billion_elements_are_read(bits: int) -> None:
-    near = make_pool(3, 64, 2, 128, bits, torch.bfloat16)
+@each("kv", KV_FORMATS)
+def test_blocks_far_behind_two_billion_elements_are_read(kv: str) -> None:
+    near = make_pool(3, 64, 2, 128, kv, torch.bfloat16)
     far = spread(near, 64, 2, 128)
     lengths, tables = ints([64, 130]), ints([[2, 1, 0], [0, 2, 1]])
     q = random(2, 8, 128, dtype=torch.bfloat16)
@@ -69,9 +72,9 @@ def test_blocks_far_behind_two_billion_elements_are_read(bits: int) -> None:
     assert torch.equal(*context) and context[0].any()
 
 
-@each("bits", (16, 8, 4))
-def test_blocks_far_behind_two_billion_elements_are_written(bits: int) -> None:
-    near = make_pool(3, 64, 2, 128, bits, torch.bfloat16)
+@each("kv", KV_FORMATS)
+def test_blocks_far_behind_two_billion_elements_are_written(kv: str) -> None:
+    near = make_pool(3, 64, 2, 128, kv, torch.bfloat16)
     far = spread(near, 64, 2, 128)
     qkv, angles = random(5, 12 * 128, dtype=torch.bfloat16), random(64, 64)
     cells, positions = ints([130, 5, 191, 70, 128], torch.int64), torch.arange(5, device=DEVICE)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from backend.api.config.kv_bits import KV_TYPES, named
 from tests.gpu.harness import (
     DEVICE,
     IS_GPU,
@@ -51,7 +52,8 @@ def generate(
 
     settings = [f"model.path={directory}", f"model.device={device}", "model.dtype=float32", f"model.kernels={kernels}"]
     settings += [f"model.cuda_graphs={str(graphs).lower()}"]
-    settings += [f"kv_cache.block_size={BLOCK_SIZE}", f"kv_cache.max_tokens={pool_tokens}", f"kv_cache.dtype={kv}"]
+    settings += [f"kv_cache.block_size={BLOCK_SIZE}", f"kv_cache.max_tokens={pool_tokens}"]
+    settings += [f"kv_cache.{key}={value}" for key, value in named(kv).items() if value]
     settings += ["kv_cache.watermark=0.0", "scheduler.policy=max_utilization", "scheduler.max_num_tokens=64"]
     settings += ["kv_cache.enable_block_reuse=false", "scheduler.max_batch_size=8", "model.max_seq_len=256"]
     config = load_config(None, settings)
@@ -89,7 +91,7 @@ def test_tokens_are_the_same_with_and_without_graphs() -> None:
     assert eager.num_graphs == 0 and (replayed.num_graphs > 0 or not IS_GPU)
 
 
-@each("kv", ("auto", "int8", "int4"))
+@each("kv", KV_TYPES)
 @each("name", ("llama3", "mistral"))
 def test_a_small_pool_gives_the_tokens_of_a_large_one(name: str, kv: str) -> None:
     small = 256 if IS_GPU else 32

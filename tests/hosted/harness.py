@@ -35,5 +35,5 @@ def hosted_driver(
         layout = kv_layout(model.config, BLOCK_SIZE, model.dtype)
         tier = HostedTier(model, PoolLayers(model, layout), TorchAdapters(CPU))
     else:
-        tier = HostedTier(model, NativeLayers(model, library, BLOCK_SIZE, form.kv_bits), NativeAdapters(library))
+        tier = HostedTier(model, NativeLayers(model, library, BLOCK_SIZE, form.kv_format), NativeAdapters(library))
     return drive(tier, model, library, BLOCK_SIZE, window=model.config.sliding_window, **options)

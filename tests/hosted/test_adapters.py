@@ -48,7 +48,7 @@ from tests.native.test_invariance import assert_same
 # experts; heads and layers that differ; a router that is float32 in every model.
 SAMPLE = ("qwen3_moe", "gpt_neox", "gpt2", "phi", "deepseek_v3", "gemma4_text", "mimo_v2_flash", "hunyuan_v1_moe")
 KINDS = sorted(set(HOSTED.values())) if "EVERBATCH_EVERY" in os.environ else SAMPLE
-FORMATS = [Format("float32"), Format("bfloat16"), Format("bfloat16", "w8a8", int8_kv=True)]
+FORMATS = [Format("float32"), Format("bfloat16"), Format("bfloat16", "w8a8", kv="int8")]
 TOKENS = [3 + token for token in prompt(40, COMMON["vocab_size"] - 3)]
 NUM_NEW = 4  # tokens
 

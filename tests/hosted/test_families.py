@@ -25,7 +25,7 @@ from tests.native.test_invariance import assert_same
 # Experts, sinks and windows; latent attention; heads and layers that differ; windows that only masks know; gates of few numbers.
 SAMPLE = ("gpt_oss", "qwen3_moe", "deepseek_v3", "gemma4_text", "mimo_v2_flash", "phimoe", "laguna", "gpt2")
 KINDS = sorted(set(HOSTED.values())) if "EVERBATCH_EVERY" in os.environ else SAMPLE
-FORMATS = [Format("float32"), Format("bfloat16"), Format("bfloat16", "w8a8", int8_kv=True), Format("float32", "w4a8")]
+FORMATS = [Format("float32"), Format("bfloat16"), Format("bfloat16", "w8a8", kv="int8"), Format("float32", "w4a8")]
 LENGTH, NUM_NEW = 45, 6  # tokens: the prompt is longer than every window
 
 

@@ -10,14 +10,19 @@ from torch import Tensor
 
 from kernels.common import kv_format
 from kernels.common.kv_format import (
+    KV_FORMATS,
+    PLAIN,
+    KVFormat,
     PlainPool,
     QuantizedPool,
     dequantize_rows,
     pack,
     plain_pool,
     quantize_rows,
+    read_cells,
     unpack,
     unpacking,
+    write_cells,
 )
 from tests.kernels.numbers import random_tensor
 
@@ -127,25 +132,28 @@ def test_every_pair_of_numbers_has_a_byte_of_its_own() -> None:
 
 
 LAYOUTS = [
-    QuantizedPool(16, 8, 128, 8),
-    QuantizedPool(64, 8, 128, 4),
-    QuantizedPool(4, 3, 80, 4),
-    QuantizedPool(1, 1, 8, 4),
+    QuantizedPool(16, 8, 128, KVFormat(8, 8)),
+    QuantizedPool(64, 8, 128, KVFormat(4, 4)),
+    QuantizedPool(4, 3, 80, KVFormat(8, 4)),
+    QuantizedPool(1, 1, 8, KVFormat(4, 4)),
+    QuantizedPool(64, 8, 128, KVFormat(8, 4)),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_data_and_params_lie_where_the_format_says(layout: QuantizedPool) -> None:
     pool = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
-    data, params, *_ = layout.view(pool)
+    view = layout.view(pool)
     block, head, side, offset = 2, layout.kv_heads - 1, 1, layout.block_size - 1
     row = (head * 2 + side) * layout.block_size + offset
-    data[block, offset, side, head, -1] = 201
-    params[block, offset, side, head] = torch.tensor([1.0, -2.0])
-    params_start = layout.kv_heads * 2 * layout.block_size * layout.head_dim * layout.bits // 8
-    place = params_start + row * 4
+    view.keys[block, offset, head, -1] = 200
+    view.values[block, offset, head, -1] = 201
+    view.params[block, offset, side, head] = torch.tensor([1.0, -2.0])
+    key, value = (layout.block_size * layout.head_dim * bits // 8 for bits in layout.format)  # bytes of those of a head
+    place = layout.kv_heads * (key + value) + row * 4
     expected = torch.zeros_like(pool)
-    expected[2, (row + 1) * layout.head_dim * layout.bits // 8 - 1] = 201
+    expected[2, head * (key + value) + key - 1] = 200
+    expected[2, (head + 1) * (key + value) - 1] = 201
     expected[2, place : place + 4] = torch.tensor([0x00, 0x3C, 0x00, 0xC0])  # little endian
     assert torch.equal(pool, expected)
 
@@ -154,7 +162,8 @@ def test_data_and_params_lie_where_the_format_says(layout: QuantizedPool) -> Non
 def test_data_and_params_are_the_whole_block_without_overlap(layout: QuantizedPool) -> None:
     pool = torch.zeros(2, layout.block_bytes, dtype=torch.uint8)
     view = layout.view(pool)
-    view.data.add_(1)
+    view.keys.add_(1)
+    view.values.add_(1)
     view.params.view(torch.uint8).add_(1)
     assert (pool == 1).all()
 
@@ -163,7 +172,8 @@ def test_data_and_params_are_the_whole_block_without_overlap(layout: QuantizedPo
 def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout: QuantizedPool) -> None:
     layers = torch.zeros(3, 5, layout.block_bytes, dtype=torch.uint8)
     view = layout.view(layers[:, 2])
-    view.data.fill_(7)
+    view.keys.fill_(7)
+    view.values.fill_(7)
     view.params.fill_(1.5)
     assert layers[:, 2, : layout.data_bytes].eq(7).all()
     assert layout.view(layers[:, 2].clone()).params.eq(1.5).all()
@@ -171,23 +181,21 @@ def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout: QuantizedPool
 
 
 def test_sizes_are_those_of_the_promise() -> None:
-    """int8 has 1/2, int4 1/4 of a 16-bit pool's bytes, and 4 bytes for each row."""
+    """int8 has 1/2, int4 1/4 of a 16-bit pool's bytes, both together 3/8, and 4 bytes for each row."""
     rows = 64 * 8 * 2
-    assert QuantizedPool(64, 8, 128, 8).block_bytes == rows * (128 + 4)
-    assert QuantizedPool(64, 8, 128, 4).block_bytes == rows * (64 + 4)
+    for name, row_bytes in {"int8": 128, "int4": 64, "k8v4": 96}.items():
+        assert QuantizedPool(64, 8, 128, KV_FORMATS[name]).block_bytes == rows * (row_bytes + 4)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_what_is_written_through_the_views_is_read_through_them(bits: int) -> None:
-    layout = QuantizedPool(block_size=4, kv_heads=2, head_dim=64, bits=bits)
-    x = random_tensor(3 * 2 * 2 * 4, 64)
-    q, scale, least = quantize_rows(x, bits)
+@pytest.mark.parametrize("kv", [name for name, format in KV_FORMATS.items() if format.is_quantised])
+def test_what_is_written_to_cells_is_read_from_them(kv: str) -> None:
+    layout = QuantizedPool(block_size=4, kv_heads=2, head_dim=64, format=KV_FORMATS[kv])
     pool = layout.view(torch.zeros(3, layout.block_bytes, dtype=torch.uint8))
-    pool.data.copy_(pack(q, bits).view(3, 4, 2, 2, -1))
-    pool.params.copy_(torch.stack((scale, least), dim=1).view(3, 4, 2, 2, 2))
-    params = pool.params.flatten(0, 3)
-    found = dequantize_rows(unpack(pool.data.flatten(0, 3), bits), params[:, 0], params[:, 1])
-    assert torch.equal(found, round_trip(x, bits))
+    blocks, cells = torch.arange(12) // 4, torch.arange(12) % 4
+    written = [random_tensor(12, 2, 64, seed=seed) for seed in range(2)]
+    write_cells(pool, blocks, cells, *written)
+    for x, found, bits in zip(written, read_cells(pool, blocks, cells), layout.format, strict=True):
+        assert torch.equal(found.float().flatten(0, 1), round_trip(x.flatten(0, 1), bits))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -196,17 +204,21 @@ def test_a_word_is_the_scale_and_above_it_the_least_and_strides_lead_to_both(lay
     assert pool.words.data_ptr() == pool.params.data_ptr()
     halves = pool.params.view(torch.int16).int()
     assert torch.equal(pool.words, halves[..., 1] << 16 | halves[..., 0] & 0xFFFF)
-    assert pool.strides == (*pool.data.stride()[:4], *pool.words.stride())
-    assert (pool.head_dim, pool.bits) == (layout.head_dim, layout.bits)
+    (block, token, side, head, of_value), of_words = pool.strides[:5], pool.strides[5:]
+    start = pool.keys.storage_offset() + side
+    of_values = pool.keys.as_strided(pool.values.shape, (block, of_value, head, 1), start)
+    assert (block, token, head, 1) == pool.keys.stride() and of_words == pool.words.stride()
+    assert torch.equal(of_values, pool.values)
+    assert (pool.head_dim, pool.format) == (layout.head_dim, layout.format)
 
 
 def test_a_plain_pool_is_its_values() -> None:
     memory = random_tensor(3, 4, 2, 5, 16, dtype=torch.bfloat16)
     pool = plain_pool(memory[..., 2:10])
-    assert pool.data.data_ptr() == memory[..., 2:].data_ptr() and pool.data.shape == (3, 4, 2, 5, 8)
-    assert (pool.params, pool.words, pool.head_dim, pool.bits) == (None, None, 8, 16)
-    assert pool.strides == (640, 160, 80, 16, 0, 0, 0, 0)
-    assert plain_pool(memory.float()).bits == 32
+    assert pool.keys.data_ptr() == memory[..., 2:].data_ptr() and pool.keys.shape == (3, 4, 5, 8)
+    assert torch.equal(pool.values, memory[:, :, 1, :, 2:10])
+    assert (pool.params, pool.words, pool.head_dim, pool.format) == (None, None, 8, PLAIN)
+    assert pool.strides == (640, 160, 80, 16, 160, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="lie together"):
         plain_pool(memory[..., ::2])
 
@@ -269,5 +281,5 @@ def test_numbers_for_float32_queries_are_converted_without_a_bias() -> None:
 def test_the_same_memory_holds_nearly_twice_the_tokens_in_int8_and_four_times_in_int4() -> None:
     plain = PlainPool(64, 8, 128, torch.bfloat16)
     size = math.prod(plain.block_shape) * plain.dtype.itemsize
-    for bits, times in ((8, 2), (4, 4)):
-        assert 0.94 * times <= size / QuantizedPool(64, 8, 128, bits).block_bytes < times
+    for kv, times in (("int8", 2), ("int4", 4), ("k8v4", 8 / 3)):
+        assert 0.94 * times <= size / QuantizedPool(64, 8, 128, KV_FORMATS[kv]).block_bytes < times

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, RequestId, Response, SamplingConfig
+from backend.api.config.kv_bits import KV_TYPES, named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.messages import Delivered, Resume
 from backend.engine.core import EngineCore
@@ -29,7 +30,7 @@ def pool() -> Iterator[int]:
 def engine(model: Path, pool: int | None, kv: str = "auto") -> EngineCore:
     config = EngineConfig(
         ModelConfigSection(path=str(model), dtype="float32", kernels="native", device="cpu", num_threads=1),
-        KvCacheConfig(block_size=32, max_tokens=1024, dtype=kv),
+        KvCacheConfig(block_size=32, max_tokens=1024, **named(kv)),
         SchedulerConfig(max_batch_size=2, max_num_tokens=64),
     )
     return EngineCore(config, workers_of(config, keeps_pool=pool is not None), pool_descriptor=pool)
@@ -61,7 +62,7 @@ def settle(core: EngineCore) -> None:
     core.cache.keeper.settle()
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv", KV_TYPES)
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_a_stream_goes_on_with_the_same_bits(
     checkpoint: Callable[[str], Path], native_kernels: None, pool: int, family: str, kv: str
@@ -106,7 +107,7 @@ def test_a_damaged_block_is_computed_again(checkpoint: Callable[[str], Path], na
 def test_another_format_of_kv_or_other_weights_find_nothing(
     checkpoint: Callable[[str], Path], native_kernels: None, pool: int
 ) -> None:
-    for family, kv in (("qwen3", "auto"), ("qwen3", "int8"), ("llama2", "int8"), ("qwen3", "auto")):
+    for family, kv in (("qwen3", "auto"), ("qwen3", "int8"), ("qwen3", "k8v4"), ("llama2", "int8"), ("qwen3", "auto")):
         core = engine(checkpoint(family), pool, kv)
         begin(core)
         run(core)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from backend.api import EngineConfig, OutputConfig, Request
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
 from backend.api.lora import LoraConfig
 from backend.executor import Executor
@@ -79,7 +80,7 @@ def logits_of(
             **dict(dtype="float32", kernels=tier.kernels, device="cpu", num_threads=1, quantization=quantization),
             gather_context_logits=True,
         ),
-        KvCacheConfig(block_size=tier.block, max_tokens=2048, dtype=kv),
+        KvCacheConfig(block_size=tier.block, max_tokens=2048, **named(kv)),
         SchedulerConfig(max_batch_size=32, max_num_tokens=64, max_chunk_tokens=2),
         lora=LoraSection(enabled=True),
     )
@@ -164,7 +165,7 @@ def merged(base: Path, adapter: Path, directory: Path) -> Path:
 
 
 @pytest.mark.feature("000-19")
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
 def test_quantised_kv_holds_the_adapters_keys_and_values(
     kv: str, base: Path, adapters: list[Path], tmp_path: Path, tier: TierCase
 ) -> None:

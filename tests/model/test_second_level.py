@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig, SessionConfig
+from backend.api.config.kv_bits import KV_TYPES, named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.response import Result
 from backend.executor import Executor
@@ -25,7 +26,7 @@ def settings(tier: TierCase, kv: str, directory: Path | None) -> EngineConfig:
             dtype="float32", kernels=tier.kernels, device="cpu", num_threads=1, gather_generation_logits=True
         ),
         KvCacheConfig(
-            block_size=tier.block, max_tokens=256, dtype=kv, directory=str(directory or ""), directory_bytes=1 << 24
+            block_size=tier.block, max_tokens=256, **named(kv), directory=str(directory or ""), directory_bytes=1 << 24
         ),
         SchedulerConfig(max_batch_size=2, max_num_tokens=64),
     )
@@ -80,7 +81,7 @@ def wait_until_written(executor: Executor, count: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv", KV_TYPES)
 def test_replies_have_the_same_bits_with_a_level_without_and_after_a_restart(
     checkpoint: Callable[[str], Path], tier: TierCase, kv: str, tmp_path: Path
 ) -> None:

@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 
 
 @pytest.mark.feature("003-33")
-@pytest.mark.parametrize("kv", ["auto", "int4"])
+@pytest.mark.parametrize("kv", ["auto", "int4", "k8v4"])
 def test_replies_of_a_real_model_have_the_same_bits(
     checkpoint: Callable[[str], Path], native_kernels: None, kv: str
 ) -> None:
     def replies(max_tokens: int, preemption: str) -> tuple[list[Any], Any]:
         settings = EngineConfig(
             ModelConfigSection(dtype="float32", kernels="native", device="cpu", num_threads=1),
-            KvCacheConfig(max_tokens=max_tokens, dtype=kv, swap_bytes=1 << 24, watermark=0.0),
+            KvCacheConfig(max_tokens=max_tokens, **named(kv), swap_bytes=1 << 24, watermark=0.0),
             SchedulerConfig(max_batch_size=3, max_num_tokens=64, policy="max_utilization", preemption=preemption),
         )
         with Executor.from_directory(checkpoint("qwen3"), settings) as executor:

@@ -11,12 +11,17 @@ import pytest
 import torch
 
 from backend.api import ConfigError
+from backend.api.config.kv_bits import KV_TYPES, kv_bits, named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import ModelInfo
+from backend.models import loader
 from backend.models.config import read_model_config
 from backend.worker import tier
 from backend.worker.group import InProcessWorkerGroup
-from backend.worker.loaded_model import linear_options
+from backend.worker.kv_fingerprint import kv_fingerprint
+from backend.worker.loaded_model import LoadedModel, linear_options
+from backend.worker.tier import KVBlock
+from kernels.common.kv_format import KV_FORMATS
 from kernels.cpu.build import CACHE_VARIABLE
 from kernels.cpu.isa import ISA_VARIABLE, best_isa, supported_isas
 from kernels.cpu.library import load_kernels
@@ -116,13 +121,53 @@ def test_a_model_that_runs_as_it_is_configured_needs_no_remark(
     assert load(checkpoint("llama2"), {}, additional_outputs=("hidden_states",)).remarks == ()
 
 
-@pytest.mark.parametrize("dtype, bits", [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize("kv, bits", [("int8", 8), ("int4", 4), ("k8v4", 6)])
 def test_quantised_kv_on_the_torch_tier_takes_its_bits_and_two_halves_a_head(
-    checkpoint: Callable[[str], Path], dtype: str, bits: int
+    checkpoint: Callable[[str], Path], kv: str, bits: int
 ) -> None:
     heads = 3 * 2 * 2  # layers, key and value, kv heads
-    info = load(checkpoint("llama2"), {"dtype": dtype}, kernels="torch")
+    info = load(checkpoint("llama2"), named(kv), kernels="torch")
     assert info.kv_bytes_per_token == heads * (HEAD_DIM * bits // 8 + 4)
+
+
+@pytest.mark.parametrize("keys, values", [("int4", "int8"), ("int8", None), (None, "int4")])
+def test_a_pair_of_types_that_no_kernel_has_is_refused(
+    checkpoint: Callable[[str], Path], keys: str | None, values: str | None
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(checkpoint("llama2"), {"key_dtype": keys, "value_dtype": values})
+    assert sentence(error) == (
+        f"kv_cache.key_dtype is {keys or 'auto'} and kv_cache.value_dtype {values or 'auto'}, and kernels have int8 with int8, "
+        f"int4 with int4, int8 with int4 only; set both to one of these pairs, or neither"
+    )
+
+
+def test_a_type_of_one_side_goes_before_that_of_both(checkpoint: Callable[[str], Path]) -> None:
+    both, one = ({"dtype": "int8", **one} for one in ({}, {"value_dtype": "int4"}))
+    half = 3 * 2 * HEAD_DIM // 2  # layers, kv heads, bytes that a value of four bits saves
+    infos = [load(checkpoint("llama2"), kv_cache, kernels="torch") for kv_cache in (both, one)]
+    assert infos[0].kv_bytes_per_token - infos[1].kv_bytes_per_token == half
+    assert kv_bits(KvCacheConfig(value_dtype="int4"), "int8") == (8, 4), "where the checkpoint says of both"
+
+
+def test_every_name_means_the_same_to_the_configuration_and_to_the_kernels() -> None:
+    assert {name: kv_bits(KvCacheConfig(**named(name)), None) for name in KV_TYPES} == KV_FORMATS
+
+
+def test_the_fingerprint_of_kv_is_of_keys_and_of_values(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where blocks have one size."""
+    monkeypatch.setattr(LoadedModel, "kv_block", lambda *_: KVBlock((1,), torch.uint8))
+    opened = loader.open_directory(checkpoint("llama2"))
+    section = ModelConfigSection(path=str(checkpoint("llama2")), device="cpu", kernels="torch")
+    found = [
+        kv_fingerprint(
+            opened, LoadedModel(opened, section, KvCacheConfig(**named(name)), torch.device("cpu")), section, 32
+        )
+        for name in KV_TYPES
+    ]
+    assert len({*found}) == len(KV_TYPES)
 
 
 def test_triton_kernels_are_refused_on_a_cpu(checkpoint: Callable[[str], Path]) -> None:
@@ -154,14 +199,14 @@ def test_a_gpu_gets_the_triton_kernels_unless_they_do_not_fit(
     assert lines() == ["kernels: triton, on cuda", f"kernels: torch, because {reason}"]
 
 
-@pytest.mark.parametrize("kv, fraction", [("int8", 4), ("int4", 8)])
+@pytest.mark.parametrize("kv, fraction", [("int8", 4), ("int4", 8), ("k8v4", 16 / 3)])
 def test_quantised_kv_takes_its_share_of_float32_and_its_scales(
-    checkpoint: Callable[[str], Path], native_kernels: None, kv: str, fraction: int
+    checkpoint: Callable[[str], Path], native_kernels: None, kv: str, fraction: float
 ) -> None:
-    infos = {dtype: load(checkpoint("llama2"), {"dtype": dtype}) for dtype in ("auto", kv)}
+    infos = {name: load(checkpoint("llama2"), named(name)) for name in ("auto", kv)}
     assert infos[kv].kernels == "native"
     scales = 3 * 2 * 2 * 4  # layers, key and value, kv heads; a float32 scale, or scale and least in float16
-    assert infos[kv].kv_bytes_per_token == infos["auto"].kv_bytes_per_token // fraction + scales
+    assert infos[kv].kv_bytes_per_token == infos["auto"].kv_bytes_per_token / fraction + scales
 
 
 def choose(

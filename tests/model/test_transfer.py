@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api.config.kv_bits import KV_TYPES, named
 from backend.api.config.schema import (
     KvCacheConfig,
     KvTransferConfig,
@@ -33,7 +34,7 @@ def config(tier: TierCase, kv: str = "auto", **model: Any) -> EngineConfig:
         ModelConfigSection(
             dtype="float32", kernels=tier.kernels, device="cpu", num_threads=1, gather_generation_logits=True, **model
         ),
-        KvCacheConfig(block_size=tier.block, max_tokens=512, dtype=kv),
+        KvCacheConfig(block_size=tier.block, max_tokens=512, **named(kv)),
         SchedulerConfig(max_batch_size=2, max_num_tokens=64),
         kv_transfer=KvTransferConfig(enabled=True),
     )
@@ -48,7 +49,7 @@ def ask(executor: Executor, **fields: Any) -> Response:
     return response
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv", KV_TYPES)
 def test_tokens_and_logits_have_the_bits_of_one_engine(
     checkpoint: Callable[[str], Path], tier: TierCase, kv: str
 ) -> None:

@@ -12,16 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backend.api.checkpoint import model_files, weight_files
+from backend.api.config import kv_bits
 from backend.models import loader
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
 from backend.quant import chosen_forms
 from backend.text import template, tokenizer
-from backend.worker import loaded_model, native_tier
+from backend.worker import kv_fingerprint, native_tier
 from deploy import model_source
-from kernels.common import rounding
+from kernels.common import kv_format, rounding
 from kernels.cpu import build, trust
-from tests.mutants.changes import SetAttribute, change, replace
+from tests.mutants.changes import SetAttribute, change, change_everywhere, replace
 
 
 def blobs_anywhere_are_a_hub_s(set_attribute: SetAttribute) -> None:
@@ -59,6 +60,7 @@ def a_name_is_looked_up_without_a_net(set_attribute: SetAttribute) -> None:
 
 _HOSTILE = "tests/model/test_hostile_checkpoints.py::"
 _TRUST = "tests/native/test_trust.py::"
+_TIER_CHOICE = "tests/model/test_tier_choice.py::"
 _FOUR_BITS = "tests/native/test_four_bits.py::"
 _CHOSEN = "tests/quant/test_chosen_forms.py::"
 _ROUNDING = "tests/native/test_rounding.py::"
@@ -77,9 +79,23 @@ MUTANTS = {
         replace(model_files, "_is_deeper", lambda content, most: False),
         [_case("config is 500 objects deep")],
     ),
-    "int4_kv_has_eight_bits": (
-        change(loaded_model.LoadedModel, "_kv_bits", ('"int4": 4', '"int4": 8')),
-        ["tests/model/test_tier_choice.py::test_quantised_kv_takes_its_share_of_float32_and_its_scales[int4-8]"],
+    "values_have_the_bits_of_keys": (
+        change_everywhere(kv_bits.kv_bits, ('KV_BITS[values or "auto"]', 'KV_BITS[keys or "auto"]')),
+        [_TIER_CHOICE + "test_quantised_kv_on_the_torch_tier_takes_its_bits_and_two_halves_a_head[k8v4-6]"],
+    ),
+    "a_pair_of_kv_types_is_not_looked_at": (
+        change_everywhere(kv_bits.kv_bits, ("not in KV_TYPES.values()", "is None")),
+        [_TIER_CHOICE + "test_a_pair_of_types_that_no_kernel_has_is_refused[int4-int8]"],
+    ),
+    "kv_of_other_bits_has_the_same_fingerprint": (
+        change(kv_fingerprint, "kv_fingerprint", (", loaded.kv_format)", ")")),
+        [_TIER_CHOICE + "test_the_fingerprint_of_kv_is_of_keys_and_of_values"],
+    ),
+    "scales_of_values_are_one_token_further": (
+        change(
+            kv_format, "write_cells", ("pool.params[blocks, cells, side]", "pool.params[blocks, cells - side, side]")
+        ),
+        ["tests/kernels/test_kv_format.py::test_what_is_written_to_cells_is_read_from_them[k8v4]"],
     ),
     "links_may_lead_out": (
         replace(model_files, "_check_link", lambda directory, path: None),

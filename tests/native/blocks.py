@@ -200,7 +200,7 @@ def build(config: ModelConfig, form: Format, make: MakeLinear) -> Decoder:
 def native(config: ModelConfig, library: CDLL, form: Format = Format(), **options: Any) -> Driver:  # noqa: B008
     """`options` go to the Driver."""
     model = build(config, form, PackLinears(library))
-    return drive(NativeTier(model, library, 32, form.kv_bits), model, library, 32, **options)
+    return drive(NativeTier(model, library, 32, form.kv_format), model, library, 32, **options)
 
 
 def reference(config: ModelConfig, form: Format = Format(), **options: Any) -> Driver:  # noqa: B008

@@ -24,6 +24,7 @@ from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
+from kernels.common.kv_format import KV_FORMATS, KVFormat
 from kernels.cpu.build import NativeUnavailable
 from kernels.cpu.library import load_kernels
 from kernels.cpu.linear import RoundToBlocks
@@ -39,24 +40,17 @@ class Format(NamedTuple):
 
     dtype: str = "float32"
     quantization: str = "none"
-    int8_kv: bool = False
+    kv: str = "auto"  # an entry of KV_FORMATS
     group: int | None = None  # columns that share a scale of int8 weights
     super_blocks: bool = False  # those of a GGUF file
-    int4_kv: bool = False
 
     def __str__(self) -> str:
         held = "super_blocks" if self.super_blocks else self.quantization
-        return "-".join([self.dtype, held, *([f"{self.kv}_kv"] if self.kv_bits else [])])
+        return "-".join([self.dtype, held, *([f"{self.kv}_kv"] if self.kv != "auto" else [])])
 
     @property
-    def kv_bits(self) -> int:
-        """Of a number in the KV pool; 0: that of `dtype`."""
-        return 8 if self.int8_kv else 4 if self.int4_kv else 0
-
-    @property
-    def kv(self) -> str:
-        """`kv_cache.dtype`."""
-        return f"int{self.kv_bits}" if self.kv_bits else "auto"
+    def kv_format(self) -> KVFormat:
+        return KV_FORMATS[self.kv]
 
 
 class Attention(NamedTuple):
@@ -76,7 +70,7 @@ def native_driver(
 ) -> Driver:
     """`options` go to the Driver."""
     model = load(directory, form, PackLinears(library), attention)
-    return drive(NativeTier(model, library, block_size, form.kv_bits), model, library, block_size, **options)
+    return drive(NativeTier(model, library, block_size, form.kv_format), model, library, block_size, **options)
 
 
 def torch_driver(

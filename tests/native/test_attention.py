@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.common.kv_format import KV_FORMATS
 from kernels.cpu.attention import NativeAttention, Scratch, StepRows
 from kernels.cpu.decoder import UnknownCell
 
@@ -44,9 +45,9 @@ def random_tokens(count: int, dtype: torch.dtype, seed: int = 0) -> Tokens:
 class Layer:
     """A layer with a pool of its own, whose blocks are handed out in reverse."""
 
-    def __init__(self, library: CDLL, dtype: torch.dtype, kv_bits: int = 0, **options: Any) -> None:
+    def __init__(self, library: CDLL, dtype: torch.dtype, kv: str = "auto", **options: Any) -> None:
         self.attention = NativeAttention(
-            library, Scratch(library), HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, kv_bits, **options
+            library, Scratch(library), HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, KV_FORMATS[kv], **options
         )
         self.pool = torch.full((SLOTS * MAX_BLOCKS, self.attention.kv_block_bytes), 255, dtype=torch.uint8)
         self.tables = np.arange(SLOTS * MAX_BLOCKS, dtype=np.int32)[::-1].reshape(SLOTS, MAX_BLOCKS).copy()
@@ -106,22 +107,22 @@ def test_splits_of_one_token_s_keys_are_merged(best_kernels: CDLL, name: str) ->
     assert (out - exact(tokens, **OPTIONS[name])[-1:]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("kv_bits, most", [(0, 0.02), (8, 0.03), (4, 0.3)])
-def test_bfloat16_and_quantised_kv_are_near(kernels: CDLL, kv_bits: int, most: float) -> None:
+@pytest.mark.parametrize("kv, most", [("auto", 0.02), ("int8", 0.03), ("k8v4", 0.3), ("int4", 0.3)])
+def test_bfloat16_and_quantised_kv_are_near(kernels: CDLL, kv: str, most: float) -> None:
     tokens = random_tokens(200, torch.bfloat16)
-    (out,) = Layer(kernels, torch.bfloat16, kv_bits, **OPTIONS["all"]).run([(0, tokens)])
+    (out,) = Layer(kernels, torch.bfloat16, kv, **OPTIONS["all"]).run([(0, tokens)])
     assert out.dtype == torch.bfloat16
     assert (out - exact(tokens, **OPTIONS["all"])).abs().max() <= most
 
 
-@pytest.mark.parametrize("kv_bits", [0, 8, 4])
+@pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sequence_has_the_same_bits_alone_and_in_chunks_beside_others(
-    kernels: CDLL, dtype: torch.dtype, kv_bits: int
+    kernels: CDLL, dtype: torch.dtype, kv: str
 ) -> None:
     tokens, others = random_tokens(150, dtype), random_tokens(150, dtype, seed=1)
-    (alone,) = Layer(kernels, dtype, kv_bits, **OPTIONS["all"]).run([(2, tokens)])
-    layer, parts = Layer(kernels, dtype, kv_bits, **OPTIONS["all"]), []
+    (alone,) = Layer(kernels, dtype, kv, **OPTIONS["all"]).run([(2, tokens)])
+    layer, parts = Layer(kernels, dtype, kv, **OPTIONS["all"]), []
     for start, stop in ((0, 33), (33, 34), (34, 130), (130, 150)):
         beside = [(0, others.part(start, start + 1)), (3, tokens.part(start, stop)), (1, others.part(0, 40))]
         parts.append(layer.run(beside)[1])

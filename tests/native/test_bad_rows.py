@@ -16,6 +16,7 @@ from torch import Tensor
 from backend.architectures.description import LayerConfig
 from backend.core.step import Row
 from backend.worker.native_tier import NativeTier, PackLinears
+from kernels.common.kv_format import PLAIN
 from kernels.cpu.decoder import Given, NativeDecoder, NativeForm, NativeNorm, NativeShape, UnknownCell
 from tests.model.driver import Driver
 from tests.native.harness import Format, drive, load, native_driver, prompt
@@ -163,7 +164,7 @@ def test_blocks_behind_the_widest_window_and_the_sink_tokens_may_be_gone_and_no_
     )
     layers = tuple(map(LayerConfig, windows))
     model.config = msgspec.structs.replace(model.config, layers=layers, sink_tokens=sink_tokens)
-    tier = NativeTier(model, best_kernels, 32, kv_bits=0)
+    tier = NativeTier(model, best_kernels, 32)
     driver = prepared(drive(tier, model, best_kernels, num_blocks=BLOCKS))
     first_seen = 0 if None in windows else 70 - max(windows) + 1  # first token that position 70, the first to run, sees
     for index in range(3):
@@ -185,7 +186,9 @@ def test_blocks_behind_the_widest_window_and_the_sink_tokens_may_be_gone_and_no_
 def test_a_shape_that_the_kernels_cannot_take_is_refused(
     best_kernels: CDLL, changes: dict[str, int], message: str
 ) -> None:
-    sizes = dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, block_size=32, kv_bits=0, max_seq_len=1) | changes
+    sizes = (
+        dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, block_size=32, kv_format=PLAIN, max_seq_len=1) | changes
+    )
     nothing = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
         NativeDecoder(best_kernels, NativeShape(**sizes), NativeForm(1e-6), nothing, [], NativeNorm(nothing), None)

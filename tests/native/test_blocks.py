@@ -25,12 +25,13 @@ FORMATS = [
     Format("float32"),
     Format("bfloat16", "w8a8"),
 ]
-FORMATS += [Format("bfloat16", int8_kv=True), Format("float32", int8_kv=True), Format("bfloat16", int4_kv=True)]
+FORMATS += [Format("bfloat16", kv="int8"), Format("float32", kv="int8"), Format("bfloat16", kv="int4")]
+FORMATS += [Format("bfloat16", kv="k8v4")]
 CASES = [(None, form, 101) for form in FORMATS] + [
     (AMX_EMULATED, Format("bfloat16"), 70)
 ]  # tokens: the emulation is slow
 if SANITIZE in os.environ:
-    CASES = [(None, Format("bfloat16", int8_kv=True), 70)]
+    CASES = [(None, Format("bfloat16", kv="int8"), 70)]
 NUM_NEW = 4
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.layers import attention
-from kernels.common.kv_format import KVPool, dequantize_rows, quantize_rows
+from kernels.common.kv_format import KVFormat, KVPool, dequantize_rows, quantize_rows
 from kernels.common.quantize import dequantize, quantize_activations
 from kernels.common.rounding import ROUNDED
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
@@ -63,7 +63,7 @@ class Scenes:
         if key not in self._known:
             directory, window, attention = self._families[family]
             driver = torch_driver(directory, form, attention=attention, num_blocks=NUM_BLOCKS, window=window, seed=9)
-            with rounded_kv(form.kv_bits) if form.kv_bits else nullcontext():
+            with rounded_kv(form.kv_format) if form.kv_format.is_quantised else nullcontext():
                 self._known[key] = torch.cat(play.run(driver))
         return self._known[key]
 
@@ -74,21 +74,22 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
 
 
 @contextmanager
-def rounded_kv(bits: int) -> Iterator[None]:
+def rounded_kv(format: KVFormat) -> Iterator[None]:
     """The torch tier keeps only keys and values that int8 or int4 can hold, as numbers of each token and head are rounded."""
 
     def append(
         qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, pool: KVPool, *norms: object
     ) -> Tensor:
         q = kv_append(qkv, positions, cos, sin, cells, pool, *norms)
-        place = cells // pool.data.shape[1], cells % pool.data.shape[1]
-        written = pool.data[place]
-        rows = written.flatten(0, -2)
-        if bits == 8:
-            rounded = dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim)
-        else:
-            rounded = dequantize_rows(*quantize_rows(rows, bits))
-        pool.data[place] = rounded.view_as(written).to(rows.dtype)
+        place = cells // pool.keys.shape[1], cells % pool.keys.shape[1]
+        for (side, _), bits in zip(pool.sides, format, strict=True):
+            written = side[place]
+            rows = written.flatten(0, -2)
+            if bits == 8:
+                rounded = dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim)
+            else:
+                rounded = dequantize_rows(*quantize_rows(rows, bits))
+            side[place] = rounded.view_as(written).to(rows.dtype)
         return q
 
     with pytest.MonkeyPatch.context() as patch:
@@ -123,9 +124,10 @@ def test_in_float32_logits_are_those_of_the_torch_tier(
         Format("bfloat16", "w8a8"),
         Format("bfloat16", "w4a8"),
         Format("bfloat16", "w6a8"),
-        Format("float32", int8_kv=True),
-        Format("bfloat16", "w8a8", int8_kv=True),
-        Format("bfloat16", int4_kv=True),
+        Format("float32", kv="int8"),
+        Format("bfloat16", "w8a8", kv="int8"),
+        Format("bfloat16", kv="int4"),
+        Format("bfloat16", kv="k8v4"),
     ],
     ids=str,
 )
@@ -138,17 +140,19 @@ def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(
     """
     for family, play in scenes.of(isa, is_narrow=True):
         rounded = form.quantization if form.quantization in ROUNDED else "none"
-        exact = Format("float32", rounded, int4_kv=form.int4_kv)
+        exact = Format("float32", rounded, kv=form.kv if form.kv_format.value_bits == 4 else "auto")
         in_float32 = scenes.torch(family, exact, play)
         own = distance(scenes.native(kernels, family, form, play), in_float32)
         of_torch = distance(scenes.torch(family, form, play), in_float32)
-        most = 0.25 if form.int4_kv else 0.1  # rounding of bfloat16 moves a key by whole steps, of which there are 16
+        # Rounding of bfloat16 moves a number by whole steps, of which there are 16.
+        most = 0.25 if form.kv_format.value_bits == 4 else 0.1
         assert own <= NO_WORSE * of_torch < most, f"family {family}: {own:.4f}, torch tier {of_torch:.4f}"
 
 
-def test_int4_kv_is_that_of_the_torch_tier(kernels: CDLL, isa: str, scenes: Scenes) -> None:
+@pytest.mark.parametrize("kv", ["int4", "k8v4"])
+def test_int4_kv_is_that_of_the_torch_tier(kernels: CDLL, isa: str, scenes: Scenes, kv: str) -> None:
     """In float32 the same numbers are rounded to the same 16 steps, but for the few that lie between two of them."""
-    form = Format("float32", int4_kv=True)
+    form = Format("float32", kv=kv)
     for family, play in scenes.of(isa, is_narrow=True):
         of_torch = scenes.torch(family, form, play)
         assert distance(of_torch, scenes.torch(family, Format("float32"), play)) > 0.05, "rounding must matter"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backend.api import EngineConfig, SamplingConfig
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.worker.group import InProcessWorkerGroup
 from tests.native.families import VOCAB, Family, family_of_super_blocks, random_family
@@ -20,8 +21,9 @@ COMMON = prompt(4 * BLOCK + 17, VOCAB)
 FAMILIES = {"qk_norm_no_window": 2, "window": 1, "windows_and_sink_tokens": 0}  # seeds of random_family
 FORMATS = [
     Format("bfloat16"),
-    Format("bfloat16", "w8a8", int8_kv=True),
-    Format("bfloat16", "w4a8", int4_kv=True),
+    Format("bfloat16", "w8a8", kv="int8"),
+    Format("bfloat16", "w4a8", kv="int4"),
+    Format("bfloat16", "w8a8", kv="k8v4"),
 ]
 # max_num_tokens, whether the prompt's head is cached, steps from one eviction of everybody to the next, requests, threads
 ARRANGEMENTS = [
@@ -74,7 +76,7 @@ def arranged(
             max_tokens=BLOCK * 400,
             max_attention_window=attention.windows,
             sink_tokens=attention.sink_tokens,
-            dtype=form.kv,
+            **named(form.kv),
         ),
         SchedulerConfig(
             max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization", look_ahead=look_ahead

@@ -17,20 +17,26 @@ from tests.native.families import VOCAB, Family, family_of_super_blocks, random_
 from tests.native.harness import Format, native_driver, prompt, threads
 
 FORMATS = [
-    Format("bfloat16", "none", False),
-    Format("bfloat16", "int8", True),
-    Format("bfloat16", "w8a8", False),
-    Format("bfloat16", "w4a8", False),
-    Format("float32", "none", True),
-    Format("float32", "int8", False),
-    Format("float32", "w8a8", True),
-    Format("float32", int8_kv=True, super_blocks=True),
-    Format("bfloat16", int4_kv=True),
-    Format("float32", "w8a8", int4_kv=True),
+    Format("bfloat16"),
+    Format("bfloat16", "int8", kv="int8"),
+    Format("bfloat16", "w8a8"),
+    Format("bfloat16", "w4a8"),
+    Format("float32", kv="int8"),
+    Format("float32", "int8"),
+    Format("float32", "w8a8", kv="int8"),
+    Format("float32", kv="int8", super_blocks=True),
+    Format("bfloat16", kv="int4"),
+    Format("bfloat16", kv="k8v4"),
+    Format("float32", kv="k8v4"),
+    Format("float32", "w8a8", kv="int4"),
 ]
 # Where other instructions come in: products of float, int8 and 4-bit weights, int8 unpacked to bfloat16, KV unpacked.
-SOME_FORMATS = [Format("bfloat16"), Format("bfloat16", "int8", int8_kv=True), Format("float32", "w8a8")]
-SOME_FORMATS += [Format("bfloat16", "w4a8"), Format("bfloat16", int4_kv=True, super_blocks=True)]
+SOME_FORMATS = [Format("bfloat16"), Format("bfloat16", "int8", kv="int8"), Format("float32", "w8a8")]
+SOME_FORMATS += [
+    Format("bfloat16", "w4a8"),
+    Format("bfloat16", kv="int4", super_blocks=True),
+    Format("bfloat16", kv="k8v4"),
+]
 BEST, *OTHERS = supported_isas()
 CASES = [(BEST, form) for form in FORMATS] + [(isa, form) for isa in (*OTHERS, AMX_EMULATED) for form in SOME_FORMATS]
 NUM_NEW = 12

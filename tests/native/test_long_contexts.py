@@ -18,7 +18,8 @@ from tools.make_random_model import make_random_model
 SPLIT = 1024  # positions, SPLIT of native/attention.h
 VOCAB, LENGTH = 97, 2 * SPLIT + 6
 NUM_NEW = 12  # the third split begins among the last tokens
-FORMATS = [Format("bfloat16"), Format("float32"), Format("bfloat16", int8_kv=True), Format("bfloat16", int4_kv=True)]
+FORMATS = [Format("bfloat16"), Format("float32"), Format("bfloat16", kv="int8"), Format("bfloat16", kv="int4")]
+FORMATS += [Format("bfloat16", kv="k8v4")]
 ISAS = [isa for isa in supported_isas() if isa in (supported_isas()[0], "avx2")]
 EXACT = 1e-4  # absolute, of logits of magnitude 1 to 10: the same sums in another order
 # The windows end within a split, and leave out a whole one (which lies behind the sink tokens).

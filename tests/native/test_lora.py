@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.adapter import LINEARS, Part
+from kernels.common.kv_format import PLAIN
 from kernels.cpu.decoder import NativeDecoder, NativeForm, NativeLayer, NativeNorm, NativeShape
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter, pack_a, pack_b
@@ -22,7 +23,7 @@ OUTPUTS = {"qkv": (0, Q, Q + KV, Q + 2 * KV), "out": (0, HIDDEN), "gate_up": (0,
 INPUTS = {"qkv": HIDDEN, "out": Q, "gate_up": HIDDEN, "down": INTER}
 NUM_LAYERS, BLOCK = 2, 32
 KINDS = ["sequential", "parallel", "out norms"]  # of blocks
-SHAPE = NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, BLOCK, kv_bits=0, max_seq_len=256)
+SHAPE = NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, BLOCK, kv_format=PLAIN, max_seq_len=256)
 
 
 def test_packing_puts_each_number_where_the_kernel_looks_for_it() -> None:

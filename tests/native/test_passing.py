@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.architectures.description import WHOLE, Shard
 from backend.models import loader
@@ -32,7 +33,7 @@ class Part:
         section = ModelConfigSection(
             path=str(directory), dtype=form.dtype, quantization=form.quantization, kernels="native", device="cpu"
         )
-        loaded = LoadedModel(checkpoint, section, KvCacheConfig(dtype=form.kv), CPU)
+        loaded = LoadedModel(checkpoint, section, KvCacheConfig(**named(form.kv)), CPU)
         self.decoder: NativeDecoder = loaded.native_tier(32)._decoder
         self.pools = loaded.storage(32, 6).pools
 
@@ -53,7 +54,7 @@ def slots() -> tuple[Tensor, NDArray[np.int32]]:
 
 @pytest.mark.parametrize(
     "form",
-    [Format(), Format("bfloat16"), Format("bfloat16", "w8a8", int8_kv=True), Format("bfloat16", "w4a8")],
+    [Format(), Format("bfloat16"), Format("bfloat16", "w8a8", kv="int8"), Format("bfloat16", "w4a8")],
     ids=str,
 )
 def test_two_halves_compute_the_bits_of_the_whole(

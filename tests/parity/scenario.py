@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend.api import EngineConfig, OutputConfig, Request
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import Row
 from backend.engine.core import EngineCore
@@ -72,12 +73,12 @@ class RecordingEngine:
 
     @classmethod
     def of_transformers(
-        cls, hf: PreTrainedModel, tier: TierCase, max_num_tokens: int, kv_dtype: str = "auto"
+        cls, hf: PreTrainedModel, tier: TierCase, max_num_tokens: int, kv: str = "auto"
     ) -> RecordingEngine:
         """An engine in float32, on one thread, over a model of transformers."""
         config = EngineConfig(
             ModelConfigSection(dtype="float32", kernels=tier.kernels, num_threads=1, device="cpu"),
-            KvCacheConfig(block_size=BLOCK[tier], max_tokens=BLOCK[tier] * 400, dtype=kv_dtype),
+            KvCacheConfig(block_size=BLOCK[tier], max_tokens=BLOCK[tier] * 400, **named(kv)),
             SchedulerConfig(max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization"),
         )
         workers = InProcessWorkerGroup.from_buffers(

@@ -48,7 +48,7 @@ def rms(x: Tensor) -> float:
 
 
 @pytest.mark.feature("004-14", "004-22", "003-72")
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
 def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_logits(
     hf: PreTrainedModel, kv: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_
 
 
 @pytest.mark.feature("004-14", "004-22")
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
 def test_on_the_native_tier_eviction_changes_no_bit(hf: PreTrainedModel, native_kernels: None, kv: str) -> None:
     whole, evicted = run(hf, NATIVE, kv, 64, None), run(hf, NATIVE, kv, 2, 11)
     assert torch.equal(logits(evicted), logits(whole))

@@ -10,6 +10,7 @@ from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.quality import checkpoints
 from benchmarks.quality.checkpoints import CHECKPOINTS, Texts, document_of, measure_checkpoints, table_of
 from benchmarks.quality.perplexity import held_out_rows
+from kernels.common.kv_format import KV_FORMATS
 
 
 def test_the_bounds_are_those_of_the_project() -> None:
@@ -34,7 +35,7 @@ def test_checkpoints_of_the_default_model_stay_within_their_bounds(name: str, mo
 def test_kv_is_quantised_as_the_pool_holds_it() -> None:
     model = load_directory(DEFAULT_MODEL, None, "float32", torch.device("cpu"))
     texts = Texts(model, held_out_rows(512))
-    errors = [texts.measure(model, kv_bits)[0].error for kv_bits in (None, 8, 4)]
+    errors = [texts.measure(model, KV_FORMATS[kv])[0].error for kv in ("auto", "int8", "k8v4", "int4")]
     assert errors[0] == 0
     assert 0 < 5 * errors[1] < errors[2] < 0.2
 

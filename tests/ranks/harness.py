@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backend.api import ConfigError, EngineConfig, SamplingConfig
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import (
     KvCacheConfig,
     LoraSection,
@@ -94,7 +95,7 @@ def engine_config(
             num_threads=size * stages,
             device="cpu",
         ),
-        KvCacheConfig(block_size=32, max_tokens=32 * 100, dtype=form.kv),
+        KvCacheConfig(block_size=32, max_tokens=32 * 100, **named(form.kv)),
         SchedulerConfig(max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization"),
         lora=lora,
         speculation=speculation,

@@ -29,8 +29,9 @@ Checkpoint = Callable[..., Path]
 FORMATS = [
     Format(),
     Format("bfloat16"),
-    Format("bfloat16", "w8a8", int8_kv=True),
-    Format("bfloat16", "w4a8", int4_kv=True),
+    Format("bfloat16", "w8a8", kv="int8"),
+    Format("bfloat16", "w4a8", kv="int4"),
+    Format("bfloat16", kv="k8v4"),
 ]
 ENABLED = LoraSection(enabled=True)
 

@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_ranks_that_share_memory(checkpoint: Checkpoint, w
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_bits_do_not_depend_on_eviction_chunks_or_company(checkpoint: Checkpoint, way: dict[str, int]) -> None:
-    form = Format("bfloat16", "w8a8", int8_kv=True)
+    form = Format("bfloat16", "w8a8", kv="int8")
     config = engine_config(checkpoint("llama", "bfloat16"), form=form, **way)
     plain = run(config)
     assert_same(run_joined(config, evict_every=4), plain)

@@ -22,10 +22,10 @@ Checkpoint = Callable[..., Path]
 FAMILIES = [*RANKED, "olmo 2"]
 FORMATS = [
     Format("bfloat16"),
-    Format("bfloat16", "w4a8", int4_kv=True),
-    Format("bfloat16", "w8a8", int8_kv=True),
+    Format("bfloat16", "w4a8", kv="int4"),
+    Format("bfloat16", "w8a8", kv="int8"),
     Format("float32", "w4a8"),
-    Format("float32", "int8", int8_kv=True),
+    Format("float32", "int8", kv="int8"),
     Format("float16"),
 ]
 STORED = ["awq", "gptq", "compressed-tensors-channel", "qoq-128"]

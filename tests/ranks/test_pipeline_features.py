@@ -26,7 +26,7 @@ from tests.ranks.test_invariance import assert_same, outputs
 pytestmark = pytest.mark.usefixtures("ranks_in_threads")
 Checkpoint = Callable[..., Path]
 OUTPUT = OutputConfig(exclude_input_from_output=True)
-QUANTISED = Format("bfloat16", "w8a8", int8_kv=True)
+QUANTISED = Format("bfloat16", "w8a8", kv="int8")
 
 
 def of_both(directory: Path, **fields: object) -> tuple[EngineConfig, EngineConfig]:

@@ -55,7 +55,7 @@ def test_rounded_weights_and_activations_stay_near_those_of_one_rank(
 
 def test_four_bits_of_ranks_are_as_near_to_floats_as_those_of_one(checkpoint: Checkpoint) -> None:
     """A rank rotates its own columns, so they are rounded to other numbers, but as well."""
-    directory, form = checkpoint("llama", "float32"), Format("float32", "w4a8", int8_kv=True)
+    directory, form = checkpoint("llama", "float32"), Format("float32", "w4a8", kv="int8")
     floats = run(engine_config(directory, 1, Format("float32")), num_tokens=1)
     one, two = (run(engine_config(directory, size, form), num_tokens=1) for size in (1, 2))
     assert 0 < difference(floats, two) < 1.3 * difference(floats, one)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, OutputConfig
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import Kernels, KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.text.tokenizer import Tokenizer
 from tests.model.gathering import Engine
@@ -22,7 +23,7 @@ from tests.real.conftest import RealModel
 pytestmark = pytest.mark.real
 ROWS, ROW_TOKENS = 2, 500
 FILES = "statistics.py", "fractions.py"  # of Python's library: prose in docstrings, and code
-# (model.quantization, kv_cache.dtype) -> the most that perplexity may rise above that of the file's own weights
+# (model.quantization, an entry of KV_TYPES) -> the most that perplexity may rise above that of the file's own weights
 BOUNDS = {
     ("none", "auto"): 0.004,
     ("int8", "auto"): 0.006,
@@ -32,6 +33,7 @@ BOUNDS = {
     ("w4a8", "auto"): 0.11,
     ("none", "int8"): 0.010,
     ("none", "int4"): 0.16,
+    ("none", "k8v4"): 0.03,
 }
 
 
@@ -56,7 +58,7 @@ def perplexity(model: RealModel, quantization: str, kv: str, kernels: Kernels = 
                 num_threads=1,
                 max_seq_len=512,
             ),
-            KvCacheConfig(max_tokens=ROWS * 512, dtype=kv),
+            KvCacheConfig(max_tokens=ROWS * 512, **named(kv)),
             SchedulerConfig(max_batch_size=ROWS),
         )
     )

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from backend.api.checkpoint.model_files import convert, shown
+from backend.api.config.schema import KvNumbers
 from backend.api.errors import ConfigError
 
 FILE = "config.json"
 COMPRESSED = "compressed-tensors"
-KvDtype = Literal["int8", "int4"]
 MAX_GROUP = 1 << 16  # columns that share a scale
 LEAST_GROUP = 32  # smallest group of the 4-bit kernels (kernels/w4a16.py)
 QOQ_GROUP = 128  # columns of a sum (kernels/int8_rows.py)
@@ -27,7 +27,7 @@ FORMATS = (
 )
 # The kv_cache_scheme that `everbatch quantize --kv` writes. It names the quantisation of kernels/common/kv_format.py.
 _KV_SCHEME = {"type": "int", "symmetric": False, "strategy": "token_head", "dynamic": True}
-_KV_DTYPES: dict[int, KvDtype] = {8: "int8", 4: "int4"}
+_KV_DTYPES: dict[int, KvNumbers] = {8: "int8", 4: "int4"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Mxfp4Format:
 Format = Int8Format | Int4Format | AwqFormat | GptqFormat | QoqFormat | Mxfp4Format
 
 
-def parse_quantisation(content: dict[str, Any]) -> tuple[Format | None, KvDtype | None]:
+def parse_quantisation(content: dict[str, Any]) -> tuple[Format | None, KvNumbers | None]:
     """How the checkpoint of this config.json stores linear layers, and the type of KV that it asks for; None means floats.
 
     Raises ConfigError.
@@ -247,7 +247,7 @@ def _obstacle(config: _CompressedTensors, group: _Group, weights: _Scheme, forma
     return first_obstacle(wrong)
 
 
-def _kv_dtype(method: str, scheme: object) -> KvDtype | None:
+def _kv_dtype(method: str, scheme: object) -> KvNumbers | None:
     if not scheme:
         return None
     given = {key: value for key, value in scheme.items() if value is not None} if isinstance(scheme, dict) else {}

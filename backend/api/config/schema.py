@@ -12,6 +12,7 @@ from backend.api.config.endpoints import endpoint_of_replica, is_bound
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 Implementation = Literal["auto", "native", "transformers"]
+KvNumbers = Literal["int8", "int4"]
 KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Preemption = Literal["recompute", "swap"]
@@ -67,7 +68,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sharing: Sharing = "namespace"  # `all`: requests without a namespace share per token too; `none`: sessions only
     max_attention_window: Windows | None = None  # tokens that one sees, itself included; a list: for layer after layer
     sink_tokens: int = 0  # the first tokens of a sequence that all others attend to, also from outside of a window
-    dtype: KvDType = "auto"  # `int8`, `int4`; auto = as the checkpoint says, else the model's own
+    dtype: KvDType = "auto"  # `int8`, `int4`, keys and values; auto = as the checkpoint says, else the model's own
     directory: str = ""  # KV is kept in a file there too, for after an eviction or a restart; empty: it is not
     directory_bytes: int = 10_737_418_240  # the size of that file; the least recently used blocks go first
     host_cache_bytes: int = 0  # the same in memory of this process, beside the pool of a GPU; 0: none
@@ -75,6 +76,8 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     swap_bytes: int = 0  # host memory for KV of paused sequences, where scheduler.preemption is `swap`
     onboard_blocks: bool = True  # read such KV back; off: it is only written
     secondary_offload_min_priority: int = 0  # KV that requests retain with a lower priority is not written there
+    key_dtype: KvNumbers | None = None  # `int8` with int4 values loses far less than int4; unset = as kv_cache.dtype
+    value_dtype: KvNumbers | None = None  # `int8`, `int4`; unset = as kv_cache.dtype
 
     @property
     def has_second_level(self) -> bool:

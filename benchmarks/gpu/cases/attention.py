@@ -9,9 +9,10 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Check, Peer, near
 from benchmarks.gpu.cases.compiled import flex_attention
-from benchmarks.gpu.cases.pools import Dense, Paged, heads_for, make_dense, make_paged
+from benchmarks.gpu.cases.pools import Dense, Paged, heads_for, kind_of, make_dense, make_paged
 from benchmarks.gpu.goals import of_floor
 from kernels import decode_attention
+from kernels.common.kv_format import KV_FORMATS
 
 # name -> (rows, length), the same in the interpreter
 SHAPES = {
@@ -19,13 +20,12 @@ SHAPES = {
     "B1 ctx 32k": ((1, 32768), (1, 600)),
     "B256 ctx 1k": ((256, 1024), (5, 33)),
 }
-GOALS = {16: of_floor(0.85, 0.92), 8: of_floor(0.75, 0.85), 4: of_floor(0.60, 0.75)}
-GOALS_OF_ONE_ROW = {16: of_floor(0.70)}
-KINDS = {16: "bf16", 8: "int8", 4: "int4"}
+GOALS = {"auto": of_floor(0.85, 0.92), "int8": of_floor(0.75, 0.85), "int4": of_floor(0.60, 0.75)}
+GOALS_OF_ONE_ROW = {"auto": of_floor(0.70)}
 
 
 def _run(x: Paged) -> Tensor:
-    split = decode_attention.split_for(len(x.q), x.pool.data.shape[3])
+    split = decode_attention.split_for(len(x.q), x.pool.keys.shape[2])
     return decode_attention.decode_attention(x.q, x.pool, x.lengths, x.tables, x.scale, split_tokens=split)
 
 
@@ -57,22 +57,22 @@ def cases(small: bool) -> list[Case]:
     made = []
     for shape, sizes in SHAPES.items():
         rows, length = sizes[small]
-        for bits, kind in KINDS.items():
-            goal = (GOALS_OF_ONE_ROW if shape.startswith("B1 ") else GOALS).get(bits)
+        for kv in KV_FORMATS:
+            goal = (GOALS_OF_ONE_ROW if shape.startswith("B1 ") else GOALS).get(kv)
             made.append(
                 Case(
-                    name=f"decode attention {kind} {shape}",
+                    name=f"decode attention {kind_of(kv)} {shape}",
                     number=1,
                     make=partial(
-                        make_paged, heads=heads, bits=bits, queries=1, length=length, rows=rows,
+                        make_paged, heads=heads, kv=kv, queries=1, length=length, rows=rows,
                         block_size=16 if small else 64,
                     ),
                     run=_run,
                     check=_check,
-                    bytes=rows * (length * heads.kv_bytes(bits) + 4 * heads.query * heads.dim),
+                    bytes=rows * (length * heads.kv_bytes(kv) + 4 * heads.query * heads.dim),
                     flops=4 * rows * length * heads.query * heads.dim,
                     goals=(goal,) if goal else (),
-                    peers=PEERS if bits == 16 else PEERS[:1],
+                    peers=PEERS if kv == "auto" else PEERS[:1],
                     importance=1,
                 )
             )  # fmt: skip

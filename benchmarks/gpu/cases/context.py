@@ -52,20 +52,20 @@ def _flex(x: Dense) -> Tensor:
 
 
 PEERS = (Peer("SDPA causal", _sdpa, make_dense), Peer("flex_attention", _flex, make_dense, compiles=True))
-# name -> bits, (queries, keys, block size), in the interpreter, blocks in order, goals, importance
+# name -> format of KV, (queries, keys, block size), in the interpreter, blocks in order, goals, importance
 ROWS = {
-    DENSE: (16, (8192, 8192, 128), (70, 70, 16), True, (of_floor(0.50, 0.60),), 1),
-    PAGED: (16, (8192, 8192, 64), (70, 70, 16), False, (of_floor(0.50, 0.60), than_row(DENSE, 0.9)), 1),
-    "context attention bf16 q 512 over 8k": (16, (512, 8704, 64), (20, 85, 16), False, (of_floor(0.45),), 1),
-    "context attention int8 q 512 over 8k": (8, (512, 8704, 64), (20, 85, 16), False, (), 3),
-    "context attention int4 q 512 over 8k": (4, (512, 8704, 64), (20, 85, 16), False, (), 3),
+    DENSE: ("auto", (8192, 8192, 128), (70, 70, 16), True, (of_floor(0.50, 0.60),), 1),
+    PAGED: ("auto", (8192, 8192, 64), (70, 70, 16), False, (of_floor(0.50, 0.60), than_row(DENSE, 0.9)), 1),
+    "context attention bf16 q 512 over 8k": ("auto", (512, 8704, 64), (20, 85, 16), False, (of_floor(0.45),), 1),
+    "context attention int8 q 512 over 8k": ("int8", (512, 8704, 64), (20, 85, 16), False, (), 3),
+    "context attention int4 q 512 over 8k": ("int4", (512, 8704, 64), (20, 85, 16), False, (), 3),
 }
 
 
 def cases(small: bool) -> list[Case]:
     heads = heads_for(small)
     made = []
-    for name, (bits, *sizes, in_order, goals, importance) in ROWS.items():
+    for name, (kv, *sizes, in_order, goals, importance) in ROWS.items():
         queries, keys, block_size = sizes[small]
         seen = queries * (keys - queries) + queries * (queries + 1) // 2
         made.append(
@@ -73,12 +73,12 @@ def cases(small: bool) -> list[Case]:
                 name=name,
                 number=2,
                 make=partial(
-                    make_paged, heads=heads, bits=bits, queries=queries, length=keys, rows=1, block_size=block_size,
+                    make_paged, heads=heads, kv=kv, queries=queries, length=keys, rows=1, block_size=block_size,
                     in_order=in_order,
                 ),
                 run=_run,
                 check=_check,
-                bytes=keys * heads.kv_bytes(bits) + 4 * queries * heads.query * heads.dim,
+                bytes=keys * heads.kv_bytes(kv) + 4 * queries * heads.query * heads.dim,
                 flops=4 * seen * heads.query * heads.dim,
                 goals=goals,
                 peers=PEERS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.case import Random
-from kernels.common.kv_format import KVPool, QuantizedPool, plain_pool
+from kernels.common.kv_format import KV_FORMATS, KVPool, QuantizedPool, plain_pool
 
 
 class Heads(NamedTuple):
@@ -16,9 +16,10 @@ class Heads(NamedTuple):
     kv: int
     dim: int
 
-    def kv_bytes(self, bits: int) -> int:
+    def kv_bytes(self, kv: str) -> int:
         """Bytes of one token's keys and values in one layer, scales included."""
-        return self.kv * 2 * (self.dim * bits // 8 + (0 if bits == 16 else 4))
+        format = KV_FORMATS[kv]
+        return self.kv * (self.dim * sum(format) // 8 + (2 * 4 if format.is_quantised else 0))
 
 
 LLAMA = Heads(32, 8, 128)
@@ -38,13 +39,19 @@ def heads_for(small: bool) -> Heads:
     return SMALL if small else LLAMA
 
 
-def make_pool(random: Random, heads: Heads, bits: int, num_blocks: int, block_size: int) -> KVPool:
-    if bits == 16:
+def kind_of(kv: str) -> str:
+    """The name of a format of KV in a case's name."""
+    return "bf16" if kv == "auto" else kv
+
+
+def make_pool(random: Random, heads: Heads, kv: str, num_blocks: int, block_size: int) -> KVPool:
+    if kv == "auto":
         return plain_pool(random.normal(num_blocks, block_size, 2, heads.kv, heads.dim))
-    layout = QuantizedPool(block_size, heads.kv, heads.dim, bits)
+    layout = QuantizedPool(block_size, heads.kv, heads.dim, KV_FORMATS[kv])
     pool = layout.view(random.integers(0, 256, num_blocks, layout.block_bytes, dtype=torch.uint8))
     spread = 3 + random.normal(*pool.params.shape[:-1], dtype=torch.float32).clamp(-1, 1)
-    pool.params[..., 0] = (spread / (2**bits - 1)).half()  # values from -spread / 2 to spread / 2
+    steps = torch.tensor([2.0**bits - 1 for bits in layout.format], device=random.device)
+    pool.params[..., 0] = (spread / steps[:, None]).half()  # values from -spread / 2 to spread / 2
     pool.params[..., 1] = (-spread / 2).half()
     return pool
 
@@ -52,7 +59,7 @@ def make_pool(random: Random, heads: Heads, bits: int, num_blocks: int, block_si
 def make_paged(
     random: Random,
     heads: Heads,
-    bits: int,
+    kv: str,
     queries: int,
     length: int,
     rows: int,
@@ -61,7 +68,7 @@ def make_paged(
 ) -> Paged:
     """`rows` sequences of `length` tokens, of which the last `queries` are run."""
     width = -(-length // block_size)
-    pool = make_pool(random, heads, bits, rows * width, block_size)
+    pool = make_pool(random, heads, kv, rows * width, block_size)
     order = torch.arange(rows * width, device=random.device) if in_order else random.order(rows * width)
     return Paged(
         q=random.normal(rows * queries, heads.query, heads.dim),
@@ -85,11 +92,11 @@ class Dense(NamedTuple):
 def make_dense(paged: Paged) -> Dense:
     """bfloat16 keys and values of the same shape; of a plain pool, the same."""
     rows, length = len(paged.lengths), int(paged.lengths[0])
-    _, block_size, _, kv_heads, _ = paged.pool.data.shape
+    kv_heads = paged.pool.keys.shape[2]
     shape = (rows, kv_heads, length, paged.pool.head_dim)
     if paged.pool.params is None:
-        kv = paged.pool.data[paged.tables.long()].flatten(1, 2)[:, :length]  # [rows, length, 2, kv_heads, head_dim]
-        k, v = (side.transpose(1, 2).contiguous() for side in kv.unbind(2))
+        sides = (side[paged.tables.long()].flatten(1, 2)[:, :length] for side, _ in paged.pool.sides)
+        k, v = (side.transpose(1, 2).contiguous() for side in sides)
     else:
         k, v = (torch.randn(shape, device=paged.q.device).to(paged.q.dtype) for _ in range(2))
     q = paged.q.unflatten(0, (rows, -1)).transpose(1, 2).contiguous()

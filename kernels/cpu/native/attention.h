@@ -129,13 +129,13 @@ struct AttentionScratch {
     SoftmaxState split, whole;
     Buffer<float> scores, query_sums;
     Buffer<T> weights, panels;
-    alignas(64) float factors[2][SEGMENT], offsets[2][SEGMENT];  // of the keys, and the values, of a segment
+    alignas(64) float factors[2][SEGMENT], offsets[2][SEGMENT];  // by Side; of the keys, and the values, of a segment
     const char* fetched = nullptr;  // the panel that the last segment has begun to fetch
 };
 
-// Attention of a walk's tokens, with `group` query heads each, over one kv head. E: the type of the pool's cells.
+// Attention of a walk's tokens, with `group` query heads each, over one kv head. K, V: the types of the pool's keys and values.
 // q [tokens * group][dim] of T, zero beyond head_dim. The sinks of `scoring` are those of these heads.
-template <class T, class E>
+template <class T, class K, class V>
 class Attention {
 public:
     Attention(const KVLayout& l, const Walk& walk, int group, const T* q, const Scoring& scoring, AttentionScratch<T>& s)
@@ -143,7 +143,7 @@ public:
         s.scores.grow(size_t(ROWS_HELD) * SCORES_LD), s.weights.grow(size_t(ROWS_HELD) * WEIGHTS_LD);
         if (!IS_QUANTIZED) return;
         s.panels.grow(size_t(2 * SEGMENT) * dim_), s.query_sums.grow(rows_);
-        for (int r = 0; HAS_OFFSETS && r < rows_; r++) {
+        for (int r = 0; HAS_OFFSETS<K> && r < rows_; r++) {
             Vec sum{};
             for (int d = 0; d < dim_; d += LANES) sum += load_floats(q + size_t(r) * dim_ + d);
             s.query_sums.data()[r] = reduce_add(sum);
@@ -204,7 +204,9 @@ private:
         return own[0] / fma(splat(s_.whole.l_i.data()[r]), own, of_sink)[0];
     }
 
-    static constexpr bool IS_QUANTIZED = BITS<E> <= 8, HAS_OFFSETS = BITS<E> == 4;
+    static constexpr bool IS_QUANTIZED = BITS<K> <= 8;  // values then are too
+    template <class E>
+    static constexpr bool HAS_OFFSETS = BITS<E> == 4;
     static constexpr int PANELS = SEGMENT / PANEL;
 #if defined(EVERBATCH_AMX)
     static constexpr bool BY_REGISTERS = false;
@@ -227,33 +229,38 @@ private:
         std::copy_n(next.at, AHEAD, order + 2 * count);
         if (order[0] != s_.fetched)
             for (int i = 0; i < AHEAD; i++)
-                for (size_t at = 0; at < l_.unit_bytes(); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
+                for (size_t at = 0; at < l_.unit_bytes(KEYS); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
         s_.fetched = next.at[0];
         const char* parameters[2][PANELS];  // of keys and of values; needed only after the first product
         for (int i = 0; IS_QUANTIZED && i < count; i++) {
             const KVHead head = walk_.head(from + i * PANEL);
             const int offset = walk_.unit(from + i * PANEL) * PANEL;
-            parameters[0][i] = head.of_key(offset), parameters[1][i] = head.of_value(offset);
+            parameters[KEYS][i] = head.of_key(offset), parameters[VALUES][i] = head.of_value(offset);
             for (auto& of : parameters)
                 for (int at = 0; at < PANEL * KVLayout::PARAMETER_BYTES; at += 64) __builtin_prefetch(of[i] + at);
         }
         const char* panels[2 * PANELS];  // those of keys, then those of values, as products read them
-        for (int i = 0; i < 2 * count; i++) panels[i] = IS_QUANTIZED && !reads_cells_ ? unpacked(order[i], i, order[i + AHEAD]) : order[i];
+        for (int i = 0; i < 2 * count; i++)
+            panels[i] = !IS_QUANTIZED || reads_cells_ ? order[i]
+                        : i < count                   ? unpacked<K>(order[i], i, order[i + AHEAD])
+                                                      : unpacked<V>(order[i], i, order[i + AHEAD]);
         for (int r = 0; r < rows_; r += ROWS_HELD) {
             const int rows = std::min(ROWS_HELD, rows_ - r);
             const int64_t last = walk_.position + (r + rows - 1) / group_;  // the last token of these rows
             const int seen = int(std::min<int64_t>(count, last < from ? 0 : (last - from) / PANEL + 1));  // panels
             multiply_keys(r, rows, panels, seen, order);
-            for (int side : {0, 1})
-                for (int i = 0; IS_QUANTIZED && r == 0 && i < count; i++)
-                    read_parameters<E>(parameters[side][i], PANEL, s_.factors[side] + i * PANEL, s_.offsets[side] + i * PANEL);
+            for (int i = 0; IS_QUANTIZED && r == 0 && i < count; i++) {
+                read_parameters<K>(parameters[KEYS][i], PANEL, s_.factors[KEYS] + i * PANEL, s_.offsets[KEYS] + i * PANEL);
+                read_parameters<V>(parameters[VALUES][i], PANEL, s_.factors[VALUES] + i * PANEL, s_.offsets[VALUES] + i * PANEL);
+            }
             if (!seen) continue;
             weigh(r, rows, int(from - base), int(from - base) + seen * PANEL, base);
             multiply_values(r, rows, panels + count, seen, order + count);
         }
     }
 
-    // Unpacks the cells of panel i of a segment's keys and values.
+    // Unpacks the cells of panel i of a segment's keys and values. E: their type.
+    template <class E>
     const char* unpacked(const char* cells, int i, const char* ahead) {
         T* out = s_.panels.data() + size_t(i) * l_.unit();
         if constexpr (IS_QUANTIZED) unpack_panel<T, E>(cells, dim_, out, ahead);
@@ -261,6 +268,8 @@ private:
     }
 
     // c (+)= the products of rows of a (row r of the walk is the first), with `count` panels. ahead: what is read AHEAD panels later.
+    // E: the type of the pool's cells.
+    template <class E>
     void multiply(int r, int rows, const T* a, size_t lda, const char* const* panels, size_t offset, int depth, int count, float* c, size_t ldc,
                   bool first, const char* const* ahead) {
         for (int i = 0; i < rows; i += rows_at_once<T>()) {
@@ -291,14 +300,14 @@ private:
     // scores = the product of rows r .. r + rows with `count` panels of keys.
     void multiply_keys(int r, int rows, const char* const* panels, int count, const char* const* order) {
         for (int i = 0; i < count; i++)
-            multiply(r, rows, q_ + size_t(r) * dim_, dim_, panels + i, 0, dim_, 1, s_.scores.data() + i * PANEL, SCORES_LD, true,
-                     order + AHEAD + i);
+            multiply<K>(r, rows, q_ + size_t(r) * dim_, dim_, panels + i, 0, dim_, 1, s_.scores.data() + i * PANEL, SCORES_LD, true,
+                        order + AHEAD + i);
     }
 
     void multiply_values(int r, int rows, const char* const* panels, int count, const char* const* order) {
         for (int d = 0; d < dim_; d += PANEL)
-            multiply(r, rows, s_.weights.data(), WEIGHTS_LD, panels, size_t(d) * PANEL, PANEL, count,
-                     s_.split.acc.data() + size_t(r) * dim_ + d, dim_, false, order + AHEAD);
+            multiply<V>(r, rows, s_.weights.data(), WEIGHTS_LD, panels, size_t(d) * PANEL, PANEL, count,
+                        s_.split.acc.data() + size_t(r) * dim_ + d, dim_, false, order + AHEAD);
     }
 
     // A step of the softmax: the scores of rows r .. r + rows become weights. Positions lo .. hi of the segment at `base` are there; the
@@ -324,17 +333,17 @@ private:
                 const Vec e1 = exp2_negative<T>(fma(load<Vec>(x + j + LANES), factor, minus));
                 sums[0] += e0, sums[1] += e1;
                 if constexpr (IS_QUANTIZED) {
-                    const float *f = s_.factors[1] + j - lo, *o = s_.offsets[1] + j - lo;
-                    if (HAS_OFFSETS) of_offsets = fma(e1, load<Vec>(o + LANES), fma(e0, load<Vec>(o), of_offsets));
+                    const float *f = s_.factors[VALUES] + j - lo, *o = s_.offsets[VALUES] + j - lo;
+                    if (HAS_OFFSETS<V>) of_offsets = fma(e1, load<Vec>(o + LANES), fma(e0, load<Vec>(o), of_offsets));
                     store_both(p + j, e0 * load<Vec>(f), e1 * load<Vec>(f + LANES));
                 } else {
                     store_both(p + j, e0, e1);
                 }
             }
             l_i[i] = l_i[i] * alpha[i] + reduce_add(sums[0] + sums[1]);
-            if (alpha[i] == 1.0f && !HAS_OFFSETS) continue;
+            if (alpha[i] == 1.0f && !HAS_OFFSETS<V>) continue;
             float* acc = s_.split.acc.data() + size_t(r + i) * dim_;
-            const Vec added = splat(HAS_OFFSETS ? reduce_add(of_offsets) : 0.0f);
+            const Vec added = splat(HAS_OFFSETS<V> ? reduce_add(of_offsets) : 0.0f);
             for (int d = 0; d < dim_; d += LANES) store(acc + d, fma(load<Vec>(acc + d), splat(alpha[i]), added));
         }
     }
@@ -348,11 +357,11 @@ private:
     // Sets the scores x[lo .. hi) of a row to minus infinity where it does not see the key. Returns the greatest.
     float mask(int row, float* x, int lo, int hi, int64_t base) const {
         if constexpr (IS_QUANTIZED) {
-            const Vec sum = splat(HAS_OFFSETS ? s_.query_sums.data()[row] : 0.0f);
-            const float *f = s_.factors[0] - lo, *o = s_.offsets[0] - lo;
+            const Vec sum = splat(HAS_OFFSETS<K> ? s_.query_sums.data()[row] : 0.0f);
+            const float *f = s_.factors[KEYS] - lo, *o = s_.offsets[KEYS] - lo;
             for (int j = lo; j < hi; j += LANES) {
                 const Vec scaled = load<Vec>(x + j) * load<Vec>(f + j);
-                store(x + j, HAS_OFFSETS ? fma(sum, load<Vec>(o + j), scaled) : scaled);
+                store(x + j, HAS_OFFSETS<K> ? fma(sum, load<Vec>(o + j), scaled) : scaled);
             }
         }
         if (scoring_.softcap) cap(x + lo, hi - lo);

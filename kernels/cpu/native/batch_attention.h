@@ -53,25 +53,28 @@ public:
     // products; put(token, head, acc, factor) takes the results: head_dim numbers, each to be multiplied with the factor.
     template <class Source, class Put>
     void run(Team& team, char* pool, const Sight& sight, const Scoring& scoring, bool is_wanted, Source source, Put put) {
-        const auto of_cells = [&](auto e) {
-            using E = decltype(e);
-            append<E>(team, pool, source);
-            if (is_wanted) attend<E>(team, pool, sight, scoring, put);
+        const auto of_cells = [&](auto key, auto value) {
+            using K = decltype(key);
+            using V = decltype(value);
+            append<K, V>(team, pool, source);
+            if (is_wanted) attend<K, V>(team, pool, sight, scoring, put);
         };
-        if (kv_.kv_bits == 8)
-            of_cells(int8_t());
-        else if (kv_.kv_bits == 4)
-            of_cells(Int4());
+        if (!kv_.is_quantized())
+            of_cells(T(), T());
+        else if (kv_.key_bits == 4)
+            of_cells(Int4(), Int4());
+        else if (kv_.value_bits == 4)
+            of_cells(int8_t(), Int4());
         else
-            of_cells(T());
+            of_cells(int8_t(), int8_t());
     }
 
 private:
     T* queries() { return reinterpret_cast<T*>(memory_.queries.data()); }  // [kv heads][tokens][group][dim]
     const int32_t* table(const Piece& piece) const { return b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks; }
 
-    // E: the type of the pool's cells.
-    template <class E, class Source>
+    // K, V: the types of the pool's keys and values.
+    template <class K, class V, class Source>
     void append(Team& team, char* pool, Source& source) {
         const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(units_.size()) * kv_heads;
         float *vector = memory_.threads[size_t(team.id)].vectors.data(), *value = vector + dim_;
@@ -84,7 +87,7 @@ private:
             const Piece& piece = units_[size_t(item / kv_heads)];
             const int64_t h = item % kv_heads, next = std::min(item + 1, items - 1);
             const KVHead head = head_of(item);
-            prefetch_cell<E>(head_of(next), int(units_[size_t(next / kv_heads)].position % kv_.block_size));
+            prefetch_cell<K, V>(head_of(next), int(units_[size_t(next / kv_heads)].position % kv_.block_size));
             for (int t = 0; t < piece.count; t++) {
                 const int64_t position = piece.position + t, token = piece.first + t;
                 for (int g = 0; g < group_; g++) {
@@ -93,12 +96,12 @@ private:
                 }
                 source.key(token, position, h, vector);
                 source.value(token, h, value);
-                write_cell<E>(head, int(position % kv_.block_size), vector, value);
+                write_cell<K, V>(head, int(position % kv_.block_size), vector, value);
             }
         });
     }
 
-    template <class E, class Put>
+    template <class K, class V, class Put>
     void attend(Team& team, const char* pool, const Sight& sight, const Scoring& scoring, Put& put) {
         const int64_t kv_heads = kv_.kv_heads, items = int64_t(spans_.all.size()) * kv_heads;
         const auto walk_of = [&](int64_t item) {
@@ -113,8 +116,8 @@ private:
             const int64_t first = queries_[size_t(span.piece)].first;
             Scoring of_heads = scoring;
             if (scoring.sinks) of_heads.sinks += h * group_;
-            Attention<T, E> attention(kv_, walk, group_, queries() + (h * tokens_ + first) * group_ * dim_, of_heads,
-                                      memory_.threads[size_t(team.id)].scratch(T()));
+            Attention<T, K, V> attention(kv_, walk, group_, queries() + (h * tokens_ + first) * group_ * dim_, of_heads,
+                                         memory_.threads[size_t(team.id)].scratch(T()));
             const auto put_row = [&](int t, int g, const float* acc, float factor) { put(first + t, h * group_ + g, acc, factor); };
             if (span.splits == 1) return attention.whole(ahead, put_row);
             float* partials = memory_.partials.data() + spans_.partial_of(span, h);

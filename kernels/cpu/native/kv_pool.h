@@ -7,6 +7,8 @@
 //                              symmetric, unlike int8 on other tiers (kernels/common/kv_format.py)
 //     int4                     the same as half bytes, then float16 scale and least in place of a scale (kernels/common/kv_format.py)
 //
+// Keys and values may differ in their number of bits; the pairs that there are stand in KV_FORMATS of kernels/common/kv_format.py.
+//
 // `dim` is the head dimension rounded up to 32. Cells beyond the head dimension, and cells of a panel not written yet, are zero.
 // Products read int8 and int4 as whole numbers; what a token's scale, and an offset, make of its numbers is applied to its scores and its
 // weights (attention.h).
@@ -24,17 +26,25 @@ struct Int4 {};  // 0 .. 15, two of which make a byte: the upper half is the pan
 template <class E>
 constexpr int BITS = std::is_same_v<E, Int4> ? 4 : 8 * int(sizeof(E));
 
+enum Side { KEYS, VALUES };
+
 struct KVLayout {
     int32_t block_size, kv_heads, head_dim;
-    int32_t kv_bits;        // 8 or 4; 0: cells are of the type that is computed in
+    int32_t key_bits;       // 8 or 4; PLAIN: cells are of the type that is computed in, values too
     int32_t element_bytes;  // 2 for computing in bfloat16, 4 for float32
+    int32_t value_bits;     // like key_bits
 
+    static constexpr int PLAIN = 16;
+
+    bool is_quantized() const { return key_bits != PLAIN; }
     int dim() const { return (head_dim + PANEL - 1) / PANEL * PANEL; }
-    int bits() const { return kv_bits ? kv_bits : 8 * element_bytes; }
     size_t unit() const { return size_t(PANEL) * dim(); }  // elements of the keys, or values, of 32 tokens
-    size_t unit_bytes() const { return unit() * bits() / 8; }
-    size_t half() const { return size_t(block_size) * dim() * bits() / 8; }
-    size_t head_bytes() const { return 2 * half() + (kv_bits ? size_t(block_size) * 2 * PARAMETER_BYTES : 0); }
+    size_t unit_bytes(Side side) const {
+        return is_quantized() ? unit() * (side == KEYS ? key_bits : value_bits) / 8 : unit() * element_bytes;
+    }
+    size_t bytes(Side side) const { return size_t(block_size / PANEL) * unit_bytes(side); }
+    size_t data_bytes() const { return bytes(KEYS) + bytes(VALUES); }
+    size_t head_bytes() const { return data_bytes() + (is_quantized() ? size_t(block_size) * 2 * PARAMETER_BYTES : 0); }
     size_t block_bytes() const { return head_bytes() * kv_heads; }
 
     static constexpr int PARAMETER_BYTES = 4;  // those of a token's key, or value
@@ -50,45 +60,49 @@ struct KVHead {
     const KVLayout& layout;
     char* at;
 
-    char* keys(int unit) const { return at + size_t(unit) * layout.unit_bytes(); }
-    char* values(int unit) const { return keys(unit) + layout.half(); }
+    char* keys(int unit) const { return at + size_t(unit) * layout.unit_bytes(KEYS); }
+    char* values(int unit) const { return at + layout.bytes(KEYS) + size_t(unit) * layout.unit_bytes(VALUES); }
     // The parameters of the key or value of the token at `offset`: a float32 scale, or scale and least.
-    char* of_key(int offset) const { return at + 2 * layout.half() + offset * KVLayout::PARAMETER_BYTES; }
+    char* of_key(int offset) const { return at + layout.data_bytes() + offset * KVLayout::PARAMETER_BYTES; }
     char* of_value(int offset) const { return of_key(offset) + layout.block_size * KVLayout::PARAMETER_BYTES; }
 };
 
-// Stores a key and a value, [dim] cells each, as token `token` of a unit.
-template <class E>
-void scatter_cell(E* k, E* v, int dim, int token, const E* key, const E* value) {
+// Stores a key, or a value, of [dim] cells as token `token` of the unit at `panels`.
+template <Side SIDE, class E>
+void scatter_cell(E* panels, int dim, int token, const E* cells) {
     constexpr int TOGETHER = sizeof(E) == 4 ? 1 : 2;  // int8 cells too
     for (int d = 0; d < dim; d += PANEL) {
-        E *to_k = k + size_t(d) * PANEL + packed_at<TOGETHER>(0, token), *to_v = v + size_t(d) * PANEL + packed_at<TOGETHER>(token, 0);
-        for (int i = 0; i < PANEL; i++) to_k[packed_at<TOGETHER>(i, 0)] = key[d + i], to_v[packed_at<TOGETHER>(0, i)] = value[d + i];
+        E* to = panels + size_t(d) * PANEL + (SIDE == KEYS ? packed_at<TOGETHER>(0, token) : packed_at<TOGETHER>(token, 0));
+        for (int i = 0; i < PANEL; i++) to[SIDE == KEYS ? packed_at<TOGETHER>(i, 0) : packed_at<TOGETHER>(0, i)] = cells[d + i];
     }
 }
 // The same for int4; the tokens of a pair share the bytes of values.
-inline void scatter_int4(uint8_t* k, uint8_t* v, int dim, int token, const uint8_t* key, const uint8_t* value) {
+template <Side SIDE>
+void scatter_int4(uint8_t* panels, int dim, int token, const uint8_t* cells) {
     const int shift = token % 2 * 4;
     for (int d = 0; d < dim; d += PANEL) {
-        uint8_t *to_k = k + size_t(d) * PANEL / 2, *to_v = v + size_t(d) * PANEL / 2;
-        for (int i = 0; i < PANEL; i += 2) to_k[packed_at<2>(i, token) / 2] = uint8_t(key[d + i] | key[d + i + 1] << 4);
-        for (int i = 0; i < PANEL; i++) {
-            uint8_t& to = to_v[packed_at<2>(token - token % 2, i) / 2];
-            to = uint8_t((to & 0xf0 >> shift) | value[d + i] << shift);
+        uint8_t* to = panels + size_t(d) * PANEL / 2;
+        if constexpr (SIDE == KEYS) {
+            for (int i = 0; i < PANEL; i += 2) to[packed_at<2>(i, token) / 2] = uint8_t(cells[d + i] | cells[d + i + 1] << 4);
+        } else {
+            for (int i = 0; i < PANEL; i++) {
+                uint8_t& pair = to[packed_at<2>(token - token % 2, i) / 2];
+                pair = uint8_t((pair & 0xf0 >> shift) | cells[d + i] << shift);
+            }
         }
     }
 }
 
-// Prefetches the cache lines that write_cell writes: those of a key are many, one for each pair of dimensions.
-template <class E>
+// Prefetches the cache lines that write_cell writes: those of a key are many, one for each pair of dimensions. K, V: the types of the cells.
+template <class K, class V>
 void prefetch_cell(const KVHead& head, int offset) {
     const KVLayout& l = head.layout;
     const int unit = offset / PANEL, token = offset % PANEL;
-    constexpr int TOGETHER = BITS<E> == 32 ? 1 : 2;
+    constexpr int TOGETHER = BITS<K> == 32 ? 1 : 2;
     for (int d = 0; d < l.dim(); d += TOGETHER)
-        __builtin_prefetch(head.keys(unit) + (d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(d % PANEL, token)) * BITS<E> / 8, 1);
+        __builtin_prefetch(head.keys(unit) + (d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(d % PANEL, token)) * BITS<K> / 8, 1);
     for (int d = 0; d < l.dim(); d += 16)
-        __builtin_prefetch(head.values(unit) + (d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(token, d % PANEL)) * BITS<E> / 8, 1);
+        __builtin_prefetch(head.values(unit) + (d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(token, d % PANEL)) * BITS<V> / 8, 1);
 }
 
 // int4 with scale and least for each row, as kernels/common/kv_format.py defines it. x [dim], of which `count` cells matter; the other
@@ -112,34 +126,38 @@ inline void quantize_int4(const float* x, int count, int dim, uint8_t* q, ScaleA
     }
 }
 
-// Writes the KV of the token at `offset` of a block. key, value [dim] float32, zero beyond head_dim. E: the type of the cells.
-template <class E>
-void write_cell(const KVHead& head, int offset, const float* key, const float* value) {
-    const KVLayout& l = head.layout;
-    const int unit = offset / PANEL, token = offset % PANEL, dim = l.dim();
+// Writes a key or value x, [dim] float32, zero beyond head_dim, as token `token` of the unit at `panels`. E: the type of the cells.
+template <Side SIDE, class E>
+void write_side(const KVLayout& l, char* panels, char* parameters, int token, const float* x) {
+    const int dim = l.dim();
     if (token == 0) {  // the first of its panel: clear the cells not written yet, because a NaN there would spread
-        memset(head.keys(unit), 0, l.unit_bytes()), memset(head.values(unit), 0, l.unit_bytes());
-        if (l.kv_bits)
-            for (char* of : {head.of_key(offset), head.of_value(offset)}) memset(of, 0, PANEL * KVLayout::PARAMETER_BYTES);
+        memset(panels, 0, l.unit_bytes(SIDE));
+        if (l.is_quantized()) memset(parameters, 0, PANEL * KVLayout::PARAMETER_BYTES);
     }
     if constexpr (std::is_same_v<E, Int4>) {
-        uint8_t keys[MAX_HEAD_DIM], values[MAX_HEAD_DIM];
-        quantize_int4(key, l.head_dim, dim, keys, (ScaleAndLeast*)head.of_key(offset));
-        quantize_int4(value, l.head_dim, dim, values, (ScaleAndLeast*)head.of_value(offset));
-        scatter_int4((uint8_t*)head.keys(unit), (uint8_t*)head.values(unit), dim, token, keys, values);
+        uint8_t cells[MAX_HEAD_DIM];
+        quantize_int4(x, l.head_dim, dim, cells, (ScaleAndLeast*)parameters);
+        scatter_int4<SIDE>((uint8_t*)panels, dim, token, cells);
+    } else if constexpr (sizeof(E) == 4) {
+        scatter_cell<SIDE>((E*)panels, dim, token, x);
     } else {
-        E *k = (E*)head.keys(unit), *v = (E*)head.values(unit);
-        alignas(64) E keys[MAX_HEAD_DIM], values[MAX_HEAD_DIM];
-        if constexpr (sizeof(E) == 4) return scatter_cell(k, v, dim, token, key, value);
+        alignas(64) E cells[MAX_HEAD_DIM];
         if constexpr (sizeof(E) == 2) {
-            for (int d = 0; d < dim; d += LANES) store_bf16(keys + d, load<Vec>(key + d)), store_bf16(values + d, load<Vec>(value + d));
-        } else if constexpr (sizeof(E) == 1) {
+            for (int d = 0; d < dim; d += LANES) store_bf16(cells + d, load<Vec>(x + d));
+        } else {
             int32_t sum;
-            quantize_group(key, dim, keys, (float*)head.of_key(offset), &sum);
-            quantize_group(value, dim, values, (float*)head.of_value(offset), &sum);
+            quantize_group(x, dim, cells, (float*)parameters, &sum);
         }
-        scatter_cell(k, v, dim, token, keys, values);
+        scatter_cell<SIDE>((E*)panels, dim, token, cells);
     }
+}
+
+// Writes the KV of the token at `offset` of a block. K, V: the types of the cells.
+template <class K, class V>
+void write_cell(const KVHead& head, int offset, const float* key, const float* value) {
+    const int unit = offset / PANEL, token = offset % PANEL;
+    write_side<KEYS, K>(head.layout, head.keys(unit), head.of_key(offset), token, key);
+    write_side<VALUES, V>(head.layout, head.values(unit), head.of_value(offset), token, value);
 }
 
 // int8, or int4 less INT4_MIDDLE, of LANES columns and the two rows of a pair, as floats, which hold them exactly.

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from kernels import context_attention as kernel
 from kernels.common.attention_tiles import AttentionTiles
-from kernels.common.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
+from kernels.common.kv_format import KV_FORMATS, KVPool, QuantizedPool, plain_pool, write_cells
 from kernels.context_attention import Case
 from tests.kernels.numbers import assert_near, random_tensor
 
 SMALL = AttentionTiles(16, 16, 4, 2)  # many tiles out of few tokens
 SEEN_BY_ALL = [(None, 0), (5, 0), (16, 0), (37, 0), (5, 16), (5, 1), (16, 20), (37, 3)]  # (window, sink tokens)
-BITS = (16, 8, 4)
 # Each window once, and each format several times; EVERBATCH_SWEEPS=1: every window in every format.
 SWEEP = os.environ.get("EVERBATCH_SWEEPS") == "1"
-WINDOWS_AND_BITS = [
-    (*seen, bits) for n, seen in enumerate(SEEN_BY_ALL) for m, bits in enumerate(BITS) if SWEEP or m == n % len(BITS)
+WINDOWS_AND_FORMATS = [
+    (*seen, kv)
+    for n, seen in enumerate(SEEN_BY_ALL)
+    for m, kv in enumerate(KV_FORMATS)
+    if SWEEP or m == n % len(KV_FORMATS)
 ]
 
 
@@ -51,11 +53,11 @@ def made(case: Case) -> Inputs:
     num_blocks = len(lengths) * most_blocks + 1
     tables = torch.full((len(lengths), most_blocks + 2), -1, dtype=torch.int32)
     free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).int()
-    if case.bits == 16:
+    if case.kv == "auto":
         shape = (num_blocks, 2, case.block_size, 2, case.kv_heads, case.head_dim)
         pool = plain_pool(torch.full(shape, torch.nan, dtype=case.dtype)[:, 1])
     else:
-        layout = QuantizedPool(case.block_size, case.kv_heads, case.head_dim, case.bits)
+        layout = QuantizedPool(case.block_size, case.kv_heads, case.head_dim, KV_FORMATS[case.kv])
         pool = layout.view(torch.full((num_blocks, 2, layout.block_bytes), 255, dtype=torch.uint8)[:, 1])
     for row, (num_queries, length) in enumerate(case.rows):
         first = 0 if case.window is None else max(0, length - num_queries + 1 - case.window)
@@ -64,12 +66,7 @@ def made(case: Case) -> Inputs:
         tables[row, blocks] = free[row * most_blocks + blocks]
         at = tables[row, seen // case.block_size].long(), seen % case.block_size
         kv = random_tensor(len(seen), 2, case.kv_heads, case.head_dim, seed=row) + 0.3
-        if case.bits == 16:
-            pool.data[at] = kv.to(case.dtype)
-        else:
-            n, scale, least = quantize_rows(kv.flatten(0, 2), case.bits)
-            pool.data[at] = pack(n, case.bits).view(*kv.shape[:3], layout.row_bytes)
-            pool.params[at] = torch.stack((scale, least), dim=1).view(*kv.shape[:3], 2)
+        write_cells(pool, *at, *kv.unbind(1))
     sinks = random_tensor(heads) if case.sinks else None
     rest = case.window, sinks, case.sink_tokens, case.softcap
     return Inputs(qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, *rest)
@@ -87,13 +84,13 @@ def test_tokens_attend_what_they_may_see(case: Case) -> None:
     assert_near(out, expected)
 
 
-@pytest.mark.parametrize("window, sink_tokens, bits", WINDOWS_AND_BITS)
+@pytest.mark.parametrize("window, sink_tokens, kv", WINDOWS_AND_FORMATS)
 def test_rows_have_as_many_tiles_as_they_need(
-    window: int | None, sink_tokens: int, bits: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, sink_tokens: int, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tiles(monkeypatch, SMALL)
     rows = [(19, 19), (1, 50), (0, 0), (8, 40), (16, 33)]
-    case = Case(rows, 1, 3, block_size=32, bits=bits, window=window, sinks=True, sink_tokens=sink_tokens)
+    case = Case(rows, 1, 3, block_size=32, kv=kv, window=window, sinks=True, sink_tokens=sink_tokens)
     inputs = made(case)
     out, expected = kernel.context_attention(*inputs)[:44], kernel.reference(*inputs)[:44]
     assert_near(out, expected)
@@ -130,7 +127,7 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
 
 
 def test_batches_of_few_queries_a_row_have_small_tiles_with_the_same_keys() -> None:
-    for shape in itertools.product((64, 128, 256), (16, 8, 4), (80, 90)):
-        head_dim, bits, architecture = shape
-        few, many = (kernel.tiles_for(head_dim, bits, 4, tokens, 8, architecture) for tokens in (16, 2048))
+    for shape in itertools.product((64, 128, 256), (False, True), (80, 90)):
+        head_dim, is_quantised, architecture = shape
+        few, many = (kernel.tiles_for(head_dim, is_quantised, 4, tokens, 8, architecture) for tokens in (16, 2048))
         assert few.block_m < many.block_m and few.block_n == many.block_n

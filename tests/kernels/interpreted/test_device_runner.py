@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, Result, SamplingConfig
+from backend.api.config.kv_bits import named
 from backend.api.config.schema import (
     DEBUG_INPUTS,
     KvCacheConfig,
@@ -86,7 +87,7 @@ def make_core(
             gather_generation_logits=True,
             additional_outputs=("hidden_states",),
         ),
-        KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0, **attention),
+        KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, **named(kv), watermark=0.0, **attention),
         SchedulerConfig(max_batch_size=4, max_num_tokens=24, policy="max_utilization", **scheduler),
         records=records,
         speculation=speculation,
@@ -157,7 +158,7 @@ def test_steps_of_greedy_rows_and_of_random_ones_have_the_torch_tier_s_tokens(di
     assert capture.count > 3
 
 
-@pytest.mark.parametrize("kv", ["auto", "int4"])
+@pytest.mark.parametrize("kv", ["auto", "k8v4"])
 def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory: Path, kv: str) -> None:
     requests = [request(16, 18, n) for n in (1, 2)]
     kernels = "torch" if kv == "auto" else "triton"  # the torch tier has no narrow KV

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels import kv_append as kernel
-from kernels.common.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack
+from kernels.common.kv_format import KV_FORMATS, QuantizedPool, dequantize_rows, plain_pool, unpack, write_cells
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 SEQ_LEN = 40
 BLOCKS = 6
-BITS = [8, 4]
+QUANTISED = [name for name, format in KV_FORMATS.items() if format.is_quantised]
 STEP = 1.9736328125  # a float16 whose float32 reciprocal is a little low
 
 
@@ -40,10 +40,10 @@ class Batch:
     def plain_pool(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return random_tensor(BLOCKS, self.block_size, 2, self.kv_heads, self.head_dim, dtype=dtype, seed=1)
 
-    def quantized_pool(self, bits: int) -> tuple[QuantizedPool, Tensor]:
+    def quantized_pool(self, kv: str) -> tuple[QuantizedPool, Tensor]:
         """Returns its layout, and a pool of random bytes."""
-        layout = QuantizedPool(self.block_size, self.kv_heads, self.head_dim, bits)
-        generator = torch.Generator().manual_seed(bits)
+        layout = QuantizedPool(self.block_size, self.kv_heads, self.head_dim, KV_FORMATS[kv])
+        generator = torch.Generator().manual_seed(sum(layout.format))
         return layout, torch.randint(256, (BLOCKS, layout.block_bytes), generator=generator, dtype=torch.uint8)
 
     def rotate(self, rotary_dim: int, interleaved: bool) -> None:
@@ -77,13 +77,8 @@ class Batch:
 
     def written_as(self, pool: Tensor, layout: QuantizedPool, plain: Tensor) -> Tensor:
         """Returns `pool` with quantize_rows of what `plain` holds in the batch's cells."""
-        block, offset = self.place()
         pool = pool.clone()
-        q, scale, least = quantize_rows(plain[block, offset].flatten(0, 2), layout.bits)
-        shape = (len(block), 2, self.kv_heads)
-        view = layout.view(pool)
-        view.data[block, offset] = pack(q, layout.bits).unflatten(0, shape)
-        view.params[block, offset] = torch.stack((scale, least), 1).unflatten(0, shape)
+        write_cells(layout.view(pool), *self.place(), *plain[self.place()].unbind(1))
         return pool
 
 
@@ -135,14 +130,14 @@ def test_queries_are_scaled_by_their_positions_and_keys_are_not() -> None:
     assert torch.equal(pool, scaled_pool)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kv", QUANTISED)
 @pytest.mark.parametrize("rotary_dim, interleaved", kernel.ROPES)
-def test_a_quantised_pool_holds_keys_of_every_rotation(rotary_dim: int, interleaved: bool, bits: int) -> None:
+def test_a_quantised_pool_holds_keys_of_every_rotation(rotary_dim: int, interleaved: bool, kv: str) -> None:
     batch = Batch(4, 2, 1, 96, 16)
     batch.rotate(rotary_dim, interleaved)
     plain = batch.plain_pool()
     batch.append(plain)
-    layout, pool = batch.quantized_pool(bits)
+    layout, pool = batch.quantized_pool(kv)
     expected = batch.written_as(pool, layout, plain)
     batch.append(pool, layout)
     assert torch.equal(pool, expected)
@@ -154,15 +149,15 @@ def test_one_of_the_norms_may_be_absent() -> None:
     assert_like_the_reference(batch, batch.plain_pool(), k_norm=random_tensor(64))
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kv", QUANTISED)
 @pytest.mark.parametrize("case", kernel.CASES)
 def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(
-    case: tuple[int, ...], bits: int
+    case: tuple[int, ...], kv: str
 ) -> None:
     batch = Batch(*case)
     plain = batch.plain_pool()
     q_of_plain = batch.append(plain)
-    layout, pool = batch.quantized_pool(bits)
+    layout, pool = batch.quantized_pool(kv)
     expected = batch.written_as(pool, layout, plain)
     assert not torch.equal(pool, expected)
     q = batch.append(pool, layout)
@@ -170,21 +165,22 @@ def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_a
     assert torch.equal(pool, expected)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kv", QUANTISED)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_quantised_pool_is_like_the_references(dtype: torch.dtype, bits: int) -> None:
+def test_a_quantised_pool_is_like_the_references(dtype: torch.dtype, kv: str) -> None:
     batch = Batch(*kernel.CASES[4], dtype=dtype)
     norms = {"q_norm": random_tensor(128, seed=5), "k_norm": random_tensor(128, seed=6)}
-    layout, pool = batch.quantized_pool(bits)
+    layout, pool = batch.quantized_pool(kv)
     expected = pool.clone()
     q, expected_q = batch.append(pool, layout, **norms), batch.reference(expected, layout, **norms)
     assert_near(q[batch.real], expected_q[batch.real])
     block, offset = batch.place()
     params, expected_params = (layout.view(x).params[block, offset] for x in (pool, expected))
     assert_near(params, expected_params)
-    codes, expected_codes = (unpack(layout.view(x).data[block, offset], bits).int() for x in (pool, expected))
-    assert (codes - expected_codes).abs().max() <= 1  # a tie may fall either way
-    assert (codes != expected_codes).float().mean() < 0.01
+    for (data, bits), (expected_data, _) in zip(layout.view(pool).sides, layout.view(expected).sides, strict=True):
+        codes, expected_codes = (unpack(x[block, offset], bits).int() for x in (data, expected_data))
+        assert (codes - expected_codes).abs().max() <= 1  # a tie may fall either way
+        assert (codes != expected_codes).float().mean() < 0.01
 
 
 def extreme_values(head_dim: int, bits: int) -> Tensor:
@@ -204,14 +200,14 @@ def extreme_values(head_dim: int, bits: int) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_extreme_values_are_quantised_as_quantize_rows_does(bits: int) -> None:
+@pytest.mark.parametrize("kv", QUANTISED)
+def test_extreme_values_are_quantised_as_quantize_rows_does(kv: str) -> None:
     batch = Batch(15, 1, 1, 96, 16)  # 96: a program's columns beyond the head are no values of it
     assert batch.real.sum() == 10
-    batch.qkv[batch.real, -96:] = extreme_values(96, bits)
+    batch.qkv[batch.real, -96:] = extreme_values(96, KV_FORMATS[kv].value_bits)
     plain = batch.plain_pool()
     batch.append(plain)
-    layout, pool = batch.quantized_pool(bits)
+    layout, pool = batch.quantized_pool(kv)
     expected = batch.written_as(pool, layout, plain)
     batch.append(pool, layout)
     assert torch.equal(pool, expected)
@@ -219,19 +215,19 @@ def test_extreme_values_are_quantised_as_quantize_rows_does(bits: int) -> None:
     view = layout.view(pool)
     params = view.params[block, offset, 1, 0]
     assert params.isfinite().all()
-    found = dequantize_rows(unpack(view.data[block, offset, 1, 0], bits), params[:, 0], params[:, 1])
+    found = dequantize_rows(unpack(view.values[block, offset, 0], view.format.value_bits), params[:, 0], params[:, 1])
     assert not found[0].any()
     assert (found[1] - 0.1).abs().max() < 1e-6
     assert torch.equal(found[[2, 6]], torch.tensor([0.3, -65504])[:, None].half().float().expand(2, 96))
     assert params[9].tolist() == [STEP, 0]
 
 
-@pytest.mark.parametrize("bits", [None, *BITS])
-def test_a_batch_that_only_pads_writes_nothing(bits: int | None) -> None:
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_a_batch_that_only_pads_writes_nothing(kv: str) -> None:
     batch = Batch(*kernel.CASES[1])
     batch.cells.fill_(-1)
     batch.positions.fill_(-(2**50))
-    layout, pool = (None, batch.plain_pool()) if bits is None else batch.quantized_pool(bits)
+    layout, pool = (None, batch.plain_pool()) if kv == "auto" else batch.quantized_pool(kv)
     before = pool.clone()
     batch.append(pool, layout)
     assert torch.equal(pool, before)
@@ -256,10 +252,10 @@ def test_a_pool_may_have_any_strides(name: str) -> None:
     assert torch.equal(pool, contiguous)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_quantised_pool_may_be_one_of_several_layers(bits: int) -> None:
+@pytest.mark.parametrize("kv", QUANTISED)
+def test_a_quantised_pool_may_be_one_of_several_layers(kv: str) -> None:
     batch = Batch(*kernel.CASES[1])
-    layout, pool = batch.quantized_pool(bits)
+    layout, pool = batch.quantized_pool(kv)
     layers = torch.stack((pool, pool, pool), dim=1)
     batch.append(layers[:, 1], layout)
     expected = torch.stack((pool, pool, pool), dim=1)
@@ -287,10 +283,10 @@ def test_cells_beyond_32_bits() -> None:
     assert torch.equal(small, expected)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_blocks_beyond_the_first_2_gib(bits: int) -> None:
+@pytest.mark.parametrize("kv", QUANTISED)
+def test_blocks_beyond_the_first_2_gib(kv: str) -> None:
     batch = Batch(2, 4, 2, 64, 16)
-    layout, expected = batch.quantized_pool(bits)
+    layout, expected = batch.quantized_pool(kv)
     stride = 2**30 + 64  # fits 32 bits; twice as much does not
     memory = torch.empty(2 * stride + layout.block_bytes, dtype=torch.uint8)  # most of it is never touched
     pool = memory.as_strided((3, layout.block_bytes), (stride, 1))
