@@ -37,7 +37,7 @@ TILES = {
     90: {16: GroupedTiles(64, 128, 4, 4), 64: GroupedTiles(128, 64, 4, 4)},
     100: {16: GroupedTiles(64, 128, 4, 4), 64: GroupedTiles(128, 64, 4, 4)},
 }
-FEW_ROWS, MANY_ROWS = 16, 64  # of a block
+FEW_ROWS, MANY_ROWS = 16, 64  # rows of a block
 
 
 class Plan(NamedTuple):
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 class Weights(NamedTuple):
     """The weights of all experts."""
 
-    tensors: tuple[Tensor, ...]  # of each expert [n, k], contiguous
+    tensors: tuple[Tensor, ...]  # [n, k] for each expert, contiguous
     biases: tuple[Tensor, ...]  # [n] each; empty: there are none
     addresses: Tensor  # int64 [experts], on the device
     bias_addresses: Tensor | None
@@ -75,7 +75,7 @@ def plan(chosen: Tensor, experts: int) -> Plan:
     flat = chosen.flatten()
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(0, flat, torch.ones_like(flat))
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    blocks = (counts + block - 1) // block  # of each expert
+    blocks = (counts + block - 1) // block
     ends = blocks.cumsum(0)
     at = torch.arange(min(rows, experts) + rows // block, device=chosen.device)  # as many as there can be
     expert = torch.searchsorted(ends, at, right=True)

@@ -101,7 +101,7 @@ class Experts(Struct, frozen=True):
 
     count: int
     places: int  # experts of a token
-    intermediate: int  # of each
+    intermediate: int  # size of each expert
     scores: Literal["softmax", "sigmoid"] = "softmax"
     is_normalised: bool = True
     scale: float = 1.0
@@ -110,7 +110,7 @@ class Experts(Struct, frozen=True):
     adds_two_best: bool = False
     has_choice_bias: bool = False
     choice_bias_is_row: bool = False  # it is stored as [1, experts]
-    has_bias: bool = False  # of the products of experts
+    has_bias: bool = False  # experts' products have one
     router_bias: bool = False
     shared: int = 0  # intermediate size of the mlp of all tokens; 0 = there is none
     has_shared_gate: bool = False
@@ -230,7 +230,7 @@ class ModelConfig(Struct, frozen=True):
     sink_tokens: int = 0  # first tokens of a sequence, which all others attend to, also from outside of a window
     shard: Shard = WHOLE
     held_layers: tuple[int, int] | None = None  # [first, end); None: all
-    experts: Experts | None = None  # of the layers that have some
+    experts: Experts | None = None  # layers with `has_experts` have them
     held_experts: tuple[int, int] | None = None  # [first, end) of each layer's; None: all
 
     @property

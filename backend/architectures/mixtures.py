@@ -66,7 +66,7 @@ GPT_OSS = LayerNames(
         is_interleaved=True,
     ),
 )
-# Names of the number of experts, and of those that a token has.
+# Keys for the number of experts, and for the experts of a token.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PLACES = ("num_experts_per_tok", "moe_k")
 _TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "moe_aux_loss_coeff")

@@ -126,7 +126,7 @@ def most_layers(config: ModelConfig, shard: Shard) -> int:
 
 
 def _weights_of_layer(config: ModelConfig) -> int:
-    """Those that a token is multiplied with."""
+    """Weights of a layer that a token is multiplied with."""
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     inter, experts = config.intermediate_size, config.experts
     if experts is not None:

@@ -30,7 +30,7 @@ class ExpertsWeights:
     settings: Experts
     router: Linear  # [experts, and one more row where there is a shared gate, hidden]
     choice_bias: Tensor | None  # float32 [experts]
-    experts: list[MlpWeights]  # those that this rank has
+    experts: list[MlpWeights]  # this rank's
     first: int  # the number of experts[0] among all
     shared: MlpWeights | None
     _grouped: tuple[Weights, Weights] | None = field(default=None, init=False)

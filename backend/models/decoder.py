@@ -111,7 +111,7 @@ class Decoder:
 
     @property
     def num_read_bytes(self) -> int:
-        """Those that a step reads at least: of experts, as many as a token has."""
+        """Bytes that a step reads at least: of experts, as many as a token has."""
         unread = 0
         for layer in self.layers:
             if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.experts:

@@ -204,7 +204,7 @@ def open_tensors(paths: list[Path]) -> Mapping[str, Tensor]:
     return _LazyTensors(paths)
 
 
-# Those that torch has.
+# safetensors' types that torch has.
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -21,7 +21,7 @@ from backend.models.tensors import TensorSource
 from kernels.common.super_blocks import FP4, SuperBlocks
 
 GROUP = 32
-_BIAS = 128  # of exponents, where FP4 has twice the numbers
+_BIAS = 128  # exponents are relative to it, because FP4 has twice the numbers
 _NO_NUMBER = 255
 
 

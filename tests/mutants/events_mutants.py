@@ -49,7 +49,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         BITS,
     ),
     "the_format_of_kv_is_no_part_of_the_fingerprint": (
-        change_everywhere(kv_fingerprint.kv_fingerprint, (", block.shape, block.dtype)", ")")),
+        change_everywhere(kv_fingerprint.kv_fingerprint, (", block.shape, block.dtype, loaded.kv_format)", ")")),
         BITS,
     ),
 }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from backend.architectures import common, gemma, post_norm, rope
+from backend.architectures import common, gemma, mixtures, post_norm, rope
 from backend.architectures.settings import Settings
-from backend.layers import rotary
+from backend.layers import experts, rotary
+from backend.models.experts import UnstackedExperts
+from backend.models.mxfp4 import Mxfp4Layers
 from tests.mutants.changes import Plant, change, change_everywhere
 
 _AGREES = "tests/families/test_transformers.py::test_a_family_agrees_with_transformers"
@@ -17,6 +19,26 @@ def _torch(name: str) -> list[str]:
 
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "the_bias_of_the_choice_is_in_the_weights": (
+        change_everywhere(experts.choose, ("scores.gather(1, chosen)", "ranked.gather(1, chosen)")),
+        ["tests/families/test_experts.py::test_a_bias_of_the_choice_is_not_in_the_weights"],
+    ),
+    "a_group_counts_by_its_best_alone": (
+        change_everywhere(experts.choose, ("if settings.adds_two_best else 1", "if False else 1")),
+        ["tests/families/test_experts.py::test_groups_count_by_their_best_or_by_their_two_best"],
+    ),
+    "gate_and_up_take_turns": (
+        change(UnstackedExperts, "__getitem__", ("if place.is_interleaved else part", "if False else part")),
+        [_AGREES + "[native-gpt-oss]"],
+    ),
+    "a_shared_expert_has_no_gate": (
+        change(mixtures, "qwen2_moe", ("has_shared_gate=True", "has_shared_gate=False")),
+        [_AGREES + "[native-qwen2 moe]"],
+    ),
+    "nibbles_of_mxfp4_change_places": (
+        change(Mxfp4Layers, "take", ("(blocks & 15, blocks >> 4)", "(blocks >> 4, blocks & 15)")),
+        ["tests/families/test_experts.py::test_mxfp4_experts_are_those_of_floats[torch]"],
+    ),
     "a_value_that_is_not_supported_is_taken": (change(Settings, "only", ("not in values", "in ()")), [_SETTINGS]),
     "queries_of_gemma_are_scaled_by_the_head": (
         change(gemma, "_scaled", ("** -0.5", "* 0 + 16**-0.5")),

@@ -50,7 +50,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [TOKENS + "[gpt-neox-2]"],
     ),
     "a_gate_meets_another_up": (
-        change_everywhere(shards.cuts, ("_moved(ffn, inter)", "_moved(ffn, inter - ffn[0])")),
+        change_everywhere(shards.cuts, ("_moved(ffn, size_of)", "_moved(ffn, size_of - ffn[0])")),
         SHARDS,
     ),
     "kv_heads_are_not_looked_at": (

@@ -29,7 +29,7 @@ _FUSED = dict(
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up"),
     **dict(attn_output="out", ffn_down="down"),
 )
-# Those of experts and of a shared expert end in `_exps.`, a number, or `_shexp` (api/checkpoint/gguf_experts.py).
+# Projections of experts and of a shared expert end in `_exps.`, a number, or `_shexp` (api/checkpoint/gguf_experts.py).
 _PROJECTION = re.compile(rf"(blk\.\d+\.)({'|'.join(_FUSED)})(_exps\.\d+|_shexp|)\.weight")
 
 
