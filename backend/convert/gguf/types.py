@@ -14,16 +14,18 @@ from gguf import LlamaFileType
 
 from backend.convert.gguf.blocks import fitting
 
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+?)(?:_exps|_shexp)?\.weight")
+_PLAIN = (Type.F32, Type.F16, Type.BF16)
 
 
 class Place(NamedTuple):
     """A matrix in a file."""
 
-    part: str  # attn_q, ffn_down, ...; output or token_embd
+    part: str  # attn_q, ffn_down, ... (also of experts); output or token_embd
     layer: int
     num_layers: int
     is_head: bool  # it gives the logits
+    num_experts: int = 0
 
     @property
     def has_more_bits(self) -> bool:
@@ -74,12 +76,26 @@ FILE_TYPES: dict[str, FileType] = {
 }
 
 
-def type_of(file_type: FileType, name: str, shape: tuple[int, ...], num_layers: int, has_output: bool) -> Type:
-    """The type of a tensor of a file. has_output: the file has a matrix `output`, else the embedding gives the logits."""
-    if len(shape) < 2:
-        return Type.F32
+def _of_eight_experts(file_type: FileType, place: Place) -> Type | None:
+    """More bits for keys, values and the attention's output of models with eight experts, as of Mixtral."""
+    if place.num_experts != 8 or place.is_head or file_type.main in _PLAIN:
+        return None
+    if place.part == "attn_output":
+        return Type.Q5_K if file_type.main is Type.Q4_K else None
+    return Type.Q8_0 if place.part in ("attn_k", "attn_v", "attn_qkv") else None
+
+
+def type_of(
+    file_type: FileType, name: str, shape: tuple[int, ...], num_layers: int, has_output: bool, num_experts: int = 0
+) -> Type:
+    """The type of a tensor of a file, of experts that of each. has_output: the file has a matrix `output`, else the embedding
+    gives the logits. Routers and biases stay in float32.
+    """
     found = _LAYER.fullmatch(name)
     part = found[2] if found else name.removesuffix(".weight")
+    if len(shape) < 2 or part == "ffn_gate_inp" or not name.endswith(".weight"):
+        return Type.F32
     is_head = part == ("output" if has_output else "token_embd")
-    place = Place(part, int(found[1]) if found else 0, num_layers, is_head)
-    return fitting(file_type.special(place) or file_type.main, shape[-1])
+    place = Place(part, int(found[1]) if found else 0, num_layers, is_head, num_experts)
+    kind = _of_eight_experts(file_type, place) or file_type.special(place) or file_type.main
+    return fitting(kind, shape[-1])
