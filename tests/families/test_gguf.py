@@ -68,6 +68,17 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt-neox in sequence": dict(hidden_act="gelu"),
     "seed-oss": {},
     "ernie 4.5": {},
+    "qwen2 moe": dict(mlp_only_layers=[]),
+    "qwen3 moe": {},
+    "mixtral": {},
+    "olmoe": {},
+    "granite moe": {},
+    "granite moe shared": {},
+    "glm 4.5": {},
+    "dots 1": {},
+    "ernie 4.5 moe": {},
+    "minimax m2": {},
+    "gpt-oss": {},
 }
 
 
