@@ -87,9 +87,9 @@ def _check_says_the_same(wanted: ModelConfig, file: ModelConfig) -> None:
     """Raise ConfigError if the file stands for another model than the checkpoint, which has settings that no file can say."""
     ours, theirs = _described(wanted), _described(file)
     for key, value in ours.items():
-        if not _is_close(value, theirs[key]):
+        if not _is_close(value, theirs.get(key)):
             raise ConfigError(
-                f"a GGUF file cannot say that {key} is {shown(value)}; it would be read as {shown(theirs[key])}: serve the "
+                f"a GGUF file cannot say that {key} is {shown(value)}; it would be read as {shown(theirs.get(key))}: serve the "
                 f"checkpoint as it is"
             )
 
@@ -103,9 +103,10 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     found |= block | {
         "query_scaling": scaling and msgspec.structs.asdict(scaling),
         "attention_scale": config.attention_scale,
-        "experts": config.experts and msgspec.structs.asdict(config.experts),
         "layers with experts": [layer.has_experts for layer in config.layers],
     }
+    if config.experts is not None:
+        found |= {f"experts.{key}": value for key, value in msgspec.structs.asdict(config.experts).items()}
     used = [None if layer.rope is None else config.ropes[layer.rope] for layer in config.layers]
     positions = config.max_position
     found["frequencies"] = [rope and inverse_frequencies(rope, config.head_dim, positions).tolist() for rope in used]
