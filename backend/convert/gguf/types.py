@@ -15,6 +15,7 @@ from gguf import LlamaFileType
 from backend.convert.gguf.blocks import fitting
 
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+?)(?:_exps|_shexp)?\.weight")
+_VALUES_AND_DOWN = ("attn_v", "attn_qkv", "ffn_down")
 _PLAIN = (Type.F32, Type.F16, Type.BF16)
 
 
@@ -44,21 +45,16 @@ def _head(place: Place) -> Type | None:
     return Type.Q6_K if place.is_head else None
 
 
-def _medium(fused: Type) -> Callable[[Place], Type | None]:
-    """More bits for the head, half of the values and half of the last matrices of the mlp. fused: of queries, keys and values."""
-
-    def choose(place: Place) -> Type | None:
-        has_more = place.is_head or (place.part in ("attn_v", "ffn_down") and place.has_more_bits)
-        return Type.Q6_K if has_more else fused if place.part == "attn_qkv" else None
-
-    return choose
+def _medium(place: Place) -> Type | None:
+    """More bits for the head, half of the values and half of the last matrices of the mlp."""
+    has_more = place.is_head or (place.part in _VALUES_AND_DOWN and place.has_more_bits)
+    return Type.Q6_K if has_more else None
 
 
 def _small(place: Place) -> Type | None:
     """More bits for the head, and for values and the last matrices of the mlp in the first layers."""
-    is_first = (place.part == "attn_v" and place.layer < 4) or (
-        place.part == "ffn_down" and place.layer < place.num_layers // 8
-    )
+    layers = place.num_layers // 8 if place.part == "ffn_down" else 4
+    is_first = place.part in _VALUES_AND_DOWN and place.layer < layers
     return Type.Q6_K if place.is_head else Type.Q5_K if is_first else None
 
 
@@ -68,9 +64,9 @@ FILE_TYPES: dict[str, FileType] = {
     "BF16": FileType(LlamaFileType.MOSTLY_BF16, Type.BF16),
     "Q8_0": FileType(LlamaFileType.MOSTLY_Q8_0, Type.Q8_0),
     "Q6_K": FileType(LlamaFileType.MOSTLY_Q6_K, Type.Q6_K),
-    "Q5_K_M": FileType(LlamaFileType.MOSTLY_Q5_K_M, Type.Q5_K, _medium(Type.Q6_K)),
+    "Q5_K_M": FileType(LlamaFileType.MOSTLY_Q5_K_M, Type.Q5_K, _medium),
     "Q5_K_S": FileType(LlamaFileType.MOSTLY_Q5_K_S, Type.Q5_K, _head),
-    "Q4_K_M": FileType(LlamaFileType.MOSTLY_Q4_K_M, Type.Q4_K, _medium(Type.Q5_K)),
+    "Q4_K_M": FileType(LlamaFileType.MOSTLY_Q4_K_M, Type.Q4_K, _medium),
     "Q4_K_S": FileType(LlamaFileType.MOSTLY_Q4_K_S, Type.Q4_K, _small),
     "Q4_0": FileType(LlamaFileType.MOSTLY_Q4_0, Type.Q4_0, _head),
 }
