@@ -22,11 +22,12 @@ PART = MarkedPart(
 )
 # Files that say one of the architectures, of models whose config.json names another one.
 ALSO = {
-    "llama": ["MistralForCausalLM"],
+    "llama": ["MistralForCausalLM", "MixtralForCausalLM"],
     "mistral3": ["Mistral3ForConditionalGeneration"],
     "gemma3": ["Gemma3ForConditionalGeneration"],
     "granite": ["GraniteMoeHybridForCausalLM"],
     "olmo2": ["Olmo3ForCausalLM"],
+    "granitemoe": ["GraniteMoeForCausalLM"],
 }
 
 

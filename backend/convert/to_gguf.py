@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from backend.api.checkpoint.gguf import gguf_file, read_header
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
-from backend.convert.gguf.families import Rules, whole_config
+from backend.convert.gguf.families import Rules, Stored, whole_config
 from backend.convert.gguf.importance import read_imatrix
 from backend.convert.gguf.tokenizer import TokenizerSource, settings_of
 from backend.convert.gguf.types import FILE_TYPES
@@ -67,21 +68,28 @@ def _tokenizer_source(directory: Path) -> TokenizerSource:
 def _importance(wanted: str, directory: Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Importance:
     """Raises ConfigError for an imatrix file that is none."""
     if wanted == NO_IMPORTANCE:
-        return lambda source, name: None
+        return lambda stored: None
     if wanted == MEASURED:
         found = measured(config, tensors, token_rows(directory, config.vocab_size))
-        return lambda source, name: found.get(source.removesuffix(".weight"))
-    of_file = read_imatrix(Path(wanted))
-    return lambda source, name: of_file.get(name)
+        return lambda stored: found.get(stored.projection)
+    return partial(_of_file, read_imatrix(Path(wanted)))
+
+
+def _of_file(found: Mapping[str, Tensor], stored: Stored) -> Tensor | None:
+    """The importance of a tensor's columns, or of one expert's."""
+    whole, columns = found.get(stored.name), stored.values.shape[-1]
+    if whole is None or stored.expert is None or len(whole) <= stored.expert * columns:
+        return whole
+    return whole[stored.expert * columns :][:columns]
 
 
 def _check_says_the_same(wanted: ModelConfig, file: ModelConfig) -> None:
     """Raise ConfigError if the file stands for another model than the checkpoint, which has settings that no file can say."""
     ours, theirs = _described(wanted), _described(file)
     for key, value in ours.items():
-        if not _is_close(value, theirs[key]):
+        if not _is_close(value, theirs.get(key)):
             raise ConfigError(
-                f"a GGUF file cannot say that {key} is {shown(value)}; it would be read as {shown(theirs[key])}: serve the "
+                f"a GGUF file cannot say that {key} is {shown(value)}; it would be read as {shown(theirs.get(key))}: serve the "
                 f"checkpoint as it is"
             )
 
@@ -95,7 +103,10 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     found |= block | {
         "query_scaling": scaling and msgspec.structs.asdict(scaling),
         "attention_scale": config.attention_scale,
+        "layers with experts": [layer.has_experts for layer in config.layers],
     }
+    if config.experts is not None:
+        found |= {f"experts.{key}": value for key, value in msgspec.structs.asdict(config.experts).items()}
     used = [None if layer.rope is None else config.ropes[layer.rope] for layer in config.layers]
     positions = config.max_position
     found["frequencies"] = [rope and inverse_frequencies(rope, config.head_dim, positions).tolist() for rope in used]

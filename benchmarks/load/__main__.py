@@ -93,7 +93,7 @@ def shared_settings(model: Model, weights: str, users: int, kv_tokens: int) -> l
 
 def main(
     name: Annotated[str, typer.Argument(help=f"From {', '.join(NAMES)}.", metavar="SCENARIO")],
-    model: Annotated[str, typer.Option(help="Checkpoint directory, or S, M, M-long, L of random weights.")] = "M",
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or S, M, M-long, L, E of random weights.")] = "M",
     weights: Annotated[str, typer.Option(help=f"From {', '.join(WEIGHTS)}.")] = "bf16",
     users: Annotated[str, typer.Option(help="Requests at a time; the scenario's own without it.")] = "",
     prompt: Annotated[str, typer.Option(help="Tokens of a prompt; requests take several lengths in turn.")] = "",

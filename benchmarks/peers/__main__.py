@@ -1,7 +1,8 @@
 """This engine beside OpenVINO GenAI, llama.cpp, ik_llama.cpp, vLLM and transformers: same models, prompts, threads, in one run.
 
     ./everbatch bench peers                                    the shapes M and L of random weights, bf16
-    ./everbatch bench peers --model-dir DIR --weights int8     any checkpoint of the Llama family
+    ./everbatch bench peers --shapes E --peers llamacpp        a mixture of experts; a roof counts the experts that are read
+    ./everbatch bench peers --model-dir DIR --weights int8     any checkpoint of the Llama family, or of a mixture
     ./everbatch bench peers --model-dir FILE.gguf              a GGUF file, which every engine that can reads as it is
     ./everbatch bench peers --weights int4                     4 bits: Q4_0, Q4_K_M and IQ4_NL, OpenVINO's groups of 128, our w4a8
     ./everbatch bench peers --weights int4 --shapes L --concurrency 8 --peers ik_llamacpp:q4_0,openvino --add
@@ -25,7 +26,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def main(
     model_dir: Annotated[
         Path | None, typer.Option(help="Checkpoint directory or GGUF file; without it the shapes are made.")
     ] = None,
-    shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, M-long, L.")] = "M,L",
+    shapes: Annotated[str, typer.Option(help="Of random weights, from " + ", ".join(models.SHAPES) + ".")] = "M,L",
     weights: Annotated[
         Literal["bf16", "int8", "int4"], typer.Option(help="How every engine holds the weights.")
     ] = "bf16",
@@ -191,7 +192,7 @@ def listed(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def choices(text: str, known: tuple[str, ...], option: str) -> list[str]:
+def choices(text: str, known: Collection[str], option: str) -> list[str]:
     """Parses `M,L` as names of known ones. Raises UserError."""
     names = listed(text)
     for name in names:

@@ -16,7 +16,9 @@ from typing import Any
 from backend.api.checkpoint.gguf import gguf_file, read_header
 from backend.api.checkpoint.gguf_parts import model_name, parts_of
 from backend.api.errors import ConfigError
+from backend.architectures.description import Experts
 from backend.architectures.gguf.held import EMBEDDING
+from backend.models.config import of_object
 from backend.models.gguf import raw_config
 from benchmarks.peers import commands
 from benchmarks.peers.engines import FILE, EngineSpec
@@ -26,7 +28,13 @@ from deploy import ROOT
 from deploy.errors import UserError
 from deploy.progress import SteppedProgress
 
-SHAPES = ("S", "M", "M-long", "L")  # names of shapes in tools/make_random_model.py
+SHAPES = {
+    "S": "llama",
+    "M": "llama",
+    "M-long": "llama",
+    "L": "llama",
+    "E": "qwen3_moe",
+}  # of tools/make_random_model.py
 BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # bytes of one weight, without scales
 # what optimum exports -> its options. The CPU plug-in turns fp16 weights into bf16 as it loads; a group of 128 that does not
 # divide a row is made smaller.
@@ -50,7 +58,7 @@ _KV_BYTES = 2  # bytes of one number in the KV that the roof counts
 
 @dataclass(frozen=True)
 class Model:
-    """A Hugging Face checkpoint directory of the Llama family, and its config.json."""
+    """A Hugging Face checkpoint directory of a Llama shape, or with a mixture of experts, and its config.json."""
 
     name: str
     directory: Path
@@ -74,12 +82,31 @@ class Model:
         return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
 
     @property
+    def experts(self) -> Experts | None:
+        """Raises ConfigError for a mixture that is not served."""
+        is_mixture = any(self.config.get(key) for key in ("num_experts_per_tok", "moe_k"))
+        return of_object(self.config).experts if is_mixture else None
+
+    @property
     def linear_weights(self) -> int:
-        """Numbers read in every decode step: all linear layers and the output head, not the embedding."""
-        config = self.config
+        """Numbers of all linear layers and the output head, not of the embedding."""
+        return round(self._weights(1.0))
+
+    def read_weights(self, tokens: int) -> float:
+        """Those that a decode step of so many tokens reads: not all experts."""
+        return self._weights(1.0 if (experts := self.experts) is None else experts_read(experts, tokens))
+
+    def _weights(self, share: float) -> float:
+        """share: of the experts."""
+        config, experts, with_experts, mixture = self.config, self.experts, 0, 0.0
         hidden, inter, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+        if experts is not None:
+            with_experts = sum(layer.has_experts for layer in of_object(config).layers)
+            mixture = hidden * (3 * experts.intermediate * experts.count * share + 3 * experts.shared + experts.count)
         attention = hidden * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
-        return config["num_hidden_layers"] * (attention + 3 * hidden * inter) + self.vocab_size * hidden
+        layers = config["num_hidden_layers"]
+        mlps = 3 * hidden * inter * (layers - with_experts) + mixture * with_experts
+        return layers * attention + mlps + self.vocab_size * hidden
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -88,7 +115,7 @@ class Model:
     def step_bytes(self, weights: str, concurrency: int, mean_length: float) -> float:
         """What a decode step must read: the weights once and the KV of every sequence (in two bytes a number)."""
         kv = concurrency * mean_length * self.kv_bytes_per_token
-        return self.linear_weights * BYTES[weights] + kv
+        return self.read_weights(concurrency) * BYTES[weights] + kv
 
     @property
     def files(self) -> list[Path]:
@@ -103,16 +130,20 @@ class Model:
 
 @dataclass(frozen=True)
 class GgufModel(Model):
-    """A GGUF file, which every engine reads as it is. `read_bytes`: of the tensors that a decode step reads."""
+    """A GGUF file, which every engine reads as it is. `read_bytes`: of the tensors that a decode step reads, `expert_bytes`: of
+    those of experts, of which it reads some.
+    """
 
     read_bytes: int = 0
+    expert_bytes: int = 0
 
     @property
     def files(self) -> list[Path]:
         return list(parts_of(self.directory))
 
     def step_bytes(self, weights: str, concurrency: int, mean_length: float) -> float:
-        return self.read_bytes + concurrency * mean_length * self.kv_bytes_per_token
+        share = 0.0 if (experts := self.experts) is None else experts_read(experts, concurrency)
+        return self.read_bytes + share * self.expert_bytes + concurrency * mean_length * self.kv_bytes_per_token
 
     def resident_bytes(self, weights: str) -> int:
         return sum(part.stat().st_size for part in parts_of(self.directory))
@@ -127,7 +158,13 @@ def of_file(file: Path) -> Model:
         raise UserError(str(error)) from None
     is_tied = config["tie_word_embeddings"]
     read = sum(place.num_bytes for name, place in header.tensors.items() if is_tied or name != EMBEDDING)
-    return GgufModel(model_name(file.name), file.absolute(), config, read)
+    of_experts = sum(place.num_bytes for name, place in header.tensors.items() if "_exps." in name)
+    return GgufModel(model_name(file.name), file.absolute(), config, read - of_experts, of_experts)
+
+
+def experts_read(experts: Experts, tokens: int) -> float:
+    """The share of a layer's experts that so many tokens together have, each at random."""
+    return float(1 - (1 - experts.places / experts.count) ** tokens)
 
 
 def of_directory(directory: Path, name: str = "") -> Model:
@@ -155,11 +192,15 @@ def of_shape(shape: str, progress: SteppedProgress) -> Model:
     directory = BENCH / "models" / shape
     if not directory.exists():
         unfinished = _unfinished(directory)
-        make = [sys.executable, "-m", "tools.make_random_model", str(unfinished), "--shape", shape]
-        tokenizer = ["--tokenizer-from", str(ROOT / "models" / "default")]
-        commands.run([*make, *tokenizer], progress, f"making the {shape} shape of random weights (once)")
+        command = make_command(shape, unfinished, ROOT / "models" / "default")
+        commands.run(command, progress, f"making the {shape} shape of random weights (once)")
         unfinished.rename(directory)
     return of_directory(directory)
+
+
+def make_command(shape: str, directory: Path, tokenizer_from: Path) -> list[str]:
+    command = [sys.executable, "-m", "tools.make_random_model", str(directory), "--shape", shape]
+    return [*command, "--family", SHAPES[shape], "--tokenizer-from", str(tokenizer_from)]
 
 
 def form_for(

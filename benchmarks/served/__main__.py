@@ -42,7 +42,7 @@ def main(
         str, typer.Option(help=f"From {', '.join(PEERS)}; NAME=http://HOST:PORT: one that runs already; '': none.")
     ] = ",".join(PEERS),
     model: Annotated[
-        str, typer.Option(help="Checkpoint directory, or S, M, M-long, L of random weights; else the default model.")
+        str, typer.Option(help="Checkpoint directory, or S, M, M-long, L, E of random weights; else the default model.")
     ] = "",
     wires: Annotated[str, typer.Option(help=f"Of this server: {', '.join(WIRES)}. Peers have openai.")] = ",".join(
         WIRES

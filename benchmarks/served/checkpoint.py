@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from benchmarks.harness.called_from import from_caller
@@ -42,10 +41,8 @@ def model_of(text: str, progress: SteppedProgress) -> models.Model:
         return model
     directory = BENCH / "models" / f"{text}-served"
     if not (directory / "tokenizer.json").exists():
-        make = [sys.executable, "-m", "tools.make_random_model", str(directory), "--shape", text]
-        commands.run(
-            [*make, "--tokenizer-from", str(DEFAULT)], progress, f"making the {text} shape of random weights (once)"
-        )
+        command = models.make_command(text, directory, DEFAULT)
+        commands.run(command, progress, f"making the {text} shape of random weights (once)")
         give_every_token_a_text(directory)
     return models.of_directory(directory)
 

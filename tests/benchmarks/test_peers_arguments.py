@@ -56,7 +56,7 @@ def bench_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "--peers has 'llamacpp:q4_1'; with --weights int4 llamacpp has q4_0, q4_k_m",
         ),
         (["--peers", "vllm:bf16", "--weights", "int4"], "with --weights int4 vllm has no setting"),
-        (["--shapes", "XL"], "--shapes has 'XL'; choose from S, M, M-long, L"),
+        (["--shapes", "XL"], "--shapes has 'XL'; choose from S, M, M-long, L, E"),
         (["--model-dir", "nowhere"], "nowhere/config.json cannot be read"),
     ],
 )

@@ -18,6 +18,7 @@ from benchmarks.peers.models import Model
 from benchmarks.peers.plot import plot
 from benchmarks.peers.rows import Row, add_ratios, make_rows
 from benchmarks.peers.table import make_table, reasons
+from tools.make_random_model import make_config
 
 M = Model(
     "M",
@@ -125,6 +126,18 @@ def test_the_weights_of_a_step_are_those_of_all_linears_and_the_head() -> None:
     assert M.linear_weights * models.BYTES["bf16"] == pytest.approx(269e6, rel=0.01)
     assert M.kv_bytes_per_token == 30 * 2 * 3 * 64 * 2
     assert M.step_bytes("int8", 8, 192) == M.linear_weights + 8 * 192 * M.kv_bytes_per_token
+
+
+def test_a_step_reads_the_experts_of_its_tokens() -> None:
+    """Shape E: 1.0 B weights, of which one token reads 0.32 B, and many tokens all."""
+    config = make_config("qwen3_moe", "E", {}).to_dict() | dict(architectures=["Qwen3MoeForCausalLM"])
+    model = models.Model("E", Path("E"), config)
+    router, expert = 1024 * 32, 3 * 1024 * 384
+    of_others = 24 * (1024 * 64 * (2 * 16 + 2 * 4) + router) + 32_000 * 1024
+    assert model.linear_weights == of_others + 24 * 32 * expert
+    assert model.read_weights(1) == of_others + 24 * 8 * expert
+    assert model.read_weights(2) == of_others + 24 * (8 + 8 * 24 / 32) * expert
+    assert model.read_weights(1000) == pytest.approx(model.linear_weights)
 
 
 def test_four_bits_are_half_a_byte() -> None:

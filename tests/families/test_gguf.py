@@ -68,6 +68,17 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt-neox in sequence": dict(hidden_act="gelu"),
     "seed-oss": {},
     "ernie 4.5": {},
+    "qwen2 moe": dict(mlp_only_layers=[]),
+    "qwen3 moe": {},
+    "mixtral": {},
+    "olmoe": {},
+    "granite moe": {},
+    "granite moe shared": {},
+    "glm 4.5": {},
+    "dots 1": {},
+    "ernie 4.5 moe": {},
+    "minimax m2": {},
+    "gpt-oss": {},
 }
 
 
@@ -95,6 +106,8 @@ BY_ARCHITECTURE = {  # its first case
     gguf.MODEL_ARCH_NAMES[RULES[FAMILIES[name][1]]]: name for name in reversed(CASES)
 }
 WHOLE_BLOCKS = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+# The same of experts, whose sizes have several names.
+SIZES_OF_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 HELD = LinearOptions(make=lambda weight, bias: make_torch_linear(_floats_of(weight), bias), holds_super_blocks=True)
 
 
@@ -116,7 +129,11 @@ def dequantised(file: Path, into: Path) -> Path:
 def test_every_type_is_read_in_every_architecture(tmp_path: Path, architecture: str, kind: str) -> None:
     """Blocks that stay as they are, and those that become floats, have the logits of the values that gguf reads."""
     name = BY_ARCHITECTURE[architecture]
-    directory = make(tmp_path / "checkpoint", name, **CASES[name] | WHOLE_BLOCKS)
+    own = FAMILIES[name][2]
+    sizes = WHOLE_BLOCKS | {key: 256 for key in SIZES_OF_EXPERTS if key in own}
+    if "num_experts_per_tok" in own:
+        sizes["intermediate_size"] = 256
+    directory = make(tmp_path / "checkpoint", name, **CASES[name] | sizes)
     file = write_gguf(directory, tmp_path / "model.gguf", kind=kind)
     assert kind in {place.type.name for place in read_header(file).tensors.values()}
     expected = logits(dequantised(file, tmp_path / "floats.gguf"))

@@ -31,7 +31,8 @@ def write_gguf(
     part_tensors: int = 0,
     fuses_qkv: bool = False,
 ) -> Path:
-    """Vectors, and matrices whose rows are no whole blocks, are stored in float32. `change` adds settings, such as a tokenizer's.
+    """Vectors, routers, and matrices whose rows are no whole blocks, are stored in float32. `change` adds settings, such as a
+    tokenizer's.
 
     part_tensors: of each of several parts, whose names are made of that of `file`; 0: one file. fuses_qkv: as of checkpoints that
     have one tensor for queries, keys and values.
@@ -43,14 +44,20 @@ def write_gguf(
     for name, values in rules.tables().items():
         writer.add_tensor(name, values)
     fused: dict[str, list[torch.Tensor]] = {}
+    experts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for stored in rules.tensors(_tensors(model_dir)):
         base, _, suffix = stored.name.rpartition(".")
-        if fuses_qkv and base.endswith((".attn_q", ".attn_k", ".attn_v")):
+        if stored.expert is not None:
+            experts.setdefault(stored.name, []).append((stored.expert, stored.values))
+        elif fuses_qkv and base.endswith((".attn_q", ".attn_k", ".attn_v")):
             fused.setdefault(f"{base[:-2]}_qkv.{suffix}", []).append(stored.values)
         else:
             _add(writer, stored.name, stored.values, kind)
     for name, (k, q, v) in fused.items():  # in the order of their names
         _add(writer, name, torch.cat([q, k, v]), kind)
+    for name, parts in experts.items():
+        parts.sort(key=lambda part: part[0])
+        _add(writer, name, torch.stack([values for _, values in parts]), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -68,7 +75,8 @@ def _tensors(model_dir: Path) -> Mapping[str, torch.Tensor]:
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind | str) -> None:
     values = tensor.float().contiguous().numpy()
-    used = Type[kind if isinstance(kind, str) else kind(name)] if values.ndim > 1 else Type.F32
+    is_float = values.ndim == 1 or "ffn_gate_inp" in name or not name.endswith(".weight")
+    used = Type.F32 if is_float else Type[kind if isinstance(kind, str) else kind(name)]
     if values.shape[-1] % GGML_QUANT_SIZES[used][0]:
         used = Type.F32
     writer.add_tensor(name, values if used is Type.F32 else encoded(values, used), raw_dtype=used)
@@ -85,17 +93,18 @@ def random_blocks(shape: tuple[int, ...], kind: Type) -> np.ndarray:
     """Any bytes, but scales that make values of a trained matrix's size: about 1 / sqrt(columns)."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(shape)
-    blocks = generator.integers(0, 256, (shape[0], shape[1] // size, num_bytes), dtype=np.uint8)
+    *rows, columns = shape
+    blocks = generator.integers(0, 256, (*rows, columns // size, num_bytes), dtype=np.uint8)
     if kind is Type.MXFP4:
-        blocks[..., 0] = generator.integers(121, 124, blocks.shape[:2])
-        return blocks.reshape(shape[0], -1)
+        blocks[..., 0] = generator.integers(121, 124, blocks.shape[:-1])
+        return blocks.reshape(*rows, -1)
     start, largest, largest_minimum = _SCALES.get(kind.name, (0, 31, 0))
-    scale = generator.uniform(0.5, 2, (*blocks.shape[:2], 2)) * 2 / largest / shape[1] ** 0.5
+    scale = generator.uniform(0.5, 2, (*blocks.shape[:-1], 2)) * 2 / largest / columns**0.5
     scale[..., 1] *= largest / (largest_minimum or 1) / 2
-    halves = scale.astype(np.float16).view(np.uint8)  # [rows, blocks, 4 bytes]
+    halves = scale.astype(np.float16).view(np.uint8)  # [..., blocks, 4 bytes]
     count = 4 if largest_minimum else 2
     blocks[..., start : start + count] = halves[..., :count]
-    return blocks.reshape(shape[0], -1)
+    return blocks.reshape(*rows, -1)
 
 
 # For each type: the byte of a block at which its float16 scales begin, the greatest number that the first one multiplies, and

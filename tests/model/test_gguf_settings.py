@@ -20,7 +20,7 @@ from tools.make_random_model import make_random_model
 ROWS = torch.randint(131, (2, 40), generator=torch.Generator().manual_seed(0))
 # What llama.cpp would compute differently -> the values with which it computes what is computed here, and others.
 NEUTRAL: dict[str, tuple[list[object], list[object]]] = {
-    "expert_count": ([0], [1, 8]),
+    "expert_group_count": ([0, 1], [2, 8]),
     "logit_scale": ([0.0, 1.0], [0.5, 2.0]),
     "attention.scale": ([0.0], [1.0, 0.125]),
     "attention.causal": ([True], [False]),

@@ -48,7 +48,9 @@ def _llama(settings: GgufSettings) -> Keys:
     """Mistral's files say llama as well; with a window they are read as Mistral's, with experts as Mixtral's."""
     window = _window(settings)
     if settings.get("expert_count", int):
-        return _experts(settings) | dict(architectures=["MixtralForCausalLM"], sliding_window=window)
+        return _experts(settings, "num_local_experts") | dict(
+            architectures=["MixtralForCausalLM"], sliding_window=window
+        )
     return _biases(settings) | (dict(architectures=["MistralForCausalLM"], sliding_window=window) if window else {})
 
 
@@ -171,12 +173,9 @@ def _ernie(settings: GgufSettings) -> Keys:
     return dict(use_bias=settings.has_tensor("attn_q.bias"))
 
 
-def _experts(settings: GgufSettings) -> Keys:
-    return dict(
-        num_experts=settings.need("expert_count", Size),
-        num_experts_per_tok=settings.need("expert_used_count", Size),
-        moe_intermediate_size=settings.get("expert_feed_forward_length", Size),
-    )
+def _experts(settings: GgufSettings, count: str = "num_experts", places: str = "num_experts_per_tok") -> Keys:
+    own = {count: settings.need("expert_count", Size), places: settings.need("expert_used_count", Size)}
+    return own | dict(moe_intermediate_size=settings.get("expert_feed_forward_length", Size))
 
 
 def _gating(settings: GgufSettings, *allowed: int) -> None:
@@ -204,14 +203,14 @@ def _olmoe(settings: GgufSettings) -> Keys:
 
 def _granite_moe(settings: GgufSettings) -> Keys:
     shared = settings.get("expert_shared_feed_forward_length", int)
-    own = _experts(settings) | dict(moe_intermediate_size=None, mlp_bias=None)
+    own = _experts(settings, "num_local_experts") | dict(moe_intermediate_size=None, mlp_bias=None)
     return _granite(settings) | own | dict(shared_intermediate_size=shared or None)
 
 
 def _sigmoid_experts(settings: GgufSettings) -> Keys:
     """DeepSeek-V3's router."""
     _gating(settings, 2)
-    return _experts(settings) | dict(
+    return _experts(settings, "n_routed_experts") | dict(
         n_shared_experts=settings.get("expert_shared_count", int),
         first_k_dense_replace=settings.get("leading_dense_block_count", int),
         norm_topk_prob=settings.get("expert_weights_norm", bool),
@@ -236,7 +235,7 @@ def _dots1(settings: GgufSettings) -> Keys:
 
 
 def _ernie_moe(settings: GgufSettings) -> Keys:
-    own = _experts(settings)
+    own = _experts(settings, "moe_num_experts", "moe_k")
     inter, shared = own["moe_intermediate_size"], settings.rows_of("ffn_up_shexp.weight") or 0
     settings.get("expert_shared_count", int)
     return own | dict(
@@ -249,14 +248,14 @@ def _ernie_moe(settings: GgufSettings) -> Keys:
 def _minimax_m2(settings: GgufSettings) -> Keys:
     _gating(settings, 2)
     settings.get("expert_weights_norm", bool)
-    return _experts(settings) | dict(
+    return _experts(settings, "num_local_experts") | dict(
         intermediate_size=settings.need("expert_feed_forward_length", Size), moe_intermediate_size=None
     )
 
 
 def _gpt_oss(settings: GgufSettings) -> Keys:
     _gating(settings, 3)
-    own = _experts(settings) | dict(moe_intermediate_size=None, sliding_window=_window(settings))
+    own = _experts(settings, "num_local_experts") | dict(moe_intermediate_size=None, sliding_window=_window(settings))
     return own | dict(intermediate_size=settings.need("expert_feed_forward_length", Size))
 
 

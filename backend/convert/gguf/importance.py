@@ -29,7 +29,8 @@ _LEAST = 1e-6  # times the mean: a column that was always 0 counts a little
 
 
 def read_imatrix(path: Path) -> dict[str, Tensor]:
-    """Name of a tensor in a GGUF file -> the importance of its columns, float32 [k], positive, 1 in the mean.
+    """Name of a tensor in a GGUF file -> the importance of its columns, float32 [k], positive, 1 in the mean. Of experts
+    [experts * k]; where no token came to one, its columns count alike.
 
     Raises ConfigError.
     """
@@ -56,8 +57,8 @@ def _of_gguf(header: GgufHeader) -> Iterator[tuple[str, Floats]]:
         if not name.endswith(_SUMS) or counts is None:
             continue
         sums, count = (_numbers(header, each) for each in (place, counts))
-        if len(sums) == len(count) == 1 and count.item() > 0:  # several are of experts
-            yield name.removesuffix(_SUMS), sums[0] / count.item()
+        if len(sums) == count.size and (count > 0).any():
+            yield name.removesuffix(_SUMS), (sums / np.maximum(count.reshape(-1, 1), 1)).ravel()
 
 
 def _numbers(header: GgufHeader, place: TensorPlace) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.convert.gguf.blocks import encode
-from backend.convert.gguf.families import Rules
+from backend.convert.gguf.families import Rules, Stored
 from backend.convert.gguf.types import FILE_TYPES, type_of
 
-Importance = Callable[[str, str], Tensor | None]  # names of a tensor in the checkpoint and the file -> [k], positive
+Importance = Callable[[Stored], Tensor | None]  # -> [k], positive
 Progress = Callable[[Sequence[str]], Iterable[str]]
 _DTYPE = np.dtype(np.float32)  # it is not looked at where a type is given
 
@@ -30,19 +31,25 @@ class Written(NamedTuple):
     types: dict[str, int]  # type of matrices -> their bytes
 
 
+class _Planned(NamedTuple):
+    kind: Type
+    sources: list[str]  # one, or those of all experts in their order
+
+
 def write_gguf(
     file: Path,
     rules: Rules,
     tensors: Mapping[str, Tensor],
     tokenizer: Mapping[str, Any],
     type_name: str,
-    importance: Importance = lambda source, name: None,
+    importance: Importance = lambda stored: None,
     progress: Progress = lambda names: names,
 ) -> Written:
     """Write a file whose tensors are `tensors`, by their names in the checkpoint. type_name: a key of FILE_TYPES.
 
-    Tensors are read twice, because their shapes stand in front of their numbers. Raises ConfigError, also for a type whose
-    numbers they exceed.
+    Tensors are read twice, because their shapes stand in front of their numbers, and one of all experts once more. Experts are
+    encoded one after the other, so that no more is held than what the file has of a layer's in one tensor. Raises ConfigError,
+    also for a type whose numbers they exceed.
     """
     writer = gguf.GGUFWriter(file, rules.name)
     writer.add_file_type(FILE_TYPES[type_name].number)
@@ -53,47 +60,61 @@ def write_gguf(
     tables = rules.tables()
     for name, values in tables.items():
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-    kinds = _plan(writer, rules, tensors, type_name)
+    plan = _plan(writer, rules, tensors, type_name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for values in tables.values():
         writer.write_tensor_data(values)
     types: dict[str, int] = {}
-    for source in progress(list(tensors)):
-        for stored in rules.tensors({source: tensors[source]}):
-            kind = kinds[stored.name]
-            weights = importance(source, stored.name)
-            if weights is not None and len(weights) != stored.values.shape[-1]:
-                raise ConfigError(
-                    f"--importance has {len(weights)} columns for {stored.name}, which has {stored.values.shape[-1]}; it is of "
-                    f"another model"
-                )
-            data = encode(stored.values, kind, weights)
-            writer.write_tensor_data(data)
-            if stored.values.dim() > 1:
-                types[kind.name] = types.get(kind.name, 0) + data.nbytes
+    for name in progress(list(plan)):
+        kind, sources = plan[name]
+        parts = [
+            encode(stored.values, kind, _weights(importance, stored))
+            for source in sources
+            for stored in rules.tensors({source: tensors[source]})
+            if stored.name == name
+        ]
+        data = parts[0] if len(parts) == 1 else np.stack(parts)
+        writer.write_tensor_data(data)
+        if data.ndim > 1:
+            types[kind.name] = types.get(kind.name, 0) + data.nbytes
     writer.close()
-    return Written(len(kinds), file.stat().st_size, types)
+    return Written(len(plan), file.stat().st_size, types)
 
 
-def _plan(writer: gguf.GGUFWriter, rules: Rules, tensors: Mapping[str, Tensor], type_name: str) -> dict[str, Type]:
-    """Name the tensors to the writer, and give back their types."""
-    shapes = {
-        stored.name: tuple(stored.values.shape)
-        for source in tensors
-        for stored in rules.tensors({source: torch.empty_like(tensors[source], device="meta")})
-    }
-    kinds = {}
-    for name, shape in shapes.items():
-        kind = type_of(FILE_TYPES[type_name], name, shape, rules.config["num_hidden_layers"], "output.weight" in shapes)
+def _weights(importance: Importance, stored: Stored) -> Tensor | None:
+    weights = importance(stored)
+    if weights is not None and len(weights) != stored.values.shape[-1]:
+        raise ConfigError(
+            f"--importance has {len(weights)} columns for {stored.name}, which has {stored.values.shape[-1]}; it is of another "
+            f"model"
+        )
+    return weights
+
+
+def _plan(writer: gguf.GGUFWriter, rules: Rules, tensors: Mapping[str, Tensor], type_name: str) -> dict[str, _Planned]:
+    """Name the tensors to the writer, and give back what they are made of."""
+    found: dict[str, list[Stored]] = {}
+    for source in tensors:
+        for stored in rules.tensors({source: torch.empty_like(tensors[source], device="meta")}):
+            found.setdefault(stored.name, []).append(stored)
+    plan = {}
+    for name, parts in found.items():
+        parts.sort(key=lambda stored: stored.expert or 0)
+        shape, is_one = tuple(parts[0].values.shape), parts[0].expert is None
+        expected = [None] if is_one else list(range(rules.num_experts))
+        if [part.expert for part in parts] != expected:
+            raise ConfigError(
+                f"the checkpoint has {len(parts)} parts of {name}, {len(expected)} are needed; fetch it again"
+            )
+        layers, has_output = rules.config["num_hidden_layers"], "output.weight" in found
+        kind = type_of(FILE_TYPES[type_name], name, shape, layers, has_output, rules.num_experts)
+        plan[name] = _Planned(kind, list(dict.fromkeys(part.source for part in parts)))
+        whole = shape if is_one else (len(parts), *shape)
         size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-        count = num_bytes
-        for length in shape:
-            count *= length
-        kinds[name] = kind
-        writer.add_tensor_info(name, shape, _DTYPE, count // size, raw_dtype=kind)
-    return kinds
+        writer.add_tensor_info(name, whole, _DTYPE, prod(whole) // size * num_bytes, raw_dtype=kind)
+    return plan
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
