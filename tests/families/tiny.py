@@ -218,7 +218,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": (
         "mixtral",
         "MixtralForCausalLM",
-        dict(num_local_experts=5, num_experts_per_tok=2, head_dim=10, sliding_window=WINDOW),
+        # So few experts, of whole panels, that those of a prompt are activated as they are multiplied.
+        dict(num_local_experts=3, num_experts_per_tok=2, intermediate_size=96, head_dim=10, sliding_window=WINDOW),
     ),
     "olmoe": (
         "olmoe",

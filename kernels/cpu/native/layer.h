@@ -49,8 +49,10 @@ struct MixtureMemory {
         int64_t row0;
         int rows;
         int64_t first_item;
+        OperandBuffer* activated;  // where gate and up go at once, without being stored in between; else null
     };
     std::vector<int64_t> first, order, at;  // of each expert; the pair of a row; the row of a pair
+    std::vector<int64_t> stored;            // rows whose gate and up are stored before they are activated
     int64_t routed = 0;                     // rows of experts; those of the shared one follow
     std::vector<Run> up, down;
     OperandBuffer input, activated, shared_input, shared_activated;
@@ -58,7 +60,7 @@ struct MixtureMemory {
     Buffer<int64_t> chosen;
 };
 struct MixtureCounts {
-    int64_t pairs = 0, up_items = 0, down_items = 0;
+    int64_t pairs = 0, up_items = 0, stored = 0, down_items = 0;
 };
 
 }  // namespace everbatch

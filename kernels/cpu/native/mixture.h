@@ -104,7 +104,8 @@ public:
         products(team, w_.up, counts_.up_items, [&](const Run& run, int64_t r, int64_t column, const float* sums) {
             memcpy(w_.y.data() + (run.base + r) * y_ld_ + column, sums, PANEL * sizeof(float));
         });
-        team.for_each(counts_.pairs, [&](int64_t at) {
+        team.for_each(counts_.stored, [&](int64_t i) {
+            const int64_t at = w_.stored[size_t(i)];
             const bool is_shared = at >= w_.routed;
             const int64_t inner = (is_shared ? *m_.shared : m_.experts[0]).down.k;
             const float* y = w_.y.data() + at * y_ld_;
@@ -152,30 +153,32 @@ private:
             if (const int64_t e = expert_of(pair); e >= 0) w_.first[size_t(e) + 1]++;
         for (int64_t e = 0; e < m_.num_experts; e++) w_.first[size_t(e) + 1] += w_.first[size_t(e)];
         w_.routed = w_.first[size_t(m_.num_experts)], counts_.pairs = w_.routed + (m_.shared ? tokens : 0);
-        w_.up.clear(), w_.down.clear();
+        w_.up.clear(), w_.down.clear(), w_.stored.clear();
+        const everbatch_mlp& first = m_.experts[0];
+        w_.input.shape(first.gate_up, w_.routed, sizeof(T)), w_.activated.shape(first.down, w_.routed, sizeof(T));
         for (int64_t e = 0; e < m_.num_experts; e++) {
             const int64_t rows = w_.first[size_t(e) + 1] - w_.first[size_t(e)];
             list(m_.experts[e], w_.input, w_.activated, 0, w_.first[size_t(e)], rows);
         }
         for (int64_t pair = 0; pair < all; pair++)
             if (const int64_t e = expert_of(pair); e >= 0) w_.order[size_t(w_.at[size_t(pair)] = w_.first[size_t(e)]++)] = pair;
-        const everbatch_mlp& first = m_.experts[0];
-        w_.input.shape(first.gate_up, w_.routed, sizeof(T)), w_.activated.shape(first.down, w_.routed, sizeof(T));
         if (m_.shared) {
-            list(*m_.shared, w_.shared_input, w_.shared_activated, w_.routed, 0, tokens);
             w_.shared_input.shape(m_.shared->gate_up, tokens, sizeof(T)), w_.shared_activated.shape(m_.shared->down, tokens, sizeof(T));
+            list(*m_.shared, w_.shared_input, w_.shared_activated, w_.routed, 0, tokens);
         }
         w_.y.grow(size_t(counts_.pairs * y_ld_)), w_.parts.grow(size_t(counts_.pairs * part_ld_));
-        counts_.up_items = end_of(w_.up), counts_.down_items = end_of(w_.down);
+        counts_.up_items = end_of(w_.up), counts_.stored = int64_t(w_.stored.size()), counts_.down_items = end_of(w_.down);
     }
 
     // Adds the products of an MLP with `rows` rows of its operands, from `first` on. base: the pair of the operands' first row.
-    void list(const everbatch_mlp& mlp, const OperandBuffer& input, const OperandBuffer& activated, int64_t base, int64_t first, int64_t rows) {
+    void list(const everbatch_mlp& mlp, const OperandBuffer& input, OperandBuffer& activated, int64_t base, int64_t first, int64_t rows) {
+        const bool at_once = m_.is_gated && takes_many_rows(rows, activated);
         for (int64_t done = 0; done < rows; done += MAX_ROWS) {
             const int count = int(std::min<int64_t>(MAX_ROWS, rows - done));
-            append(w_.up, {&mlp.gate_up, &input.view(), base, first + done, count, 0});
-            append(w_.down, {&mlp.down, &activated.view(), base, first + done, count, 0});
+            append(w_.up, {&mlp.gate_up, &input.view(), base, first + done, count, 0, at_once ? &activated : nullptr});
+            append(w_.down, {&mlp.down, &activated.view(), base, first + done, count, 0, nullptr});
         }
+        for (int64_t row = 0; row < rows && !at_once; row++) w_.stored.push_back(base + first + row);
     }
     void append(std::vector<Run>& runs, Run run) const {
         run.first_item = end_of(runs);
@@ -183,12 +186,25 @@ private:
     }
     int64_t end_of(const std::vector<Run>& runs) const { return runs.empty() ? 0 : runs.back().first_item + items(runs.back()); }
     int64_t items(const Run& run) const {
-        return with_pass(run, [](auto...) {}, [](const auto& pass) { return pass.items(); });
+        int64_t count = 0;
+        with_pass(run, [](auto...) {}, [&](const auto& pass) { count = pass.items(); });
+        return count;
     }
+    // Calls f(the product of a run), which hands its sums to `put`, or activates them.
     template <class Put, class F>
-    auto with_pass(const Run& run, Put put, F f) const {
-        const auto in_order = [](int64_t i) { return i; };
-        return f(Pass<T, 1, decltype(in_order), Put>(*run.linear, *run.operand, run.row0, run.rows, run.linear->panels(), in_order, put, threads_));
+    void with_pass(const Run& run, Put put, F f) const {
+        const Linear& l = *run.linear;
+        const int64_t panels = l.panels(), half = panels / 2;
+        if (!run.activated) {
+            const auto in_order = [](int64_t i) { return i; };
+            return f(Pass<T, 1, decltype(in_order), Put>(l, *run.operand, run.row0, run.rows, panels, in_order, put, threads_));
+        }
+        const auto in_pairs = [half](int64_t i) { return i / 2 + i % 2 * half; };
+        const auto activates = [&](int64_t r, int64_t column, float* gate, const float* up) {
+            activate(Activation(m_.activation), gate, up, PANEL, gate);
+            run.activated->put_panel(r, column, gate);
+        };
+        f(Pass<T, 2, decltype(in_pairs), decltype(activates)>(l, *run.operand, run.row0, run.rows, panels, in_pairs, activates, threads_));
     }
 
     // put(run, row of its operand, column, sums) gets the results of all products.
