@@ -20,6 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3": dict(family="llama3", head_dim=32),
     "mistral": dict(family="mistral", head_dim=32),
     "qwen3": dict(family="qwen3", head_dim=64),
+    "qwen3_moe": dict(family="qwen3_moe", head_dim=64),
     "default": {},
 }
 NEW_TOKENS = 40 if IS_GPU else 3

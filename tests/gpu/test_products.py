@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from kernels import group_rows, lora, w4a8, w4a16, w8a8
+from kernels import group_rows, grouped_linear, lora, w4a8, w4a16, w8a8
 from tests.gpu.harness import (
     DEVICE,
     HALVES,
@@ -27,6 +27,17 @@ def test_w4a16(case: tuple[int, int, int, int, bool], dtype: torch.dtype) -> Non
     weight = w4a16.quantize(random(n, k) / k**0.5, group, zero_points, dtype)
     x, bias = random(m, k, dtype=dtype), random(n, dtype=dtype, seed=1)
     assert_near(w4a16.w4a16(x, weight, bias), w4a16.reference(x, weight, bias))
+
+
+@each("dtype", (*HALVES, torch.float32))
+@each("case", grouped_linear.CASES)
+def test_experts(case: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    tokens, places, experts, n, k = case
+    chosen = random(tokens, experts).argsort(1)[:, :places]
+    weights = grouped_linear.weights_of((random(experts, n, k, dtype=dtype, seed=1) / k**0.5).unbind())
+    x, plan = random(tokens, k, dtype=dtype), grouped_linear.plan(chosen, experts)
+    measured = grouped_linear.grouped_linear(x, weights, plan, gathers=True)
+    assert_near(measured, grouped_linear.reference(x, weights, plan, gathers=True))
 
 
 @each("dtype", (*HALVES, torch.float32))
