@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from backend.api.config.kv_bits import KV_TYPES
 from benchmarks.quality import judge
 from benchmarks.quality.judge import Judged, Served
 from benchmarks.quality.peers import layer_bits
@@ -16,16 +17,15 @@ from tools.make_random_model import make_random_model
 
 
 @pytest.mark.parametrize(
-    "form, quantization, kv", [("w4a8", "w4a8", "auto"), ("auto:5.2", "auto:5.2", "auto"), ("kv:int8", "none", "int8")]
+    "form, quantization, kv", [("w4a8", "w4a8", "auto"), ("auto:5.2", "auto:5.2", "auto"), ("kv:k8v4", "none", "k8v4")]
 )
 def test_a_form_of_weights_or_of_kv_is_served(form: str, quantization: str, kv: str, tmp_path: Path) -> None:
     model = make_random_model(tmp_path / "model", max_position_embeddings=1024)
     served = Served(model, form, kernels="torch")
     config = served._core.config
-    assert (config.model.quantization, config.kv_cache.dtype) == (quantization, kv)
-    assert served.bits > 8 and (
-        form != "kv:int8" or served.bits >= 16
-    )  # torch's kernels hold int8 in place of fewer bits
+    keys, values = config.kv_cache.key_dtype, config.kv_cache.value_dtype
+    assert (config.model.quantization, (keys, values)) == (quantization, KV_TYPES[kv])
+    assert served.bits > (8 if kv == "auto" else 16)  # torch's kernels hold int8 in place of fewer bits
 
 
 def test_forms_that_there_are_not_are_refused() -> None:
