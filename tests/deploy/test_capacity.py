@@ -98,7 +98,7 @@ def test_a_torn_file_is_told_before_anything_is_started(model: Path, content: by
     [
         ({}, "tensor_parallel_size", 3, "which does not divide the model's 8 attention heads; use 1 or 2 or 4 or 8"),
         ({}, "pipeline_parallel_size", 99, "more than the model's"),
-        ({"architectures": ["MixtralForCausalLM"]}, "tensor_parallel_size", 2, "run by transformers, in one process"),
+        ({"architectures": ["PhimoeForCausalLM"]}, "tensor_parallel_size", 2, "run by transformers, in one process"),
     ],
 )
 def test_ranks_that_cannot_share_a_model_are_told_before_anything_is_started(
@@ -132,7 +132,7 @@ def test_the_examination_needs_no_tensors_and_agrees_with_the_engine_on_gguf_fil
     assert [getattr(read, name) for name in kept] == [getattr(whole, name) for name in kept]
 
 
-HOSTED = "GraniteMoeForCausalLM"  # run by transformers
+HOSTED = "PhimoeForCausalLM"  # run by transformers
 DOUBLING = "{% set a = namespace(x='ab' * 9999) %}{% for i in range(40) %}{% set a.x = a.x ~ a.x %}{% endfor %}"
 
 

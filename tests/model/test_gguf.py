@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def logits(directory: Path, dtype: str = "float32", **options: Any) -> Tensor:
     model = load_directory(directory, None, dtype, CPU, LinearOptions(**options))
     if isinstance(model.embedding, DenseLinear):  # of Forms: torch embeds tokens from a table alone
-        model.embedding = model.embedding._weight
+        model.embedding = model.embedding.weight
     return row_logits(model, ROWS)
 
 

@@ -57,6 +57,7 @@ def test_experts_of_different_sizes_are_refused(kernels: CDLL) -> None:
     def layer(n: int, k: int) -> PackedLinear:
         return PackedLinear.of_floats(kernels, Arena(), torch.zeros(n, k))
 
-    for experts in ([(layer(64, 32), layer(32, 32)), (layer(64, 32), layer(32, 64))], [(layer(64, 32), layer(32, 64))]):
-        with pytest.raises(ValueError, match="do not fit together"):
+    unequal, unfit = [(layer(64, 32), layer(32, 32)), (layer(64, 32), layer(32, 64))], [(layer(64, 32), layer(32, 64))]
+    for experts, told in ((unequal, "products of 2 forms"), (unfit, "do not fit together")):
+        with pytest.raises(ValueError, match=told):
             NativeMixture(kernels, Scratch(kernels), experts, "silu", True, threads=1)

@@ -79,7 +79,7 @@ def activate(kernels: CDLL, kind: str, inputs: Tensor, is_gated: bool) -> Tensor
 
 
 @pytest.mark.parametrize("is_gated", [True, False])
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", FUNCTIONS)
 def test_activations_are_those_of_torch(kernels: CDLL, kind: str, is_gated: bool) -> None:
     rng = torch.Generator().manual_seed(3)
     for rows, n in widths(3):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.common.kv_format import PLAIN
 from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from kernels.cpu.decoder import NativeDecoder, NativeForm, NativeLayer, NativeNorm, NativeShape
 from kernels.cpu.isa import AMX_EMULATED
@@ -48,7 +49,7 @@ class Model:
         self.lm_head = PackedLinear.of_floats(library, arena, lm_head)
 
     def decoder(self, screen: Screen | None) -> NativeDecoder:
-        shape = NativeShape(HEADS, HEADS, HEAD_DIM, INTERMEDIATE, BLOCK, 0, MAX_LEN)
+        shape = NativeShape(HEADS, HEADS, HEAD_DIM, INTERMEDIATE, BLOCK, PLAIN, MAX_LEN)
         norm = NativeNorm(torch.ones(self.embedding.shape[1]))
         return NativeDecoder(
             self.library, shape, NativeForm(1e-5), self.embedding, [self.layer], norm, self.lm_head, screen

@@ -45,7 +45,7 @@ def assert_near(measured: Tensor, expected: Tensor) -> None:
 
 def exact(weight: QuantizedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
     """The exact product: in integers within a group, in float64 across groups."""
-    q, scale, group, format, _ = weight
+    q, scale, group, format, *_ = weight
     values, x_scale = (x.double(), None) if format == "int8" else quantize_activations(x, group)
     out = torch.zeros(x.shape[0], q.shape[0], dtype=torch.float64) + (0 if bias is None else bias.double())
     for index, columns in enumerate(torch.arange(q.shape[1]).split(group)):

@@ -70,7 +70,7 @@ inline void activate_clamped(const float* gate, const float* up, int64_t n, floa
 }
 
 inline void activate(Activation kind, const float* gate, const float* up, int64_t n, float* out) {
-    if (kind == SWIGLU_OAI)
+    if (kind == SWIGLU_OAI && up)  // it always has a gate
         activate_clamped(gate, up, n, out);
     else if (kind == SILU)
         activate_with(Silu(), gate, up, n, out);
