@@ -96,7 +96,7 @@ def test_an_activation_has_the_same_bits_in_whole_vectors_and_behind_them(kernel
         assert torch.equal(activate(kernels, kind, x[:, 64 - n :].contiguous(), False), whole[:, 64 - n :]), n
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", FUNCTIONS)
 def test_activations_neither_overflow_nor_make_nan_of_large_numbers(kernels: CDLL, kind: str) -> None:
     gate = torch.tensor([-3e38, -1e4, -100.0, -88.0, -87.0, -0.0, 0.0, 1e-30, 87.0, 100.0, 1e4, 3e38])
     for n in (len(gate), 2 * len(gate)):  # the tail of a row goes another way than its whole vectors
