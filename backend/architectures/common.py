@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from backend.api.checkpoint.model_files import REMEDY, shown, token_ids
 from backend.api.checkpoint.quantised import FILE, parse_quantisation
@@ -17,7 +17,7 @@ from backend.architectures.description import (
     RopeConfig,
     TensorNames,
 )
-from backend.architectures.settings import HeadDim, NumLayers, Settings, Size
+from backend.architectures.settings import Epsilon, HeadDim, NumLayers, Settings, Size
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -125,6 +125,19 @@ def windowed(
 ) -> list[LayerConfig]:
     """Layers with and without a window; `full` and `sliding` are their ropes."""
     return [LayerConfig(window, sliding) if has_window else LayerConfig(None, full) for has_window in types]
+
+
+def read_block(settings: Settings, eps: float = 1e-6, **fields: Any) -> Block:
+    """`eps`: of the norms, where config.json does not say it; `fields`: of Block."""
+    norm_eps = settings.get("rms_norm_eps", Epsilon, eps)
+    return Block(norm_eps=norm_eps, activation=read_activation(settings), **fields)
+
+
+def read_window_layers(settings: Settings, sizes: Sizes) -> list[LayerConfig]:
+    """Qwen's windows, where `use_sliding_window` says so: by `layer_types`, else from the layer `max_window_layers` on."""
+    window = read_window(settings, settings.get("use_sliding_window", bool, False))
+    first = settings.get("max_window_layers", int, 28)
+    return windowed(read_layer_types(settings, sizes.layers, lambda layer: layer >= first), window)
 
 
 def describe(

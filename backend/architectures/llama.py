@@ -10,15 +10,16 @@ from backend.api.errors import ConfigError
 from backend.architectures.common import (
     alike,
     describe,
-    read_activation,
+    read_block,
     read_layer_types,
     read_sizes,
     read_window,
+    read_window_layers,
     windowed,
 )
-from backend.architectures.description import Block, LayerConfig, ModelConfig, QueryScaling
+from backend.architectures.description import LayerConfig, ModelConfig, QueryScaling
 from backend.architectures.rope import PLAIN, SECTIONS, RopeDefaults, read_rope
-from backend.architectures.settings import Epsilon, Factor, Settings, Size
+from backend.architectures.settings import Factor, Settings, Size
 
 
 def llama(settings: Settings, architecture: str) -> ModelConfig:
@@ -45,7 +46,7 @@ def ministral(settings: Settings, architecture: str) -> ModelConfig:
     types = read_layer_types(settings, sizes.layers, lambda layer: window is not None)
     layers = windowed(types, window)
     rope = read_rope(settings, sizes.head_dim)
-    return describe(settings, architecture, sizes, layers, [rope], _block(settings))
+    return describe(settings, architecture, sizes, layers, [rope], read_block(settings))
 
 
 def ministral3(settings: Settings, architecture: str) -> ModelConfig:
@@ -58,7 +59,7 @@ def ministral3(settings: Settings, architecture: str) -> ModelConfig:
     section = next(settings.content[name] for name in SECTIONS if settings.content.get(name))
     beta = Settings(section, SECTIONS[0]).get(key, float, 0.0)
     scaling = QueryScaling(beta, rope.original_max_position) if beta else None
-    block = _block(settings, eps=1e-5, query_scaling=scaling)
+    block = read_block(settings, eps=1e-5, query_scaling=scaling)
     return describe(settings, architecture, sizes, alike(sizes, window), [rope], block)
 
 
@@ -104,7 +105,7 @@ def smollm3(settings: Settings, architecture: str) -> ModelConfig:
         LayerConfig(window if has else None, 0 if turn else None) for has, turn in zip(types, rotates, strict=True)
     ]
     bias = settings.get("attention_bias", bool, False)
-    block = _block(settings, qkv_bias=bias, out_bias=bias, mlp_bias=settings.get("mlp_bias", bool, False))
+    block = read_block(settings, qkv_bias=bias, out_bias=bias, mlp_bias=settings.get("mlp_bias", bool, False))
     rope = read_rope(settings, sizes.head_dim, RopeDefaults(theta=2e6))
     return describe(settings, architecture, sizes, layers, [rope], block, tied=True)
 
@@ -148,24 +149,16 @@ def _dense(
     tied: bool = False,
     **block: Any,
 ) -> ModelConfig:
-    """All layers alike. `block`: as `_block` takes it."""
+    """All layers alike. `block`: as `read_block` takes it."""
     sizes = read_sizes(settings, head_dim)
     ropes = [read_rope(settings, sizes.head_dim, rope)]
-    return describe(settings, architecture, sizes, alike(sizes, window), ropes, _block(settings, **block), tied=tied)
-
-
-def _block(settings: Settings, eps: float = 1e-6, **fields: Any) -> Block:
-    """`eps`: of the norms, where config.json does not say it; `fields`: of Block."""
-    norm_eps = settings.get("rms_norm_eps", Epsilon, eps)
-    return Block(norm_eps=norm_eps, activation=read_activation(settings), **fields)
+    return describe(
+        settings, architecture, sizes, alike(sizes, window), ropes, read_block(settings, **block), tied=tied
+    )
 
 
 def _qwen(settings: Settings, architecture: str, head_dim: int | None = None, **block: Any) -> ModelConfig:
-    """Windows where `use_sliding_window` says so: by `layer_types`, else from the layer `max_window_layers` on."""
     sizes = read_sizes(settings, head_dim)
-    window = read_window(settings, settings.get("use_sliding_window", bool, False))
-    first = settings.get("max_window_layers", int, 28)
-    types = read_layer_types(settings, sizes.layers, lambda layer: layer >= first)
-    layers = windowed(types, window)
+    layers = read_window_layers(settings, sizes)
     rope = read_rope(settings, sizes.head_dim)
-    return describe(settings, architecture, sizes, layers, [rope], _block(settings, **block))
+    return describe(settings, architecture, sizes, layers, [rope], read_block(settings, **block))

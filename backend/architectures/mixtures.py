@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -11,12 +11,14 @@ from backend.api.checkpoint.model_files import REMEDY, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
 from backend.architectures.common import (
+    Sizes,
     alike,
     describe,
-    read_activation,
+    read_block,
     read_layer_types,
     read_sizes,
     read_window,
+    read_window_layers,
     windowed,
 )
 from backend.architectures.description import (
@@ -25,6 +27,7 @@ from backend.architectures.description import (
     LayerConfig,
     LayerNames,
     ModelConfig,
+    RopeConfig,
     StackedExperts,
     TensorNames,
 )
@@ -100,12 +103,9 @@ def _qwen(
         intermediate=settings.need("moe_intermediate_size", Size),
         **experts,
     )
-    window = read_window(settings, settings.get("use_sliding_window", bool, False))
-    first = settings.get("max_window_layers", int, 28)
-    types = read_layer_types(settings, sizes.layers, lambda layer: layer >= first)
-    layers = _mixed(windowed(types, window), lambda layer: layer not in dense and (layer + 1) % step == 0)
+    layers = _mixed(read_window_layers(settings, sizes), lambda layer: layer not in dense and (layer + 1) % step == 0)
     rope = read_rope(settings, sizes.head_dim)
-    return _described(settings, architecture, sizes, layers, [rope], _block(settings, **block), names, mixture)
+    return _described(settings, architecture, sizes, layers, [rope], read_block(settings, **block), names, mixture)
 
 
 def mixtral(settings: Settings, architecture: str) -> ModelConfig:
@@ -155,32 +155,42 @@ def granite_moe(settings: Settings, architecture: str) -> ModelConfig:
 
 def glm4_moe(settings: Settings, architecture: str) -> ModelConfig:
     """DeepSeek-V3's router in front of GLM's attention; the first layers are dense."""
-    settings.ignore("num_nextn_predict_layers", "num_mtp_layers")  # they stand behind the model's own, and are not read
+    settings.ignore("num_mtp_layers")
     norm = "head" if settings.get("use_qk_norm", bool, False) else "none"
     bias = settings.get("attention_bias", bool, False)
     rope = RopeDefaults(partial=0.5)
-    return _deepseek(settings, architecture, rope, eps=1e-5, qkv_bias=bias, qk_norm=norm)
+    silent = DeepseekDefaults(dense=1, shared=1, is_normalised=True)
+    return _deepseek(settings, architecture, rope, silent, eps=1e-5, qkv_bias=bias, qk_norm=norm)
 
 
 def dots1(settings: Settings, architecture: str) -> ModelConfig:
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")
     bias = settings.get("attention_bias", bool, False)
-    return _deepseek(settings, architecture, PLAIN, qkv_bias=bias, out_bias=bias, qk_norm="head")
+    silent = DeepseekDefaults(dense=0, shared=0, is_normalised=False)
+    return _deepseek(settings, architecture, PLAIN, silent, qkv_bias=bias, out_bias=bias, qk_norm="head")
 
 
-def _deepseek(settings: Settings, architecture: str, rope: RopeDefaults, **block: Any) -> ModelConfig:
+class DeepseekDefaults(NamedTuple):
+    """Values of a family where config.json has none; they are those of transformers."""
+
+    dense: int  # first layers without experts
+    shared: int
+    is_normalised: bool
+
+
+def _deepseek(
+    settings: Settings, architecture: str, rope: RopeDefaults, silent: DeepseekDefaults, **block: Any
+) -> ModelConfig:
     settings.ignore("ep_size", "moe_layer_freq", "pretraining_tp", "aux_loss_alpha", "seq_aux")
     sizes = read_sizes(settings)
     inter = settings.need("moe_intermediate_size", Size)
-    shared = settings.find("n_shared_experts", int) or 0
-    if not 0 <= shared <= 2**20:
-        raise settings.unsupported("n_shared_experts", "0 and more are")
+    shared = _read_shared(settings, "n_shared_experts", silent.shared)
     mixture = read_experts(
         settings,
         intermediate=inter,
         scores="sigmoid",
-        is_normalised=settings.get("norm_topk_prob", bool, True),
+        is_normalised=settings.get("norm_topk_prob", bool, silent.is_normalised),
         scale=settings.get("routed_scaling_factor", Factor, 1.0),
         groups=settings.get("n_group", Size, 1),
         kept_groups=settings.get("topk_group", Size, 1),
@@ -191,11 +201,12 @@ def _deepseek(settings: Settings, architecture: str, rope: RopeDefaults, **block
     window = read_window(settings, settings.get("use_sliding_window", bool, True))
     first = settings.get("max_window_layers", int, 2**40)
     types = read_layer_types(settings, sizes.layers, lambda layer: window is not None and layer >= first)
-    dense = settings.get("first_k_dense_replace", int, 0)
+    dense = settings.get("first_k_dense_replace", int, silent.dense)
     layers = _mixed(windowed(types, window), lambda layer: layer >= dense)
     ropes = [read_rope(settings, sizes.head_dim, rope)]
-    names = TensorNames(layer=LayerNames(), unused=_behind(sizes.layers))
-    return _described(settings, architecture, sizes, layers, ropes, _block(settings, **block), names, mixture)
+    more = settings.get("num_nextn_predict_layers", int, 1)
+    names = TensorNames(layer=LayerNames(), unused=_behind(sizes.layers, more))
+    return _described(settings, architecture, sizes, layers, ropes, read_block(settings, **block), names, mixture)
 
 
 def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:
@@ -209,14 +220,14 @@ def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:
         intermediate=inter,
         has_choice_bias=True,
         choice_bias_is_row=True,
-        shared=inter * settings.get("moe_num_shared_experts", int, 2),
+        shared=inter * _read_shared(settings, "moe_num_shared_experts", 2),
     )
     first, every = settings.get("moe_layer_start_index", int, 1), settings.get("moe_layer_interval", Size, 1)
     last = settings.get("moe_layer_end_index", int, -1)
     last = sizes.layers - 1 if last == -1 else last
     layers = _mixed(list(alike(sizes)), lambda layer: (layer + 1) % every == 0 and first <= layer <= last)
     rope = read_rope(settings, sizes.head_dim, RopeDefaults(theta=5e5))
-    block = _block(settings, eps=1e-5, rope_interleaved=True)
+    block = read_block(settings, eps=1e-5, rope_interleaved=True)
     return _described(settings, architecture, sizes, layers, [rope], block, ERNIE, mixture, tied=True)
 
 
@@ -227,6 +238,8 @@ def gpt_oss(settings: Settings, architecture: str) -> ModelConfig:
     settings.only("swiglu_limit", 7.0)
     sizes, window = read_sizes(settings, 64), read_window(settings)
     types = read_layer_types(settings, sizes.layers, lambda layer: layer % 2 == 0)
+    if any(types) and window is None:
+        raise ConfigError(f"{FILE}: it lacks the key sliding_window, which layers have by layer_types; {REMEDY}")
     bias = settings.get("attention_bias", bool, True)
     mixture = read_experts(settings, intermediate=sizes.intermediate, has_bias=True, router_bias=True)
     block = Block(
@@ -257,9 +270,18 @@ def read_experts(settings: Settings, **fields: Any) -> Experts:
     return experts
 
 
-def _behind(layers: int) -> tuple[str, ...]:
-    """Names of tensors of layers that predict more than one token, in a checkpoint and in a GGUF file."""
-    return rf"model\.layers\.{layers}\..*", rf"blk\.{layers}\..*"
+def _behind(layers: int, more: int) -> tuple[str, ...]:
+    """Names of the tensors of `more` layers that predict further tokens: they stand behind the model's own, and are not read."""
+    numbers = range(layers, layers + min(max(more, 0), 64))
+    return tuple(rf"(?:model\.layers|blk)\.{number}\..*" for number in numbers)
+
+
+def _read_shared(settings: Settings, key: str, default: int) -> int:
+    """The number of shared experts, which are one mlp of so many times the size."""
+    count = settings.find(key, int) if settings.has(key) else default
+    if not 0 <= (count or 0) <= 4096:
+        raise settings.unsupported(key, "0 to 4096 are")
+    return count or 0
 
 
 def _one_of(settings: Settings, keys: tuple[str, ...]) -> str:
@@ -275,7 +297,7 @@ def _mixed(layers: list[LayerConfig], has_experts: Callable[[int], bool]) -> lis
 def _all_alike(
     settings: Settings,
     architecture: str,
-    sizes: Any,
+    sizes: Sizes,
     names: LayerNames,
     experts: Experts,
     rope: RopeDefaults = PLAIN,
@@ -284,19 +306,15 @@ def _all_alike(
 ) -> ModelConfig:
     layers = _mixed(list(alike(sizes, window)), lambda layer: True)
     ropes = [read_rope(settings, sizes.head_dim, rope)]
-    return _described(settings, architecture, sizes, layers, ropes, _block(settings, **block), names, experts)
-
-
-def _block(settings: Settings, eps: float = 1e-6, **fields: Any) -> Block:
-    return Block(norm_eps=settings.get("rms_norm_eps", Epsilon, eps), activation=read_activation(settings), **fields)
+    return _described(settings, architecture, sizes, layers, ropes, read_block(settings, **block), names, experts)
 
 
 def _described(
     settings: Settings,
     architecture: str,
-    sizes: Any,
+    sizes: Sizes,
     layers: list[LayerConfig],
-    ropes: Any,
+    ropes: Sequence[RopeConfig],
     block: Block,
     names: LayerNames | TensorNames,
     experts: Experts,

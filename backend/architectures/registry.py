@@ -59,8 +59,12 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(mixtures.qwen3_moe, "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B"),
     "MixtralForCausalLM": Family(mixtures.mixtral, "Mixtral 8x7B and 8x22B"),
     "OlmoeForCausalLM": Family(mixtures.olmoe, "OLMoE 1B-7B"),
-    "GraniteMoeForCausalLM": Family(mixtures.granite_moe, "Granite 3.0 and 3.1 1B-A400M and 3B-A800M"),
-    "GraniteMoeSharedForCausalLM": Family(mixtures.granite_moe, "Granite mixtures with a shared expert"),
+    "GraniteMoeForCausalLM": Family(
+        mixtures.granite_moe, "Granite 3.0 and 3.1 1B-A400M and 3B-A800M", is_quantised=False
+    ),
+    "GraniteMoeSharedForCausalLM": Family(
+        mixtures.granite_moe, "Granite mixtures with a shared expert", is_quantised=False
+    ),
     "Glm4MoeForCausalLM": Family(mixtures.glm4_moe, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "Dots1ForCausalLM": Family(mixtures.dots1, "dots.llm1"),
     "Ernie4_5_MoeForCausalLM": Family(mixtures.ernie_moe, "ERNIE 4.5 21B-A3B and 300B-A47B"),

@@ -33,18 +33,15 @@ class ExpertsWeights:
     experts: list[MlpWeights]  # this rank's
     first: int  # the number of experts[0] among all
     shared: MlpWeights | None
-    _grouped: tuple[Weights, Weights] | None = field(default=None, init=False)
+    grouped: tuple[Weights, Weights] | None = field(init=False)  # gate and up, and down, for one launch each on a GPU
 
-    def grouped(self, x: Tensor) -> tuple[Weights, Weights] | None:
-        """Gate and up, and down, of all experts for one launch each; None where they are no floats of x's type on a GPU, or some
-        are another rank's.
-        """
-        if self._grouped is None and runs_on(x) and len(self.experts) == self.settings.count:
-            parts = [[mlp.gate_up for mlp in self.experts], [mlp.down for mlp in self.experts]]
-            dense = [[each for each in part if isinstance(each, DenseLinear)] for part in parts]
-            if all(len(part) == self.settings.count and part[0].weight.dtype == x.dtype for part in dense):
-                self._grouped = _stacked(dense[0]), _stacked(dense[1])
-        return self._grouped
+    def __post_init__(self) -> None:
+        gate_up, down = (
+            [each for each in part if type(each) is DenseLinear]
+            for part in ([mlp.gate_up for mlp in self.experts], [mlp.down for mlp in self.experts])
+        )
+        is_whole = len(gate_up) == len(down) == self.settings.count  # else some are in another form, or another rank's
+        self.grouped = (_stacked(gate_up), _stacked(down)) if is_whole and runs_on(gate_up[0].weight) else None
 
     @property
     def linears(self) -> list[Linear]:
@@ -78,8 +75,8 @@ def mix(x: Tensor, weights: ExpertsWeights, block: Block) -> Tensor:
     logits, settings = weights.router(x), weights.settings
     chosen, factors = choose(logits[:, : settings.count], settings, weights.choice_bias)
     parts = torch.zeros(chosen.numel(), x.shape[1], dtype=torch.float32, device=x.device)
-    if (grouped := weights.grouped(x)) is not None:
-        _in_groups(x, chosen, grouped, block, parts)
+    if weights.grouped is not None:
+        _in_groups(x, chosen, weights.grouped, block, parts)
     else:
         _one_by_one(x, chosen - weights.first, weights.experts, block, parts)
     total = (parts.view(*chosen.shape, -1) * factors[:, :, None]).sum(1)

@@ -116,7 +116,7 @@ class CheckpointReader:
         if isinstance(tensors, GgufTensors):
             config, tensors = tensors.held_for(config, dtype, device, linears)
         elif isinstance(config.quantization, Mxfp4Layers):
-            config = replace(config, quantization=Mxfp4Layers(linears.holds_super_blocks))
+            config = replace(config, quantization=Mxfp4Layers.held_on(device, linears.holds_super_blocks))
         with torch.inference_mode():
             return build_decoder(config, tensors, limit, dtype, device, linears, follow, self.shard)
 
@@ -250,8 +250,12 @@ class _LazyTensors(Mapping[str, Tensor]):
         try:
             with path.open("rb") as file:
                 pages = mmap.mmap(file.fileno(), start + num_bytes - first, access=mmap.ACCESS_COPY, offset=first)
-        except (OSError, ValueError):  # ValueError: the file has become shorter
-            raise ConfigError(f"{path.name} has changed since its header was read; fetch it again") from None
+        except ValueError:
+            raise ConfigError(f"{path.name} has become shorter since its header was read; fetch it again") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{path.name} cannot be read ({error.strerror}); let this user read it, or fetch it again"
+            ) from None
         return torch.frombuffer(pages, dtype=dtype, count=num_bytes // dtype.itemsize, offset=start - first).view(shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ Here an expert's tensors are NAME.blocks and NAME.scales (experts.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from backend.api.errors import ConfigError
 from backend.layers.linear import QuantizedWeight
 from backend.models.quantized import Held, QuantizedLayers, Scheme
 from backend.models.tensors import TensorSource
+from kernels.common.quantize import dequantize
 from kernels.common.super_blocks import FP4, SuperBlocks
 
 GROUP = 32
@@ -27,9 +28,14 @@ _NO_NUMBER = 255
 
 @dataclass(frozen=True)
 class Mxfp4Layers(Mxfp4Format, QuantizedLayers):
-    as_blocks: bool = True  # False: in eight bits, for layers that take no blocks
-    scheme: Scheme = field(default="int8", init=False)
+    held: Literal["blocks", "int8", "floats"] = "blocks"  # native kernels; torch on a CPU; a GPU
+    scheme: Scheme = field(default="mxfp4", init=False)
     marker: ClassVar[str] = ".blocks"
+
+    @classmethod
+    def held_on(cls, device: torch.device, holds_super_blocks: bool) -> Mxfp4Layers:
+        """As the linear layers of a tier take it; no kernel of a GPU reads such blocks."""
+        return cls("blocks" if holds_super_blocks else "int8" if device.type == "cpu" else "floats")
 
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Held:
         if k % GROUP:
@@ -42,7 +48,9 @@ class Mxfp4Layers(Mxfp4Format, QuantizedLayers):
             raise ConfigError(f"tensor {name}.scales holds an exponent that is no number; fetch the checkpoint again")
         q = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
         scale = torch.exp2(exponents.float() - _BIAS)
-        if self.as_blocks:
+        if self.held == "blocks":
             return SuperBlocks("MXFP4", q, None, None, scale.bfloat16(), None, FP4)
         values = torch.tensor(FP4, dtype=torch.int8, device=q.device)[q.int()]
-        return QuantizedWeight(values, scale, GROUP, "int8")
+        if self.held == "int8":
+            return QuantizedWeight(values, scale, GROUP, "int8")
+        return dequantize(values, scale, GROUP).to(source.dtype)

@@ -21,9 +21,9 @@ from kernels.common.super_blocks import SuperBlocks
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import GROUPS, SYMMETRIC_ZERO, Weight4
 
-Scheme = Literal["int8", "w8a8", "w4a16", "w4a8"]
-Held = QuantizedWeight | Weight4 | Weight4A8 | SuperBlocks
-Part = TypeVar("Part", QuantizedWeight, Weight4, Weight4A8, SuperBlocks)
+Scheme = Literal["int8", "w8a8", "w4a16", "w4a8", "mxfp4"]
+Held = QuantizedWeight | Weight4 | Weight4A8 | SuperBlocks | Tensor
+Part = TypeVar("Part", QuantizedWeight, Weight4, Weight4A8, SuperBlocks, Tensor)
 
 
 class QuantizedLayers(ABC):
@@ -67,6 +67,8 @@ def stack(parts: Sequence[Held]) -> Held:
         return stack_int8(_all_of(QuantizedWeight, parts))
     if isinstance(first, Weight4):
         return _stack_4_bits(first, _all_of(Weight4, parts))
+    if isinstance(first, Tensor):
+        return torch.cat(_all_of(Tensor, parts))
     if isinstance(first, SuperBlocks):
         return super_blocks.stack(_all_of(SuperBlocks, parts))
     return _stack_4_bits_for_int8(_all_of(Weight4A8, parts))

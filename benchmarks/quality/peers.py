@@ -38,7 +38,10 @@ class Peer(NamedTuple):
 
 
 def llamacpp(directory: Path, rows: Tensor, progress: SteppedProgress) -> Iterator[Peer]:
-    """Every type in turn; a reason is told where one is skipped. rows: int64 [rows, length]."""
+    """Yields the peer for each of TYPES, with and without a matrix; `progress` gets the reason where llama.cpp cannot make one.
+
+    rows: int64 [rows, length], token ids.
+    """
     engine = PEERS["llamacpp"]
     try:
         python = environments.python_of(engine, progress)

@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "sampling": {"api", "core"},
     "models": {"api", "core", "layers", "architectures"},
     "hosted": {"api", "architectures", "layers", "models"},
-    "convert": {"api", "architectures", "models", "layers", "quant", "text"},  # offline: nobody imports it
+    "convert": {"api", "architectures", "models", "layers", "quant", "text"},  # offline: no other room imports it
     "quant": {"api", "architectures", "models", "layers", "text"},  # worker imports it to round to few bits
     "worker": {"api", "core", "architectures", "models", "layers", "guided", "hosted", "quant", "sampling", "wire"},
     "engine": {"api", "core", "kvcache", "scheduler", "storage"},

@@ -1,4 +1,4 @@
-"""The model that `serve` fetches where nobody names one: it is checked and kept, and the small one serves where there is none."""
+"""`serve` without --model fetches a published model, checks and keeps it; where it cannot be had, models/default is served."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 from backend.api.checkpoint import gguf as header
 from backend.api.checkpoint import hub
 from backend.api.checkpoint.gguf_parts import merged
-from backend.architectures import llama, rope
+from backend.architectures import common, rope
 from backend.architectures.gguf import config as gguf_config
 from backend.architectures.gguf import settings as gguf_settings
 from backend.architectures.gguf.held import held_forms
@@ -174,7 +174,7 @@ MUTANTS = {
         [_ZEROS + "test_rows_that_fill_no_whole_word_are_read_without_the_padding[9]"],
     ),
     "norms_add_what_most_models_do": (
-        change(llama, "_block", ('settings.get("rms_norm_eps", Epsilon, eps)', "eps")),
+        change_everywhere(common.read_block, ('settings.get("rms_norm_eps", Epsilon, eps)', "eps")),
         [READER_VALUES + "test_each_number_of_a_config_json_reaches_the_model"],
     ),
     "norms_of_files_add_what_most_models_do": (

@@ -45,8 +45,14 @@ class QuantizesActivations(DenseLinear):
 @pytest.mark.parametrize("weights", [CHANNEL, GROUP], ids=["channel", "group"])
 @pytest.mark.parametrize(
     "family, overrides",
-    [("llama", ODD | dict(attention_bias=True, mlp_bias=True)), ("qwen2", {}), ("qwen3", {}), ("llama3", {})],
-    ids=["odd", "qwen2", "qwen3", "tied"],
+    [
+        ("llama", ODD | dict(attention_bias=True, mlp_bias=True)),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama3", {}),
+        ("qwen3_moe", {}),
+    ],
+    ids=["odd", "qwen2", "qwen3", "tied", "experts"],
 )
 def test_a_weight_only_checkpoint_has_the_logits_of_its_dequantised_weights(
     tmp_path: Path, family: str, overrides: dict[str, bool | int], weights: dict[str, Any], format: str

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.gguf import GgufHeader
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
+from backend.architectures.gguf.routers import SIGMOID, SOFTMAX, Keys, check_router, experts_of, sigmoid_experts
 from backend.architectures.gguf.settings import GgufSettings
 from backend.architectures.settings import Cap, Factor, Size
-
-Keys = dict[str, Any]  # keys of a config.json with their values
 
 
 class GgufFamily(NamedTuple):
@@ -48,7 +47,8 @@ def _llama(settings: GgufSettings) -> Keys:
     """Mistral's files say llama as well; with a window they are read as Mistral's, with experts as Mixtral's."""
     window = _window(settings)
     if settings.get("expert_count", int):
-        return _experts(settings, "num_local_experts") | dict(
+        check_router(settings, True, SOFTMAX)
+        return experts_of(settings, "num_local_experts") | dict(
             architectures=["MixtralForCausalLM"], sliding_window=window
         )
     return _biases(settings) | (dict(architectures=["MistralForCausalLM"], sliding_window=window) if window else {})
@@ -173,51 +173,30 @@ def _ernie(settings: GgufSettings) -> Keys:
     return dict(use_bias=settings.has_tensor("attn_q.bias"))
 
 
-def _experts(settings: GgufSettings, count: str = "num_experts", places: str = "num_experts_per_tok") -> Keys:
-    own = {count: settings.need("expert_count", Size), places: settings.need("expert_used_count", Size)}
-    return own | dict(moe_intermediate_size=settings.get("expert_feed_forward_length", Size))
-
-
-def _gating(settings: GgufSettings, *allowed: int) -> None:
-    """Raises ConfigError for another function of the router's logits than the family's: 1 softmax, 2 sigmoid, 3 softmax of those
-    chosen."""
-    if (given := settings.get("expert_gating_func", int)) not in (None, 0, *allowed):
-        raise settings.unsupported("expert_gating_func", given)
-
-
 def _qwen2_moe(settings: GgufSettings) -> Keys:
+    check_router(settings, False, SOFTMAX)
     shared = settings.get("expert_shared_feed_forward_length", Size)
-    return _experts(settings) | dict(
+    return experts_of(settings) | dict(
         shared_expert_intermediate_size=shared or settings.rows_of("ffn_up_shexp.weight"), norm_topk_prob=False
     )
 
 
 def _qwen3_moe(settings: GgufSettings) -> Keys:
-    return _experts(settings) | _qwen3(settings) | dict(norm_topk_prob=True)
+    check_router(settings, True, SOFTMAX)
+    return experts_of(settings) | _qwen3(settings) | dict(norm_topk_prob=True)
 
 
 def _olmoe(settings: GgufSettings) -> Keys:
-    own = _experts(settings) | dict(moe_intermediate_size=None, norm_topk_prob=False)
+    check_router(settings, False, SOFTMAX)
+    own = experts_of(settings) | dict(moe_intermediate_size=None, norm_topk_prob=False)
     return own | dict(attention_bias=settings.has_tensor("attn_q.bias"))
 
 
 def _granite_moe(settings: GgufSettings) -> Keys:
+    check_router(settings, True, SOFTMAX)
     shared = settings.get("expert_shared_feed_forward_length", int)
-    own = _experts(settings, "num_local_experts") | dict(moe_intermediate_size=None, mlp_bias=None)
+    own = experts_of(settings, "num_local_experts") | dict(moe_intermediate_size=None, mlp_bias=None)
     return _granite(settings) | own | dict(shared_intermediate_size=shared or None)
-
-
-def _sigmoid_experts(settings: GgufSettings) -> Keys:
-    """DeepSeek-V3's router."""
-    _gating(settings, 2)
-    return _experts(settings, "n_routed_experts") | dict(
-        n_shared_experts=settings.get("expert_shared_count", int),
-        first_k_dense_replace=settings.get("leading_dense_block_count", int),
-        norm_topk_prob=settings.get("expert_weights_norm", bool),
-        routed_scaling_factor=settings.get("expert_weights_scale", Factor),
-        n_group=settings.get("expert_group_count", Size),
-        topk_group=settings.get("expert_group_used_count", Size),
-    )
 
 
 def _glm4_moe(settings: GgufSettings) -> Keys:
@@ -227,15 +206,16 @@ def _glm4_moe(settings: GgufSettings) -> Keys:
     if not 0 <= extra < settings.need("block_count", Size):
         raise settings.unsupported("nextn_predict_layers", extra)
     layers = dict(num_hidden_layers=settings.need("block_count", Size) - extra, num_nextn_predict_layers=extra)
-    return _sigmoid_experts(settings) | _glm(settings) | own | layers
+    return sigmoid_experts(settings) | _glm(settings) | own | layers
 
 
 def _dots1(settings: GgufSettings) -> Keys:
-    return _sigmoid_experts(settings) | dict(attention_bias=settings.has_tensor("attn_q.bias"))
+    return sigmoid_experts(settings) | dict(attention_bias=settings.has_tensor("attn_q.bias"))
 
 
 def _ernie_moe(settings: GgufSettings) -> Keys:
-    own = _experts(settings, "moe_num_experts", "moe_k")
+    check_router(settings, True, SOFTMAX)
+    own = experts_of(settings, "moe_num_experts", "moe_k")
     inter, shared = own["moe_intermediate_size"], settings.rows_of("ffn_up_shexp.weight") or 0
     settings.get("expert_shared_count", int)
     return own | dict(
@@ -246,16 +226,15 @@ def _ernie_moe(settings: GgufSettings) -> Keys:
 
 
 def _minimax_m2(settings: GgufSettings) -> Keys:
-    _gating(settings, 2)
-    settings.get("expert_weights_norm", bool)
-    return _experts(settings, "num_local_experts") | dict(
+    check_router(settings, True, SIGMOID)
+    return experts_of(settings, "num_local_experts") | dict(
         intermediate_size=settings.need("expert_feed_forward_length", Size), moe_intermediate_size=None
     )
 
 
 def _gpt_oss(settings: GgufSettings) -> Keys:
-    _gating(settings, 3)
-    own = _experts(settings, "num_local_experts") | dict(moe_intermediate_size=None, sliding_window=_window(settings))
+    check_router(settings, True, SOFTMAX)
+    own = experts_of(settings, "num_local_experts") | dict(moe_intermediate_size=None, sliding_window=_window(settings))
     return own | dict(intermediate_size=settings.need("expert_feed_forward_length", Size))
 
 

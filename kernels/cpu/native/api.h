@@ -30,7 +30,7 @@ struct everbatch_mixture {
     int32_t activation;  // an everbatch::Activation
     int32_t is_gated;
     const everbatch_mlp* shared;  // what every token is multiplied with besides; null without
-    // Of a mixture that routes by itself:
+    // A step of the decoder reads these too (step.cpp); single modules get each token's experts from their caller:
     everbatch::Linear router;  // [experts, and one more row where is_shared_gated, hidden]
     everbatch_routing routing;
     int32_t is_shared_gated;   // the shared one's result is multiplied with the sigmoid of the router's last output
