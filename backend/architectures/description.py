@@ -10,6 +10,8 @@ A layer computes, with h the hidden states [tokens, hidden] and each norm absent
     attention     q, k = rotate(norm(q)), rotate(norm(k)) ; q *= query_scale(position)
                   out = softmax(softcap(attention_scale * q k^T) + mask) v, with the window of the layer
                   with attention_sinks the softmax of head h has one more score, sinks[h], whose weight no value gets (gpt-oss)
+                  with gates_attention it is multiplied with sigmoid(gate(x)) before the output projection (Qwen3-Next)
+    recurrent     layers of `recurrence` have it in the place of attention (Recurrence)
     mlp           gated: down(activation(gate(x)) * up(x)) ; otherwise down(activation(up(x)))
                   in layers with experts: sum over a token's experts e of weight_e * mlp_e(x), and the shared mlp(x) (Experts)
     model         h = embedding[token] * embedding_scale ; logits = softcap(logit_scale * lm_head(norm(h)))
@@ -19,6 +21,7 @@ A layer computes, with h the hidden states [tokens, hidden] and each norm absent
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -87,6 +90,7 @@ class Block(Struct, frozen=True):
     embedding_scale: float = 1.0
     embedding_scale_is_rounded: bool = False  # to the type that the model computes in, before it is used (Gemma)
     residual_scale: float = 1.0
+    gates_attention: bool = False  # the projection of queries, keys and values has a row more for each query: the gate
 
 
 class Experts(Struct, frozen=True):
@@ -116,12 +120,97 @@ class Experts(Struct, frozen=True):
     has_shared_gate: bool = False
 
 
+RecurrenceKind = Literal["delta", "mamba2", "convolution"]
+
+
+class Recurrence(Struct, frozen=True):
+    """A mixer of tokens with a state of fixed size, in the place of attention (docs/design/state.md). In float32:
+
+    u        = the first rows of inputs(x); convolution: B * X, of inputs(x) = B, C, X
+    c_t      = activation(bias + the sum over j < taps of w_j * u at t - taps + 1 + j), channel by channel; silu, or none
+    delta    q, k, v = c, with q and k divided by their length, and q by sqrt(key_dim)
+             decay = exp(-exp(A_log) * softplus(a + dt_bias)), strength = sigmoid(b), where a, b = gates(x)
+             S_t = decay * S + k (strength * (v - k decay S))^T, o = q S_t            the gated delta rule, arXiv:2412.06464
+    mamba2   v, k, q = c (x, B, C in arXiv:2405.21060), dt = softplus(a + dt_bias) within `limits`, decay = exp(-exp(A_log) * dt)
+             S_t = decay * S + k (dt * v)^T, o = q S_t + skip * v
+    y        = out(norm(o) * silu(z)), or out(norm(o * silu(z))) where `gates_first`; z: the other rows of inputs(x)
+             convolution: y = out(C * c)                                             LFM2, arXiv:2511.23404
+
+    The state of a sequence is S [value_heads, key_dim, value_dim] and the last taps - 1 inputs of the convolution.
+    """
+
+    kind: RecurrenceKind
+    taps: int  # of the convolution
+    key_heads: int = 0
+    value_heads: int = 0  # a multiple of key_heads: neighbours share a key head
+    key_dim: int = 0
+    value_dim: int = 0
+    width: int = 0  # convolution: channels
+    has_conv_bias: bool = False
+    has_bias: bool = False  # of the projections
+    norm_groups: int = 0  # mamba2: how many parts of o are normed on their own; 0: there is no norm. delta: each head
+    gates_first: bool = False
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of a token that the mixer yields before its output projection."""
+        return self.width or self.value_heads * self.value_dim
+
+    @property
+    def num_keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.width or 2 * self.num_keys + self.num_values
+
+    @property
+    def num_gates(self) -> int:
+        """Rows of the projection `gates`."""
+        return self.value_heads * (2 if self.kind == "delta" else 1)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Of the convolution's window and of S, which follow each other in a state."""
+        return (self.taps - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers (float32) of the state of a layer."""
+        window, matrix = self.state_shapes
+        return math.prod(window) + math.prod(matrix)
+
+
+class Split(Struct, frozen=True):
+    """A projection that is stored with others in one tensor. Its rows are `groups` groups, of each part in order so many rows."""
+
+    stored: str
+    groups: int
+    parts: tuple[tuple[str, int], ...]  # the name by which the decoder takes the part, its rows in a group
+
+
+class RecurrentNames(Struct, frozen=True):
+    """Names of a recurrent layer's tensors, as in LayerNames."""
+
+    inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    gates: tuple[str, ...] = ("linear_attn.in_proj_a", "linear_attn.in_proj_b")
+    out: str = "linear_attn.out_proj"
+    convolution: str = "linear_attn.conv1d"
+    log_rate: str = "linear_attn.A_log"  # this and the next two: whole names, [value_heads]
+    dt_bias: str = "linear_attn.dt_bias"
+    skip: str = "linear_attn.D"  # mamba2
+    norm: str = "linear_attn.norm"
+
+
 class LayerConfig(Struct, frozen=True):
     """Settings that differ between the layers of a model."""
 
     window: int | None = None  # attention window in tokens; None = unlimited
     rope: int | None = 0  # index into ModelConfig.ropes; None = queries and keys are not rotated
     has_experts: bool = False  # ModelConfig.experts in the place of the mlp
+    is_recurrent: bool = False  # ModelConfig.recurrence in the place of attention
 
 
 class StackedExperts(Struct, frozen=True):
@@ -162,6 +251,8 @@ class LayerNames(Struct, frozen=True):
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    recurrent: RecurrentNames = RecurrentNames()
+    splits: tuple[Split, ...] = ()
 
 
 class TensorNames(Struct, frozen=True):
@@ -232,6 +323,7 @@ class ModelConfig(Struct, frozen=True):
     held_layers: tuple[int, int] | None = None  # [first, end); None: all
     experts: Experts | None = None  # layers with `has_experts` have them
     held_experts: tuple[int, int] | None = None  # [first, end) of each layer's; None: all
+    recurrence: Recurrence | None = None  # layers that are `is_recurrent` have it
 
     @property
     def held(self) -> range:
@@ -242,6 +334,21 @@ class ModelConfig(Struct, frozen=True):
     def held_settings(self) -> tuple[LayerConfig, ...]:
         """The settings of these layers."""
         return self.layers[self.held.start : self.held.stop]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """The layers of this rank that have KV."""
+        return sum(not layer.is_recurrent for layer in self.held_settings)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """The layers of this rank that have a state."""
+        return len(self.held) - self.num_kv_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state in the layers of this rank; 0: the model has none."""
+        return 0 if self.recurrence is None else 4 * self.recurrence.state_size * self.num_recurrent_layers
 
     @property
     def windows(self) -> tuple[int | None, ...]:

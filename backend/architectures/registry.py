@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.architectures import fused, gemma, layer_norm, llama, mixtures, multimodal, post_norm
+from backend.architectures import fused, gemma, hybrids, layer_norm, llama, mixtures, multimodal, post_norm
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
 
@@ -70,6 +70,8 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": Family(mixtures.ernie_moe, "ERNIE 4.5 21B-A3B and 300B-A47B"),
     "MiniMaxM2ForCausalLM": Family(mixtures.minimax_m2, "MiniMax M2"),
     "GptOssForCausalLM": Family(mixtures.gpt_oss, "gpt-oss-20b and gpt-oss-120b"),
+    "Qwen3_5ForCausalLM": Family(hybrids.qwen3_5, "Qwen3.5 0.8B to 27B, the text model"),
+    "Lfm2ForCausalLM": Family(hybrids.lfm2, "LFM2 350M, 700M, 1.2B and 2.6B"),
 }
 # The same decoders without their head, as they are stored after training for embeddings: served for hidden states only.
 HEADLESS = {

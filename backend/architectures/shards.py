@@ -56,6 +56,11 @@ def shards_of(size: int, stages: int) -> list[Shard]:
 
 def check_ranks(config: ModelConfig, size: int, stages: int = 1) -> None:
     """Raise ConfigError for a model whose layers `size` ranks cannot share, or that has fewer layers than `stages`."""
+    if config.recurrence is not None and size * stages > 1:
+        raise ConfigError(
+            f"{size * stages} ranks are asked for, and {config.architecture} has recurrent layers, which run on one rank; use "
+            f"--set workers.tensor_parallel_size=1 --set workers.pipeline_parallel_size=1"
+        )
     if stages > config.num_layers:
         raise ConfigError(
             f"workers.pipeline_parallel_size is {stages}, more than the model's {config.num_layers} layers; use "

@@ -18,6 +18,10 @@ the worker's draft model is to propose.
 Steps are collected in the order in which they were submitted. A worker that looks ahead accepts the next step while one runs: the
 token that the running step samples is known to it before the engine has it. Writes to the pool happen in the order of submission,
 so a block may be given to another sequence while a step in flight still writes to it for a sequence that has ended.
+
+A model with recurrent layers keeps a state of each slot's sequence, which a row begins with (or with zeros, where nothing is
+computed) and moves behind its last known token. Snapshots are states behind whole blocks of tokens; a sequence that takes a
+slot gets the state behind its computed tokens by a copy.
 """
 
 from __future__ import annotations
@@ -94,6 +98,9 @@ class Row(Struct, frozen=True, array_like=True, gc=False):
     new_block_ids: list[BlockId] = []  # appended to the slot's block table before the step
     drafts: list[int] = []  # draft tokens, run behind the known tokens of the row
     num_guesses: int = 0  # number of draft tokens that the worker's draft model is to propose, instead of `drafts`
+    saves: list[
+        tuple[int, int]
+    ] = []  # (tokens of the sequence, snapshot): its state behind so many tokens, to keep there
 
     @property
     def num_samples(self) -> int:
@@ -105,7 +112,7 @@ class StepInput(Struct, frozen=True):
     """One step. `rows` is the order of the flat batch.
 
     Side effects in order: adapters are released and uploaded, blocks are swapped out, the pool grows, blocks are swapped in,
-    blocks are copied, new rows are stored, the rows run, tokens are sampled. No step swaps both out and in.
+    blocks and states are copied, new rows are stored, the rows run, tokens are sampled. No step swaps both out and in.
     """
 
     step_id: int
@@ -119,6 +126,9 @@ class StepInput(Struct, frozen=True):
     swap_in: list[tuple[BlockId, int]] = []  # the same pairs: KV that comes back once the pool has grown
     adapters_in: list[PreparedAdapter] = []  # to upload to the device; some may be there already
     adapters_out: list[str] = []  # content hashes of adapters to release
+    state_copies: list[
+        tuple[int, int]
+    ] = []  # (source, destination): states of recurrent layers; all are read, then written
 
 
 class SampledToken(Struct, frozen=True, array_like=True, gc=False):
@@ -189,6 +199,7 @@ class ModelInfo(Struct, frozen=True):
     kv_block_bytes: int = 0  # a block of all layers, as `read_blocks` returns it
     kv_layers: int = 0  # layers of a pool that may lie in memory which the engine gives; 0: it may not
     default_sampling: dict[str, float] = {}  # of fields that requests of the JSON wire leave out
+    state_bytes: int = 0  # of a sequence in all recurrent layers, on one rank; 0: the model has none
 
 
 class MemoryUse(Struct, frozen=True):
@@ -231,10 +242,16 @@ class WorkerGroup(Protocol):
         ...
 
     def initialize_kv_cache(
-        self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+        self,
+        max_blocks: int,
+        block_size: int,
+        num_blocks: int,
+        layers: Sequence[memoryview] | None = None,
+        num_snapshots: int = 0,
     ) -> None:
         """Prepare a pool of at most `max_blocks`, `num_blocks` of them backed by memory at once.
 
+        `num_snapshots`: states of recurrent layers beside those of the slots, where ModelInfo.state_bytes names a size.
         `layers`: memory for `max_blocks` blocks of each layer, given only where ModelInfo.kv_layers says so. It may hold KV of
         a group with the same fingerprint, which stays.
         """

@@ -21,7 +21,8 @@ from kernels.paged_attention import Plan, paged_attention
 
 @dataclass(slots=True)
 class AttentionWeights:
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden], rows in the order q, k, v
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden], rows in the order q, k, v;
+    # with Block.gates_attention as many as those of q follow: the gates
     out: Linear  # [hidden, heads * head_dim]
     q_norm: Tensor | None  # [head_dim]; [heads * head_dim] where Block.qk_norm is row
     k_norm: Tensor | None  # [head_dim]; [kv_heads * head_dim]
@@ -49,6 +50,10 @@ def attention(
     if adapt is not None:
         assert isinstance(x, Tensor)  # a model that takes adapters does not quantise it
         adapt(qkv, x, "qkv")
+    gate: Tensor | None = None
+    if block.gates_attention:
+        width = weights.out.shape[1]
+        qkv, gate = qkv[:, :-width].contiguous(), qkv[:, -width:]
     norms = weights.q_norm, weights.k_norm
     if weights.q_norm is not None and not (block.qk_norm == "head" and block.norm == "rms"):
         qkv, norms = _with_norms(qkv, weights, block, pool), (None, None)
@@ -58,6 +63,8 @@ def attention(
     scoring = Scoring(block.attention_scale, block.attention_softcap, weights.sinks)
     out = paged_attention(q, pool, plan, scoring)  # [num_tokens, heads, head_dim]
     attended = out.flatten(1)
+    if gate is not None:
+        attended = attended * gate.sigmoid()
     projected = weights.out(attended)
     if adapt is not None:
         adapt(projected, attended, "out")

@@ -19,14 +19,17 @@ from backend.layers.experts import ExpertsWeights, MlpWeights, mix
 from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.lora import Adapt, AdaptedTokens
 from backend.layers.norm import NormWeights, add, add_norm, norm
+from backend.layers.recurrent import RecurrentWeights, States, recurrent
 from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.convert import QkvByHead
 from backend.models.experts import UnstackedExperts
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.parts import CheckpointParts, Parts
+from backend.models.splits import SplitTensors
 from backend.models.tensors import TensorSource
 from kernels.activation import activate, activate_int8
 from kernels.common.kv_format import KVPool
+from kernels.common.state_rows import StateRows
 from kernels.embedding import embedding
 from kernels.int8_rows import Int8Rows
 from kernels.paged_attention import Plan
@@ -59,7 +62,7 @@ def mlp(
 class LayerWeights:
     """Which norms a layer has, LayerNames says."""
 
-    attention: AttentionWeights
+    attention: AttentionWeights | RecurrentWeights
     mlp: MlpWeights | ExpertsWeights
     attention_norm: NormWeights | None
     attention_out_norm: NormWeights | None
@@ -68,6 +71,13 @@ class LayerWeights:
 
 
 Attend = Callable[[Tensor | Int8Rows], Tensor]  # normed hidden states [num_tokens, hidden] -> their attention, alike
+
+
+class StepStates(NamedTuple):
+    """The states of recurrent layers in a step."""
+
+    pools: Sequence[Tensor]  # for each recurrent layer, float32 [states, numbers of a state]
+    rows: StateRows
 
 
 class MarkedOutput(NamedTuple):
@@ -134,8 +144,8 @@ class Decoder:
     def _linears(self) -> list[Linear]:
         linears = [] if self.lm_head is None else [self.lm_head]
         for layer in self.layers:
-            mlp = layer.mlp
-            linears += layer.attention.qkv, layer.attention.out
+            mlp, mixer = layer.mlp, layer.attention
+            linears += mixer.linears if isinstance(mixer, RecurrentWeights) else (mixer.qkv, mixer.out)
             linears += mlp.linears if isinstance(mlp, ExpertsWeights) else (mlp.gate_up, mlp.down)
         return linears
 
@@ -148,13 +158,14 @@ class Decoder:
         pools: Sequence[KVPool],
         embedded: tuple[Tensor, Tensor] | None = None,
         adapted: AdaptedTokens | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
-        """Run a flat batch of tokens and write their KV.
+        """Run a flat batch of tokens and write their KV, and the states of their sequences.
 
-        token_ids, positions, cells are int64 [num_tokens]. plans holds the attention plan of each window; pools has one pool
-        a layer. embedded: the tokens [n] int64 of the batch whose embeddings are given, and these, [n, hidden], which
-        embedding_scale does not multiply. adapted: the tokens' LoRA adapters, if any has one. Returns the hidden states before
-        the last norm, [num_tokens, hidden].
+        token_ids, positions, cells are int64 [num_tokens]. plans holds the attention plan of each window; pools has one pool for
+        each layer with KV. states: where the model has recurrent layers. embedded: the tokens [n] int64 of the batch whose
+        embeddings are given, and these, [n, hidden], which embedding_scale does not multiply. adapted: the tokens' LoRA
+        adapters, if any has one. Returns the hidden states before the last norm, [num_tokens, hidden].
         """
         block = self.config.block
         assert isinstance(self.embedding, Tensor), "LinearOptions.holds_super_blocks is for native kernels"
@@ -163,14 +174,22 @@ class Decoder:
             x.index_copy_(0, *embedded)
         delta: Tensor | None = None  # like x, and still to be added to it
         run = self._parallel if block.parallel else self._sequential
-        of_layers = zip(self.layers, pools, self.config.windows, self.rotary, strict=True)
-        for index, (layer, pool, window, tables) in enumerate(of_layers):
+        of_layers = zip(self.layers, self.config.held_settings, self.rotary, strict=True)
+        kv_pools, state_pools = iter(pools), iter(() if states is None else states.pools)
+        for index, (layer, settings, tables) in enumerate(of_layers):
             adapt = None if adapted is None else partial(adapted.add, index)
+            if isinstance(layer.attention, RecurrentWeights):
+                assert states is not None, "a model with recurrent layers is given states"
+                own = States(layer.attention.settings, next(state_pools))
+                mix_tokens = partial(recurrent, weights=layer.attention, block=block, states=own, rows=states.rows)
+                x, delta = run(x, delta, layer, mix_tokens, adapt)
+                continue
+            window = settings.window
             attend = partial(
                 attention,
                 weights=layer.attention,
                 block=block,
-                pool=pool,
+                pool=next(kv_pools),
                 plan=plans[window],
                 positions=positions,
                 cells=cells,
@@ -186,7 +205,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Run a layer on x and what is still to be added to it; returns the same of its results."""
         block = self.config.block
-        normed, x = add_norm(x, delta, layer.attention_norm, block, self._takes_int8(layer.attention.qkv))
+        normed, x = add_norm(x, delta, layer.attention_norm, block, self._takes_int8(layer.attention))
         delta = norm(attend(normed), layer.attention_out_norm, block)
         normed, x = add_norm(x, delta, layer.mlp_norm, block, self._takes_int8(layer.mlp))
         return x, norm(mlp(normed, layer.mlp, block, not self.takes_adapters, adapt), layer.mlp_out_norm, block)
@@ -196,18 +215,18 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Like `_sequential`. Attention and mlp read the same norm, unless the mlp has one of its own."""
         block, shares = self.config.block, layer.mlp_norm is None
-        to_int8 = self._takes_int8(layer.attention.qkv) and (not shares or self._takes_int8(layer.mlp))
+        to_int8 = self._takes_int8(layer.attention) and (not shares or self._takes_int8(layer.mlp))
         normed, x = add_norm(x, delta, layer.attention_norm, block, to_int8)
         attended = attend(normed)
         if not shares:
             normed, x = add_norm(x, None, layer.mlp_norm, block, self._takes_int8(layer.mlp))
         return x, attended + mlp(normed, layer.mlp, block, not self.takes_adapters, adapt)
 
-    def _takes_int8(self, reader: Linear | MlpWeights | ExpertsWeights) -> bool:
+    def _takes_int8(self, reader: AttentionWeights | RecurrentWeights | MlpWeights | ExpertsWeights) -> bool:
         """True if the norm before this reader is to quantise its output."""
-        if isinstance(reader, ExpertsWeights):
+        if isinstance(reader, ExpertsWeights | RecurrentWeights):
             return False
-        linear = reader.gate_up if isinstance(reader, MlpWeights) else reader
+        linear = reader.gate_up if isinstance(reader, MlpWeights) else reader.qkv
         return linear.takes_int8 and not self.takes_adapters
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -254,6 +273,8 @@ def build_decoder(
     """
     if config.names.layer.qkv_by_head:
         tensors = QkvByHead(tensors, config)
+    if config.names.layer.splits:
+        tensors = SplitTensors(tensors, config)
     if config.names.layer.stacked is not None and config.experts is not None:
         tensors = UnstackedExperts(tensors, config)
     source = TensorSource(tensors, dtype, device, config.names.unused)
@@ -298,26 +319,61 @@ def _rounded(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
 
 
 def _layer(config: ModelConfig, parts: Parts, index: int) -> LayerWeights:
-    block, names, prefix = config.block, config.names.layer, f"{config.names.layers}{index}."
-    hidden, head = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
-    is_first = config.shard.rank == 0
+    names, prefix, settings = config.names.layer, f"{config.names.layers}{index}.", config.layers[index]
 
     def norm_of(name: str | None) -> NormWeights | None:
-        return None if name is None else _norm(config, parts, prefix + name, hidden)
+        return None if name is None else _norm(config, parts, prefix + name, config.hidden_size)
 
     attention_norm, attention_out_norm = norm_of(names.attention_norm), norm_of(names.attention_out_norm)
+    mixer = (_recurrent if settings.is_recurrent else _attention)(config, parts, prefix)
+    mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
+    mlp = (_experts if settings.has_experts else _mlp)(config, parts, prefix)
+    return LayerWeights(mixer, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
+
+
+def _attention(config: ModelConfig, parts: Parts, prefix: str) -> AttentionWeights:
+    block, names, hidden, head = config.block, config.names.layer, config.hidden_size, config.head_dim
+    q, kv = config.num_heads * head, config.num_kv_heads * head
     qk = {"none": None, "head": (head, head), "row": (q, kv)}[block.qk_norm]
-    attention = AttentionWeights(
-        qkv=parts.linear(stacked_rows(prefix, names.qkv, (q, kv, kv)), hidden, block.qkv_bias),
-        out=parts.linear({prefix + names.out: hidden}, q, block.out_bias and is_first),
+    rows = (q, kv, kv, q) if block.gates_attention else (q, kv, kv)
+    return AttentionWeights(
+        qkv=parts.linear(stacked_rows(prefix, names.qkv, rows), hidden, block.qkv_bias),
+        out=parts.linear({prefix + names.out: hidden}, q, block.out_bias and config.shard.rank == 0),
         q_norm=None if qk is None else _norm_weight(config, parts, prefix + names.q_norm, qk[0]),
         k_norm=None if qk is None else _norm_weight(config, parts, prefix + names.k_norm, qk[1]),
         sinks=parts.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
     )
-    mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
-    mlp = (_experts if config.layers[index].has_experts else _mlp)(config, parts, prefix)
-    return LayerWeights(attention, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
+
+
+def _recurrent(config: ModelConfig, parts: Parts, prefix: str) -> RecurrentWeights:
+    settings, names, hidden = config.recurrence, config.names.layer.recurrent, config.hidden_size
+    assert settings is not None
+    channels, heads = settings.channels, settings.value_heads
+
+    def floats(name: str, *shape: int) -> Tensor:
+        return parts.take(prefix + name, shape).float()
+
+    values = settings.num_values
+    sizes = (3 * values,) if settings.kind == "convolution" else (channels, values)
+    weights = RecurrentWeights(
+        settings,
+        inputs=parts.linear(stacked_rows(prefix, names.inputs, sizes), hidden, settings.has_bias),
+        gates=None,
+        out=parts.linear({prefix + names.out: hidden}, values, settings.has_bias),
+        taps=floats(names.convolution + ".weight", channels, 1, settings.taps)[:, 0].contiguous(),
+        conv_bias=floats(names.convolution + ".bias", channels) if settings.has_conv_bias else None,
+    )
+    if settings.kind == "convolution":
+        return weights
+    gates = dict.fromkeys((prefix + name for name in names.gates), heads)
+    weights.gates = parts.linear(gates, hidden, settings.has_bias, is_rounded=False)
+    weights.rate, weights.dt_bias = floats(names.log_rate, heads).exp(), floats(names.dt_bias, heads)
+    if settings.kind == "mamba2":
+        weights.skip = floats(names.skip, heads)
+        weights.norm = floats(names.norm + ".weight", values) if settings.norm_groups else None
+    else:
+        weights.norm = floats(names.norm + ".weight", settings.value_dim)
+    return weights
 
 
 def _mlp(config: ModelConfig, parts: Parts, prefix: str) -> MlpWeights:

@@ -23,7 +23,7 @@ from torch import Tensor
 from backend.api.config.schema import LoraSection
 from backend.core.step import Row, SlotId, StepInput, StepOutput
 from backend.layers.lora import StackedAdapted
-from backend.models.decoder import Decoder
+from backend.models.decoder import Decoder, StepStates
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
 from backend.worker.adapters import make_stacks, stacked_adapters
@@ -35,6 +35,7 @@ from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.pipeline import Done, Pending, Runner, Samples, output_of, samples_of
 from backend.worker.post_processors import Failure
+from backend.worker.state_storage import StateStorage
 from kernels.common.kv_format import PoolLayout
 from kernels.common.transfer import even, place
 from kernels.decode_attention import split_for
@@ -94,12 +95,13 @@ class DeviceRunner(Runner):
         lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
         lora_page_bytes: int = 0,
         draft_model: DraftModel | None = None,
+        states: StateStorage | None = None,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self._device = model.device
         self._stacks = make_stacks(model, lora.max_rank, lora.device_pages_per_block * lora_page_bytes)
         adapters = stacked_adapters(self._stacks, lora, self._device)
-        super().__init__(storage, batch, adapters, parameters.set_row, extras, guided, draft_model)
+        super().__init__(storage, batch, adapters, parameters.set_row, extras, guided, draft_model, states)
         self.graphs = graphs
         self._model, self._layout = model, layout
         self._choice = DeviceChoice(parameters)
@@ -141,6 +143,8 @@ class DeviceRunner(Runner):
         """True if every row runs one token and samples, so that the step may be replayed as a graph."""
         if not rows or not all(row.num_tokens == 1 and row.samples for row in rows):
             return False
+        if self.states is not None:  # which states a row reads is not among the inputs of a graph
+            return False
         return not self.batch.brings_inputs(rows) and self.adapters.of_rows(self.batch, rows) is None
 
     def _mask(self, logits: Tensor, guided: GuidedStep) -> Tensor:
@@ -179,6 +183,8 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run generation steps of padding only, in the smallest and the largest shape, to compile kernels and allocate memory."""
+        if self.states is not None:
+            return  # its generation steps run eagerly
         for rows, tokens in ((1, 1), (self._pad_slot, self.batch.max_seq_len)):
             inputs = self._inputs_for(rows, tokens)
             self._choice.fill(inputs.numbers, [], [], self._pad_slot)
@@ -282,8 +288,9 @@ class DeviceRunner(Runner):
             config.sink_tokens,
         )
         adapted = self._adapted(rows)
+        states = None if self.states is None else StepStates(self.states.pools, self.states.rows(rows))
         hidden = self._model.forward(
-            flat.token_ids, flat.positions, flat.cells, plans, self._views, flat.embedded, adapted
+            flat.token_ids, flat.positions, flat.cells, plans, self._views, flat.embedded, adapted, states
         )
         return hidden, flat
 

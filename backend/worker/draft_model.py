@@ -138,4 +138,4 @@ def _is_context(row: Row) -> bool:
 
 
 def _with_drafts(row: Row, drafts: list[int]) -> Row:
-    return Row(row.slot, row.num_computed, row.num_tokens, row.samples, row.new_block_ids, drafts)
+    return Row(row.slot, row.num_computed, row.num_tokens, row.samples, row.new_block_ids, drafts, saves=row.saves)

@@ -97,10 +97,10 @@ class RowPart(NamedTuple):
         """All but the last token, in pieces, and then that token, which is what samples."""
         row, last = self.row, self.row.num_computed + self.row.num_tokens - 1
         pieces = [
-            Row(row.slot, start, min(MAX_ROWS, last - start), False)
+            Row(row.slot, start, min(MAX_ROWS, last - start), False, saves=row.saves)
             for start in range(row.num_computed, last, MAX_ROWS)
         ]
-        return [self._replace(row=piece) for piece in (*pieces, Row(row.slot, last, 1, row.samples))]
+        return [self._replace(row=piece) for piece in (*pieces, Row(row.slot, last, 1, row.samples, saves=row.saves))]
 
 
 def passes(parts: list[RowPart]) -> list[list[RowPart]]:

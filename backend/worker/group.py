@@ -197,6 +197,7 @@ class InProcessWorkerGroup:
             kv_fingerprint=kv_fingerprint(checkpoint, loaded, section, block_size) if self._moves_kv else "",
             kv_block_bytes=loaded.config.num_layers * loaded.kv_block(block_size).num_bytes,
             kv_layers=loaded.config.num_layers if self._keeps_pool and tier_name == "native" else 0,
+            state_bytes=config.state_bytes,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
             default_sampling={}
             if self._buffers is not None
@@ -250,9 +251,15 @@ class InProcessWorkerGroup:
         """Nothing can have ended: the worker is this process."""
 
     def initialize_kv_cache(
-        self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+        self,
+        max_blocks: int,
+        block_size: int,
+        num_blocks: int,
+        layers: Sequence[memoryview] | None = None,
+        num_snapshots: int = 0,
     ) -> None:
-        self.runner = self._make_runner(block_size, num_blocks if layers is None else max_blocks, layers)
+        backed = num_blocks if layers is None else max_blocks
+        self.runner = self._make_runner(block_size, backed, layers, num_snapshots)
         if self._look_ahead and self.device.type == "cpu" and self._ready.tier_name != "triton":
             self._lane = Lane(has_thread=self.can_compute_in_thread)
 
@@ -333,11 +340,12 @@ class InProcessWorkerGroup:
         return runner
 
     def _make_runner(
-        self, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+        self, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None, num_snapshots: int = 0
     ) -> ModelRunner | DeviceRunner:
         loaded, slots, device = self._ready, self._num_slots, self.device
         model, max_len, vocab_size = loaded.model, loaded.max_seq_len, loaded.config.vocab_size
         storage = loaded.storage(block_size, num_blocks, layers)
+        states = loaded.states(slots + num_snapshots)
         extras = ExtraOutputs(self._processors, self._debug, cuts_prompts=not loaded.is_encoder)
         prompts = PromptInputs(vocab_size, model.dtype, device)
         if loaded.tier_name == "triton":
@@ -349,13 +357,24 @@ class InProcessWorkerGroup:
             draft = self._make_draft_model(batch, block_size, num_blocks)
             page = loaded.pages.page_bytes
             return DeviceRunner(
-                loaded.decoder, layout, storage, batch, parameters, graphs, extras, guided, self._lora, page, draft
+                loaded.decoder,
+                layout,
+                storage,
+                batch,
+                parameters,
+                graphs,
+                extras,
+                guided,
+                self._lora,
+                page,
+                draft,
+                states,
             )
         sampler = Sampler(slots, vocab_size, device, loaded.choice.library)
         guided = GuidedRows(self.guides, slots, vocab_size)
         batch = InputBatch(slots, max_len, block_size, device, prompts, self._slot_memory())
         draft = self._make_draft_model(batch, block_size, num_blocks)
-        return self._model_runner(block_size, storage, batch, sampler, extras, guided, draft)
+        return self._model_runner(block_size, storage, batch, sampler, extras, guided, draft, states)
 
     def _slot_memory(self) -> SlotMemory | None:
         """Where token ids and block tables of the slots lie; None: in memory of their own."""

@@ -17,6 +17,7 @@ from backend.hosted.attention import LayerAttention
 from backend.hosted.model import HostedModel
 from backend.hosted.native_modules import NativeModules
 from backend.worker.input_batch import FlatBatch, InputBatch
+from backend.worker.state_storage import StateStorage
 from backend.worker.tier import KVBlock
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from kernels.common.kv_format import KVFormat, PoolLayout
@@ -54,6 +55,7 @@ class HostedTier:
         pools: list[Tensor],
         wants_logits: bool,
         outputs: dict[str, Tensor] | None = None,
+        states: StateStorage | None = None,
     ) -> tuple[None, Tensor]:
         """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
         flat = batch.flatten(rows, num_logits)

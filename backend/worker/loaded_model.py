@@ -34,6 +34,7 @@ from backend.worker.adapters import make_stacks
 from backend.worker.kv_storage import KVStorage
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.packed_model import PackedModels
+from backend.worker.state_storage import StateStorage
 from backend.worker.tier import KVBlock, Tier, TierChoice, choose_tier, kv_format, kv_layout
 from backend.worker.token_adapters import NativeAdapters, TorchAdapters
 from backend.worker.torch_tier import TorchTier
@@ -133,9 +134,9 @@ class LoadedModel:
 
     @property
     def _most_layers(self) -> int:
-        """The layers of the stage that has most of them, for all have pools of as many blocks."""
+        """The layers with KV of the stage that has most layers, for all have pools of as many blocks."""
         shard = self.config.shard
-        return self.config.num_layers if shard.stages == 1 else most_layers(self.whole, shard)
+        return self.config.num_kv_layers if shard.stages == 1 else most_layers(self.whole, shard)
 
     def layout(self, block_size: int) -> PoolLayout:
         """The KV pool's layout in the torch and triton tiers; the native tier has a layout of its own."""
@@ -143,7 +144,7 @@ class LoadedModel:
 
     def storage(self, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None) -> KVStorage:
         """`layers`: memory for all blocks of each layer. Raises ConfigError when memory for `num_blocks` cannot be had."""
-        storage = KVStorage(len(self.config.held), *self.kv_block(block_size), self.device, layers)
+        storage = KVStorage(self.config.num_kv_layers, *self.kv_block(block_size), self.device, layers)
         try:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
@@ -152,6 +153,18 @@ class LoadedModel:
                 f"{gib:.1f} GiB for {num_blocks} KV blocks cannot be had; lower kv_cache.max_tokens"
             ) from None
         return storage
+
+    def states(self, num_states: int) -> StateStorage | None:
+        """The states of recurrent layers; None where the model has none. Raises ConfigError when their memory cannot be had."""
+        if not self.config.state_bytes:
+            return None
+        try:
+            return StateStorage(self.config, num_states, self.device)
+        except (MemoryError, torch.OutOfMemoryError):
+            gib = num_states * self.config.state_bytes / (1 << 30)
+            raise ConfigError(
+                f"{gib:.1f} GiB for {num_states} states of recurrent layers cannot be had; lower scheduler.max_batch_size"
+            ) from None
 
     def tier(self, block_size: int) -> Tier:
         """The object that runs steps: on the native and torch tiers, and for a draft model on every tier."""

@@ -19,6 +19,7 @@ from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.pipeline import Done, Runner, output_of, samples_of
 from backend.worker.post_processors import Failure
+from backend.worker.state_storage import StateStorage
 from backend.worker.tier import Tier
 
 _NOT_RUN = torch.empty(0)  # stands for an output until the tier has computed it
@@ -34,8 +35,9 @@ class ModelRunner(Runner):
         extras: ExtraOutputs | None = None,
         guided: GuidedRows | None = None,
         draft_model: DraftModel | None = None,
+        states: StateStorage | None = None,
     ) -> None:
-        super().__init__(storage, batch, tier.adapters, sampler.set_row, extras, guided, draft_model)
+        super().__init__(storage, batch, tier.adapters, sampler.set_row, extras, guided, draft_model, states)
         self.tier, self.sampler = tier, sampler
 
     def launch(self, step: StepInput) -> Done:
@@ -68,8 +70,8 @@ class ModelRunner(Runner):
         for each in passes:
             outputs = dict.fromkeys(each.outputs, _NOT_RUN)
             needs = each.wants_logits or (needs_logits and each is passes[-1])
-            pools = self.storage.pools
-            greedy, logits = self.tier.run(self.batch, each.rows, each.num_logits, pools, needs, outputs)
+            memory = self.storage.pools, needs, outputs, self.states
+            greedy, logits = self.tier.run(self.batch, each.rows, each.num_logits, *memory)
             gathered += each.gather(logits, outputs, self.batch)
         return passes[-1].sampled(greedy), passes[-1].sampled(logits), gathered
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.architectures.description import Block
 from backend.core.step import Row
+from backend.layers.attention import AttentionWeights
 from backend.layers.experts import ExpertsWeights
 from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.layers.norm import NormWeights
@@ -24,6 +25,7 @@ from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from backend.worker.micro_batches import MicroBatch, micro_batches
 from backend.worker.prompt_inputs import Embedded
+from backend.worker.state_storage import StateStorage
 from backend.worker.tier import KVBlock
 from backend.worker.token_adapters import packed_adapter
 from kernels import w4a16
@@ -187,6 +189,7 @@ class NativeTier:
         pools: list[Tensor],
         wants_logits: bool,
         outputs: dict[str, Tensor] | None = None,
+        states: StateStorage | None = None,
     ) -> tuple[NDArray[np.int64], Tensor | None]:
         numbers = batch.row_numbers(rows, num_logits)
         hidden = torch.empty(sum(num_logits), self._hidden_size) if outputs else None
@@ -278,6 +281,7 @@ def _native_form(block: Block, query_scales: Tensor | None) -> NativeForm:
 
 def _native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: RotaryTables | None) -> NativeLayer:
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, AttentionWeights)  # others are refused so far (tier.py)
     experts = mlp if isinstance(mlp, ExpertsWeights) else None
     gate_up, down = (None, None) if isinstance(mlp, ExpertsWeights) else (_packed(mlp.gate_up), _packed(mlp.down))
     mlp_norm = layer.attention_norm if block.parallel and layer.mlp_norm is None else layer.mlp_norm

@@ -24,6 +24,7 @@ from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.post_processors import Failure
+from backend.worker.state_storage import StateStorage
 
 
 class Pending(Protocol):
@@ -115,9 +116,10 @@ class Runner:
         extras: ExtraOutputs | None,
         guided: GuidedRows | None,
         draft_model: DraftModel | None,
+        states: StateStorage | None = None,
     ) -> None:
-        """`set_sampling`: remembers the sampling parameters of the sequence that takes a slot."""
-        self.storage, self.batch, self.adapters = storage, batch, adapters
+        """`set_sampling`: remembers the sampling parameters of the sequence that takes a slot. states: of recurrent layers."""
+        self.storage, self.batch, self.adapters, self.states = storage, batch, adapters, states
         self.extras, self.guided = extras or ExtraOutputs(), guided or GuidedRows(None, 0, 0)
         self.draft_model = draft_model
         self._set_sampling = set_sampling
@@ -129,6 +131,8 @@ class Runner:
         self.grow(step.num_blocks)
         self.storage.swap_in(step.swap_in)
         self.storage.copy_blocks(step.copies)
+        if self.states is not None:
+            self.states.copy(step.state_copies)
         self.batch.take_in(step.new_rows)
         for new_row in step.new_rows:
             self._set_sampling(new_row)

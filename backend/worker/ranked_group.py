@@ -134,9 +134,14 @@ class RankedWorkerGroup(InProcessWorkerGroup):
             raise WorkersLost("a rank has ended") from None
 
     def initialize_kv_cache(
-        self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+        self,
+        max_blocks: int,
+        block_size: int,
+        num_blocks: int,
+        layers: Sequence[memoryview] | None = None,
+        num_snapshots: int = 0,
     ) -> None:
-        """`layers` is None: each rank has a pool of its own, which ends with it."""
+        """`layers` is None: each rank has a pool of its own, which ends with it. num_snapshots: 0, see check_ranks."""
         whole, max_len, workers = self._ready.whole, self._ready.max_seq_len, self._workers
         shape = RanksShape(
             *(workers.tensor_parallel_size, workers.pipeline_parallel_size, workers.micro_batches),

@@ -27,6 +27,7 @@ from backend.architectures.description import ModelConfig
 from backend.core.step import Row
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
+from backend.worker.state_storage import StateStorage
 from kernels.common.kv_format import PLAIN, KVFormat, PlainPool, PoolLayout, QuantizedPool
 from kernels.common.triton_runtime import runs_at
 from kernels.cpu import build, isa
@@ -65,8 +66,9 @@ class Tier(Protocol):
         pools: list[Tensor],
         wants_logits: bool,
         outputs: dict[str, Tensor] | None = None,
+        states: StateStorage | None = None,
     ) -> tuple[NDArray[np.int64] | None, Tensor | None]:
-        """Run `rows` one after the other as one flat batch, and write their KV.
+        """Run `rows` one after the other as one flat batch, and write their KV and their states.
 
         num_logits: for each row, how many of its last tokens yield logits. Returns the most likely next token after each of
         those tokens, or None if the tier does not compute it, and the logits [sum of num_logits, vocab] float32, which may be
@@ -162,6 +164,8 @@ def _native_objection(device: torch.device, config: ModelConfig) -> str | None:
     """Why the native kernels do not fit, or None."""
     if device.type != "cpu":
         return f"the device is {device}, and they are for CPUs"
+    if config.recurrence is not None:
+        return "its recurrent layers have no native kernels yet"
     if config.head_dim > MAX_HEAD_DIM:
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
     return None

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from backend.core.step import Row
-from backend.models.decoder import Decoder
+from backend.models.decoder import Decoder, StepStates
 from backend.worker.input_batch import InputBatch
+from backend.worker.state_storage import StateStorage
 from backend.worker.tier import KVBlock
 from backend.worker.token_adapters import TorchAdapters
 from kernels.common.kv_format import PoolLayout
@@ -36,6 +37,7 @@ class TorchTier:
         pools: list[Tensor],
         wants_logits: bool,
         outputs: dict[str, Tensor] | None = None,
+        states: StateStorage | None = None,
     ) -> tuple[None, Tensor]:
         """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
         model, config = self._model, self._model.config
@@ -52,7 +54,8 @@ class TorchTier:
         )
         views = [self._layout.view(pool) for pool in pools]
         adapted = self.adapters.of_tokens(batch, rows)
-        hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded, adapted)
+        own = None if states is None else StepStates(states.pools, states.rows(rows))
+        hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded, adapted, own)
         if len(flat.logits_index) == 0:
             return None, torch.empty(0, config.vocab_size)
         logits, marked = model.logits_and(list(outputs or ()), hidden[flat.logits_index])

@@ -284,6 +284,31 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             rope_parameters=YARN | dict(truncate=False),
         ),
     ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        dict(
+            head_dim=16,
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=32,
+            linear_value_head_dim=12,
+            rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
+        ),
+    ),
+    "lfm2": (
+        "lfm2",
+        "Lfm2ForCausalLM",
+        dict(
+            layer_types=["conv", "full_attention", "conv"],
+            conv_bias=True,
+            conv_L_cache=4,
+            block_multiple_of=8,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 
 

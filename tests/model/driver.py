@@ -84,7 +84,10 @@ class Driver:
         slots = [row.slot for row in step.rows if row.samples]
         runner.prepare(step)
         # First as the worker runs it; what it hands to the sampler stands for the last token's logits.
+        before = [] if runner.states is None else [pool.clone() for pool in runner.states.pools]
         greedy, own = self._run(step, [int(row.samples) for row in step.rows])
+        for pool, state in zip([] if runner.states is None else runner.states.pools, before, strict=True):
+            pool.copy_(state)
         every = self._run(step, [num_tokens for _, num_tokens in chunks])[1].split([tokens for _, tokens in chunks])
         for index, part in enumerate([part for row, part in zip(step.rows, every) if row.samples]):
             part[-1] = own[index]
@@ -106,7 +109,9 @@ class Driver:
 
     def _run(self, step: StepInput, num_logits: list[int]) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         runner = self.runner
-        return runner.tier.run(runner.batch, step.rows, num_logits, runner.storage.pools, wants_logits=True)
+        return runner.tier.run(
+            runner.batch, step.rows, num_logits, runner.storage.pools, wants_logits=True, states=runner.states
+        )
 
     def _row(self, slot: int, num_tokens: int) -> Row:
         end = self.computed[slot] + num_tokens
