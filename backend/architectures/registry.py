@@ -71,7 +71,14 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(mixtures.minimax_m2, "MiniMax M2"),
     "GptOssForCausalLM": Family(mixtures.gpt_oss, "gpt-oss-20b and gpt-oss-120b"),
     "Qwen3_5ForCausalLM": Family(hybrids.qwen3_5, "Qwen3.5 0.8B to 27B, the text model"),
+    "Qwen3_5MoeForCausalLM": Family(hybrids.qwen3_5_moe, "Qwen3.5 35B-A3B to 397B-A17B, the text model"),
+    "Qwen3_5ForConditionalGeneration": Family(multimodal.qwen3_5, "Qwen3.5 0.8B to 27B; text only, without images"),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        multimodal.qwen3_5_moe, "Qwen3.5 35B-A3B, 122B-A10B and 397B-A17B; text only, without images"
+    ),
+    "Qwen3NextForCausalLM": Family(hybrids.qwen3_next, "Qwen3-Next-80B-A3B, Qwen3-Coder-Next"),
     "Lfm2ForCausalLM": Family(hybrids.lfm2, "LFM2 350M, 700M, 1.2B and 2.6B"),
+    "Lfm2MoeForCausalLM": Family(hybrids.lfm2_moe, "LFM2-8B-A1B"),
 }
 # The same decoders without their head, as they are stored after training for embeddings: served for hidden states only.
 HEADLESS = {

@@ -25,7 +25,8 @@ HOSTILE = (True, "much", -1, 0, 1e400, float("nan"), 10**30, [[1]], {"a": {"b": 
 def test_a_published_config_is_read(name: str) -> None:
     content = CONFIGS[name]
     config = read_config(content)
-    assert (config.num_layers, config.vocab_size) == (content["num_hidden_layers"], content["vocab_size"])
+    text = content.get("text_config", content)
+    assert (config.num_layers, config.vocab_size) == (text["num_hidden_layers"], text["vocab_size"])
     assert len(config.layers) == config.num_layers and config.head_dim >= 64
 
 
