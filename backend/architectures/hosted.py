@@ -131,7 +131,7 @@ PART_PREFIX = "model.language_model."  # prefix of its tensors; the other tensor
 
 REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
-        "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
+        "BailingHybridForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
         "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
         "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM",
         "Qwen4ExpForCausalLM",

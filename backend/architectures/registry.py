@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.architectures import fused, gemma, hybrids, layer_norm, llama, mixtures, multimodal, post_norm
+from backend.architectures import fused, gemma, hybrids, layer_norm, llama, mamba, mixtures, multimodal, post_norm
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
 
@@ -41,8 +41,9 @@ FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": Family(fused.glm, "GLM-4-0414, GLM-Z1"),
     "GraniteForCausalLM": Family(llama.granite, "Granite 3.0 to 3.3"),
     "GraniteMoeHybridForCausalLM": Family(
-        fused.granite4, "Granite 4.0 Micro and 350M; without experts and Mamba layers"
+        mamba.granite4, "Granite 4.0 Micro, 350M and 1B, H-350M, H-1B, H-Micro, H-Tiny and H-Small"
     ),
+    "BambaForCausalLM": Family(mamba.bamba, "Bamba 9B"),
     "SmolLM3ForCausalLM": Family(llama.smollm3, "SmolLM3 3B"),
     "Olmo2ForCausalLM": Family(post_norm.olmo2, "OLMo 2 1B to 32B"),
     "Olmo3ForCausalLM": Family(post_norm.olmo3, "OLMo 3 7B and 32B"),

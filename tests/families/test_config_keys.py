@@ -122,9 +122,7 @@ def model_type(architecture: str) -> str:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_everything_that_transformers_writes_of_a_family_is_taken(architecture: str) -> None:
-    dense: dict[str, Any] = {"num_local_experts": 0, "num_hidden_layers": 2, "layer_types": ["attention"] * 2}
     needed: dict[str, dict[str, Any]] = {
-        "GraniteMoeHybridForCausalLM": dense,
         "Glm4MoeForCausalLM": {"head_dim": 128},
         "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 32},
         "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},

@@ -37,7 +37,7 @@ def oracle(directory: Path) -> Oracle:
 def _in_sequence(model: PreTrainedModel) -> None:
     """The gated delta rule of transformers in its form of one token after another.
 
-    The one of whole chunks inverts a matrix, and rounding makes it differ from the other by up to 2e-4, more than is asked for here.
+    The one of whole chunks inverts a matrix, and rounding makes it differ from the other by up to 2e-4, more than LIMIT.
     """
     module = sys.modules[type(model).__module__]
     if hasattr(module, "torch_chunk_gated_delta_rule"):

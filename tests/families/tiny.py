@@ -55,6 +55,7 @@ GRANITE_4 = dict(
     position_embedding_type="rope",
     mamba_n_heads=4,
     mamba_d_head=24,
+    mamba_d_state=16,
 )
 # A router of two levels, as DeepSeek-V3 has it.
 GROUPED = dict(
@@ -161,6 +162,42 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
         GRANITE | GRANITE_4 | dict(position_embedding_type=None, tie_word_embeddings=True),
+    ),
+    "granite 4 hybrid": (
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        GRANITE
+        | GRANITE_4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"], mamba_n_groups=2, mamba_chunk_size=32, mamba_proj_bias=True
+        ),
+    ),
+    "granite 4 hybrid with experts": (
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        GRANITE
+        | GRANITE_4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            position_embedding_type=None,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            mamba_conv_bias=False,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "bamba": (
+        "bamba",
+        "BambaForCausalLM",
+        dict(
+            attn_layer_indices=[1],
+            mamba_n_heads=4,
+            mamba_n_groups=2,
+            mamba_d_state=16,
+            mamba_chunk_size=32,
+            time_step_limit=(0.01, 0.2),
+            rms_norm_eps=1e-4,
+        ),
     ),
     "smollm3": (
         "smollm3",
