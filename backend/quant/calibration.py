@@ -23,11 +23,12 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.layers.linear import DenseLinear, Linear, Weight
-from backend.models.decoder import Decoder, Follow, build_decoder
+from backend.models.decoder import Decoder, Follow, StepStates, build_decoder
 from backend.models.linears import LinearOptions
 from backend.models.parts import Parts
 from backend.quant.folds import Layer
 from kernels.common.kv_format import PLAIN, KVFormat, KVPool, PlainPool, QuantizedPool
+from kernels.common.state_rows import StateRows
 from kernels.paged_attention import AttentionRows, plan_attention
 
 ROWS_AT_ONCE = 4
@@ -187,6 +188,17 @@ def forward_rows(model: Decoder, rows: Tensor, kv: KVFormat = PLAIN) -> tuple[Te
     sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     layout = QuantizedPool(*sizes, kv) if kv.is_quantised else PlainPool(*sizes, dtype)
     shape = (num_rows * num_blocks, *layout.block_shape)
-    pools = [layout.view(torch.zeros(shape, dtype=layout.dtype)) for _ in range(config.num_layers)]
+    pools = [layout.view(torch.zeros(shape, dtype=layout.dtype)) for _ in range(config.num_kv_layers)]
     cells = (torch.arange(num_rows)[:, None] * num_blocks * BLOCK_SIZE + torch.arange(length)).flatten()
-    return model.forward(rows.flatten(), torch.arange(length).repeat(num_rows), cells, plans, pools), pools
+    positions, states = torch.arange(length).repeat(num_rows), _states(config, num_rows, length)
+    return model.forward(rows.flatten(), positions, cells, plans, pools, states=states), pools
+
+
+def _states(config: ModelConfig, num_rows: int, length: int) -> StepStates | None:
+    """Of as many texts, which begin here."""
+    if config.recurrence is None:
+        return None
+    size = config.recurrence.state_size
+    pools = [torch.zeros(num_rows, size) for _ in range(config.num_recurrent_layers)]
+    numbers = np.stack([np.full(num_rows, -1), np.arange(num_rows), np.full(num_rows, length)], 1).astype(np.int32)
+    return StepStates(pools, StateRows(np.arange(num_rows + 1) * length, numbers, np.empty((0, 3), np.int32)))
