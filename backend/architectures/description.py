@@ -358,7 +358,9 @@ class ModelConfig(Struct, frozen=True):
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window if every layer has one; None if any layer attends to all tokens."""
+        """The widest window if every layer has one; None if any layer attends to all tokens, or has a state of them."""
+        if self.recurrence is not None:
+            return None
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == len(self.layers) else None
 

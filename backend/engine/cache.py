@@ -16,7 +16,14 @@ from backend.engine.pool_keeper import NoKeeper, PoolKeeper, open_pool_file
 from backend.engine.recorder import KvEventSink
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.pool_records import PoolRecords
-from backend.kvcache.sizing import block_bytes, num_pool_blocks, num_swap_blocks
+from backend.kvcache.sizing import (
+    block_bytes,
+    num_pool_blocks,
+    num_snapshots,
+    num_swap_blocks,
+    snapshot_interval,
+)
+from backend.kvcache.states import StatePool
 from backend.storage.pool_file import PoolFile
 
 MAX_STEP_EVENTS = (
@@ -61,17 +68,21 @@ def make_cache(
     kept = make_level(config.kv_cache, model)
     file = open_pool_file(config, model, pool_descriptor)
     free_bytes = workers.free_memory_bytes() + (0 if file is None else file.resident_bytes)
+    snapshots, slots = num_snapshots(config, model, free_bytes), config.scheduler.max_batch_size
+    free_bytes -= (slots + snapshots) * model.state_bytes
     num_blocks = _num_blocks(config, model, free_bytes, file)
+    size = config.kv_cache.block_size
+    states = StatePool(slots, snapshots, size, snapshot_interval(config, model)) if model.state_bytes else None
     max_events = max(config.records.max_kv_events, MAX_STEP_EVENTS if kv_events is not None else 0)
     records = _records_of(file, num_blocks, model)
     kv = KVCacheManager(
-        *(config.kv_cache, num_blocks, config.scheduler.max_batch_size, model.sliding_window),
+        *(config.kv_cache, num_blocks, slots, model.sliding_window),
         *(config.scheduler.max_num_tokens, max_events, None if kept is None else kept.level),
-        *(num_swap_blocks(config, model), records),
+        *(num_swap_blocks(config, model), records, states),
     )
     keeper = NoKeeper() if records is None else PoolKeeper(records)
     layers = None if file is None else file.layers
-    workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, kv.num_backed_blocks, layers)
+    workers.initialize_kv_cache(num_blocks, size, kv.num_backed_blocks, layers, snapshots)
     level = NoLevel() if kept is None else kept.traffic(make_io, kv, workers, clock)
     return Cache(kv, level, keeper, max(0, free_bytes - num_blocks * block_bytes(config, model)))
 

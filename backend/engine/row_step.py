@@ -26,7 +26,7 @@ def apply(
         tokens_before_ns.append(seq.last_token_ns)
         if seq.num_inflight_drafts:
             run, is_given = [sample, *output.further.get(sample.slot, ())], plan.drafts[seq.seq_id].is_given
-            news.append((seq, update.append_run(seq, run, is_given, counters, now_ns)))
+            news.append((seq, update.append_run(seq, run, is_given, counters, now_ns, kv.states is not None)))
             if seq.num_computed_tokens >= seq.kv_due_at:
                 kv.advance(seq)
             continue

@@ -52,10 +52,16 @@ def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
 
 
 def append_run(
-    seq: Sequence, samples: list[SampledToken], is_given: bool, counters: EngineCounters, now_ns: int
+    seq: Sequence,
+    samples: list[SampledToken],
+    is_given: bool,
+    counters: EngineCounters,
+    now_ns: int,
+    runs_again: bool = False,
 ) -> FinishReason:
     """Apply a row with drafts. `samples`: the accepted tokens and the one behind them, as plain steps would have sampled them;
-    tokens behind the end of the sequence are dropped. `is_given`: the request brought the drafts. Returns the finish reason.
+    tokens behind the end of the sequence are dropped. `is_given`: the request brought the drafts. `runs_again`: the model has
+    recurrent layers, whose state is that in front of the drafts: those accepted run once more. Returns the finish reason.
     """
     num_right, num_output = len(samples) - 1, seq.num_output_tokens
     counters.draft_tokens_total += seq.num_inflight_drafts
@@ -64,14 +70,16 @@ def append_run(
         seq.num_guessed_tokens += seq.num_inflight_drafts
         seq.num_right_guesses += num_right
     reason = FinishReason.NOT_FINISHED
-    for sample in samples:
-        advance_by_newest(seq)
+    for place, sample in enumerate(samples):
+        if not (place and runs_again):
+            advance_by_newest(seq)
         append_token(seq, sample, now_ns)
         reason = finish_reason(seq)
         if reason is not FinishReason.NOT_FINISHED:
             break
     seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0  # the other drafts were rejected
     num_extra = seq.num_output_tokens - num_output - 1
+    seq.max_computed_tokens = max(seq.max_computed_tokens, seq.num_computed_tokens + runs_again * num_extra)
     seq.num_extra_tokens += num_extra
     counters.generated_tokens_total += num_extra  # the caller counts one token for every row
     return reason

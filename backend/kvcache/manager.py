@@ -29,6 +29,7 @@ from backend.kvcache.pool_records import PoolRecords
 from backend.kvcache.retention import Retention
 from backend.kvcache.second_level import SecondLevel
 from backend.kvcache.state import CacheState, check_integrity
+from backend.kvcache.states import StatePool
 from backend.kvcache.tables import BlockTable, Grant, count_dropped
 
 
@@ -44,16 +45,18 @@ class KVCacheManager:
         level: SecondLevel | None = None,
         swap_blocks: int = 0,
         records: PoolRecords | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`sliding_window`: tokens that a token attends to in the layer with the widest window; None: a layer has none.
 
         `max_events`: how many events are kept until `take_events`; 0 = none are made. `level`: keeps blocks outside of the pool.
         `swap_blocks`: room for blocks of paused sequences in host memory. `records`: of a pool that outlives the engine,
-        which may hold KV of the engine before.
+        which may hold KV of the engine before. `states`: of a model with recurrent layers.
         """
         self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens, config.sink_tokens)
-        self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events, swap_blocks)
+        self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events, swap_blocks, states)
         self._blocks, self._trie, self._tables = self.state.blocks, self.state.trie, self.state.tables
+        self.states = states
         self._reused_blocks_total = 0
         self._missed_blocks_total = 0
         self._retention = Retention(self._blocks, self._trie, config.block_size)
@@ -159,6 +162,8 @@ class KVCacheManager:
             table.node, table.depth = self._trie.insert(
                 seq.namespace, table.node, table.depth, seq.token_ids, table.handles, known, seq.kv_origin
             )
+            if self.states is not None:
+                self.states.settle(table.handles, table.node, table.depth)
         if self.geometry.window is not None:
             self._drop_outside_window(seq, table)
         seq.kv_due_at = self._next_due(full, table)
@@ -240,6 +245,8 @@ class KVCacheManager:
         child.num_computed_tokens = parent.num_computed_tokens
         child.kv_due_at = parent.kv_due_at
         parent.num_writable_cells = 0
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def vacate(self, seq: Sequence) -> None:
         """Release the blocks of a running sequence, which keeps its slot."""
@@ -313,6 +320,7 @@ class KVCacheManager:
         grant.lost, grant.own_lost = self.state.num_lost_tokens(grant.seq, grant.kept, grant.computed)
         table.num_dropped = count_dropped(grant.kept)
         table.node, table.depth = None, 0
+        table.num_matched, table.passing = grant.num_matched, None
         self._discard(stale)
         grant.seq.num_computed_tokens = grant.computed
         grant.seq.kv_due_at = 0
@@ -330,6 +338,8 @@ class KVCacheManager:
             table.handles.extend(new)
         if grant.admitted:
             seq.slot = self.state.slots.acquire(seq.seq_id)
+            if self.states is not None and grant.computed:
+                self.states.restore(grant.kept[-1], seq.slot)
             num_own = min(len(grant.kept), self.geometry.blocks_for(grant.own))
             seq.num_reused_blocks += num_own
             seq.num_new_blocks += len(grant.kept) - num_own  # blocks of other clients are reported as new

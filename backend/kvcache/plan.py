@@ -16,6 +16,7 @@ from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId, SlotId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.state import CacheState
+from backend.kvcache.states import StatePool
 from backend.kvcache.swap import SwapMap
 from backend.kvcache.tables import Grant, count_dropped
 
@@ -37,6 +38,7 @@ class _Found:
     computed: int
     own: int  # the part of `computed` that may be reported to the client
     swapped: list[int] = field(default_factory=list)  # places of the blocks behind `kept`, in host memory
+    num_matched: int = 0  # whole blocks that were found, before the state decided how many are of use
 
 
 class Mark(NamedTuple):
@@ -125,6 +127,7 @@ class KVPlan:
             self._lock(handle)
         self.free_slots -= 1
         grant = Grant(seq, True, num_new, found.computed, found.own, found.kept, found.partial, swapped=found.swapped)
+        grant.num_matched = found.num_matched
         self.grants[seq.seq_id] = grant
         return Admission.NOW
 
@@ -168,6 +171,8 @@ class KVPlan:
         state, geometry = self._state, self._geometry
         limit = seq.max_found_tokens
         kept, computed = state.survivors(seq, limit)
+        if state.states is not None:
+            return self._find_state(seq, state.states, kept[: computed // geometry.block_size])
         own = min(seq.num_computed_tokens, limit)
         if state.swap.holds(seq) and computed < own:
             kept = kept[: computed // geometry.block_size]
@@ -183,6 +188,19 @@ class KVPlan:
         if computed % geometry.block_size and self._must_not_write(kept[-1].block_id):
             partial = kept.pop()
         return _Found(kept, partial, computed, computed)
+
+    def _find_state(self, seq: Sequence, states: StatePool, kept: list[BlockHandle]) -> _Found:
+        """Like `_find` where the model has recurrent layers: the blocks that end with one behind which a state is known.
+
+        kept: its own whole blocks that survived.
+        """
+        matched, _, _ = self._state.match(seq, seq.max_found_tokens)
+        num_own, num_matched = states.num_blocks(kept), states.num_blocks(matched)
+        own, size, most = num_own, self._geometry.block_size, max(len(kept), len(matched))
+        if num_matched > num_own:
+            kept, own = matched, num_matched if self._state.may_report_hits(seq) else num_own
+        count = max(num_own, num_matched)
+        return _Found(kept[:count], None, count * size, own * size, num_matched=most)
 
     def _without_partial(self, found: _Found) -> _Found:
         computed = len(found.kept) * self._geometry.block_size

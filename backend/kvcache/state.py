@@ -20,6 +20,7 @@ from backend.kvcache.events import KvEventLog
 from backend.kvcache.evicted import EvictedPrefixes
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.prefix_trie import PrefixTrie
+from backend.kvcache.states import StatePool
 from backend.kvcache.swap import SwapSpace
 from backend.kvcache.tables import BlockTable
 
@@ -36,18 +37,27 @@ class CacheState:
         geometry: Geometry,
         max_events: int = 0,
         swap_blocks: int = 0,
+        states: StatePool | None = None,
     ) -> None:
         self.geometry = geometry
+        self.states = states
         self.events = KvEventLog(max_events, num_blocks) if max_events else None
         self.trie = PrefixTrie(config.block_size, EvictedPrefixes(num_blocks), self.events)
-        self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self.trie.forget)
+        self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self._forget)
         self.slots = SlotManager(num_slots)
         self.swap = SwapSpace(swap_blocks, self.blocks, config.block_size)
         self.tables: dict[SequenceId, BlockTable] = {}
+        if states is not None:
+            states.bind(self.tables)
         self.watermark_blocks = int(config.watermark * num_blocks)
         self.enable_block_reuse = config.enable_block_reuse and config.sharing != "none"
         self._enable_partial_reuse = config.enable_partial_reuse
         self._sharing = config.sharing
+
+    def _forget(self, block_id: BlockId) -> None:
+        self.trie.forget(block_id)
+        if self.states is not None:
+            self.states.forget(block_id)
 
     @property
     def usable_blocks(self) -> int:
@@ -140,6 +150,8 @@ def check_integrity(kv: KVCacheManager, running: Iterable[Sequence]) -> None:
     state.trie.check_integrity()
     state.slots.check_integrity()
     state.swap.check_integrity()
+    if state.states is not None:
+        state.states.check_integrity(block.handle for block in state.blocks.blocks if block.unique_id)
     references: dict[BlockId, int] = {}
     for table in state.tables.values():
         for handle in table.held() if table.is_locked else ():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.prefix_trie import TrieNode
+
+if TYPE_CHECKING:
+    from backend.kvcache.states import Snapshot
 
 
 def count_dropped(handles: Iterable[BlockHandle]) -> int:
@@ -28,6 +32,10 @@ class BlockTable:
     num_dropped: int = 0
     node: TrieNode | None = None  # the trie's node of the newest full block; None = search from the root
     depth: int = 0  # number of blocks inserted into the trie
+    num_matched: int = (
+        0  # blocks that were in the cache when the sequence was admitted, with a state behind them or not
+    )
+    passing: Snapshot | None = None  # the newest snapshot of its state, which the next one replaces
 
     @property
     def num_held(self) -> int:
@@ -58,7 +66,7 @@ class Grant:
     seq: Sequence
     admitted: bool  # True: it gets a slot, and its table is `kept` + new blocks. False: its table is extended
     num_new: int
-    computed: int = 0  # admitted: tokens whose KV was found in the cache
+    computed: int = 0  # admitted: tokens whose KV (and state, where the model has one) was found in the cache
     own: int = 0  # admitted: the part of `computed` that may be reported to the client
     kept: list[BlockHandle] = field(default_factory=list)  # admitted: blocks found in the cache, in table order
     copy_from: BlockHandle | None = None  # source of the first new block's content (copy on write, partial match)
@@ -68,6 +76,7 @@ class Grant:
     own_lost: int = 0  # the part of `lost` that may be reported to the client
     swapped: list[int] = field(default_factory=list)  # admitted: places from which the first new blocks are swapped in
     replaces: int | None = None  # extended: index of the table entry that the copy replaces
+    num_matched: int = 0  # admitted: blocks found in the cache, those without a state included
 
     @property
     def num_held(self) -> int:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from backend.architectures.description import WHOLE, Block, ModelConfig, Shard
-from backend.architectures.shards import of_rank, stacked_rows, vocabulary
+from backend.architectures.shards import of_rank, vocabulary
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.experts import ExpertsWeights, MlpWeights, mix
 from backend.layers.linear import Linear, num_bytes_of
@@ -23,6 +23,7 @@ from backend.layers.recurrent import RecurrentWeights, States, recurrent
 from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.convert import QkvByHead
 from backend.models.experts import UnstackedExperts
+from backend.models.layer_weights import LayerWeights, layer_weights, norm_weights
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.parts import CheckpointParts, Parts
 from backend.models.splits import SplitTensors
@@ -56,18 +57,6 @@ def mlp(
     y = weights.down(activated)
     adapt(y, activated, "down")
     return y
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """Which norms a layer has, LayerNames says."""
-
-    attention: AttentionWeights | RecurrentWeights
-    mlp: MlpWeights | ExpertsWeights
-    attention_norm: NormWeights | None
-    attention_out_norm: NormWeights | None
-    mlp_norm: NormWeights | None
-    mlp_out_norm: NormWeights | None
 
 
 Attend = Callable[[Tensor | Int8Rows], Tensor]  # normed hidden states [num_tokens, hidden] -> their attention, alike
@@ -299,9 +288,9 @@ def assemble(
     lm_head = parts.head(embedding, last_token - first_token) if shard.is_last else None
     layers = []
     for index in config.held:
-        layers.append(_layer(config, parts, index))
+        layers.append(layer_weights(config, parts, index))
         on_layer(len(layers), len(config.held))
-    last_norm = _norm(config, parts, names.norm, config.hidden_size)
+    last_norm = norm_weights(config, parts, names.norm, config.hidden_size)
     parts.finish()
     tables = [rotary_tables(rope, config.head_dim, max_seq_len, device) for rope in config.ropes]
     rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.held_settings]
@@ -316,120 +305,3 @@ def _rounded(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
         return config
     scale = torch.tensor(config.block.embedding_scale).to(dtype).item()
     return replace(config, block=replace(config.block, embedding_scale=scale))
-
-
-def _layer(config: ModelConfig, parts: Parts, index: int) -> LayerWeights:
-    names, prefix, settings = config.names.layer, f"{config.names.layers}{index}.", config.layers[index]
-
-    def norm_of(name: str | None) -> NormWeights | None:
-        return None if name is None else _norm(config, parts, prefix + name, config.hidden_size)
-
-    attention_norm, attention_out_norm = norm_of(names.attention_norm), norm_of(names.attention_out_norm)
-    mixer = (_recurrent if settings.is_recurrent else _attention)(config, parts, prefix)
-    mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
-    mlp = (_experts if settings.has_experts else _mlp)(config, parts, prefix)
-    return LayerWeights(mixer, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
-
-
-def _attention(config: ModelConfig, parts: Parts, prefix: str) -> AttentionWeights:
-    block, names, hidden, head = config.block, config.names.layer, config.hidden_size, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
-    qk = {"none": None, "head": (head, head), "row": (q, kv)}[block.qk_norm]
-    rows = (q, kv, kv, q) if block.gates_attention else (q, kv, kv)
-    return AttentionWeights(
-        qkv=parts.linear(stacked_rows(prefix, names.qkv, rows), hidden, block.qkv_bias),
-        out=parts.linear({prefix + names.out: hidden}, q, block.out_bias and config.shard.rank == 0),
-        q_norm=None if qk is None else _norm_weight(config, parts, prefix + names.q_norm, qk[0]),
-        k_norm=None if qk is None else _norm_weight(config, parts, prefix + names.k_norm, qk[1]),
-        sinks=parts.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
-    )
-
-
-def _recurrent(config: ModelConfig, parts: Parts, prefix: str) -> RecurrentWeights:
-    settings, names, hidden = config.recurrence, config.names.layer.recurrent, config.hidden_size
-    assert settings is not None
-    channels, heads = settings.channels, settings.value_heads
-
-    def floats(name: str, *shape: int) -> Tensor:
-        return parts.take(prefix + name, shape).float()
-
-    values, keys = settings.num_values, settings.num_keys
-    # Of a convolution one tensor; of the others what is convolved and the gate, or queries, keys, values and the gate.
-    sizes = {1: (3 * values,), 2: (channels, values), 4: (keys, keys, values, values)}[len(names.inputs)]
-    weights = RecurrentWeights(
-        settings,
-        inputs=parts.linear(stacked_rows(prefix, names.inputs, sizes), hidden, settings.has_bias),
-        gates=None,
-        out=parts.linear({prefix + names.out: hidden}, values, settings.has_bias),
-        taps=floats(names.convolution + ".weight", channels, 1, settings.taps)[:, 0].contiguous(),
-        conv_bias=floats(names.convolution + ".bias", channels) if settings.has_conv_bias else None,
-    )
-    if settings.kind == "convolution":
-        return weights
-    gates = dict.fromkeys((prefix + name for name in names.gates), heads)
-    weights.gates = parts.linear(gates, hidden, settings.has_bias, is_rounded=False)
-    weights.rate, weights.dt_bias = floats(names.log_rate, heads).exp(), floats(names.dt_bias, heads)
-    if settings.kind == "mamba2":
-        weights.skip = floats(names.skip, heads)
-        weights.norm = floats(names.norm + ".weight", values) if settings.norm_groups else None
-    else:
-        weights.norm = floats(names.norm + ".weight", settings.value_dim)
-    return weights
-
-
-def _mlp(config: ModelConfig, parts: Parts, prefix: str) -> MlpWeights:
-    names, has_bias = config.names.layer, config.block.mlp_bias
-    adds_bias = has_bias and config.shard.rank == 0
-    return _mlp_of(config, parts, prefix, (names.gate_up, names.down), config.intermediate_size, has_bias, adds_bias)
-
-
-def _mlp_of(
-    config: ModelConfig,
-    parts: Parts,
-    prefix: str,
-    names: tuple[tuple[str, ...], str],
-    inter: int,
-    has_bias: bool,
-    adds_bias: bool,
-) -> MlpWeights:
-    """names: of gate_up and down. inter: the intermediate size. adds_bias: False where another rank adds that of down."""
-    inputs = (inter, inter) if config.block.gated else (inter,)
-    gate_up, down = stacked_rows(prefix, names[0], inputs), {prefix + names[1]: config.hidden_size}
-    return MlpWeights(parts.linear(gate_up, config.hidden_size, has_bias), parts.linear(down, inter, adds_bias))
-
-
-def _experts(config: ModelConfig, parts: Parts, prefix: str) -> ExpertsWeights:
-    experts, names = config.experts, config.names.layer
-    assert experts is not None
-    rows = {prefix + names.router: experts.count}
-    if experts.has_shared_gate:
-        rows[prefix + names.shared_gate] = 1
-    router = parts.linear(rows, config.hidden_size, experts.router_bias, is_rounded=False)
-    bias = None
-    if experts.has_choice_bias:
-        shape = (1, experts.count) if experts.choice_bias_is_row else (experts.count,)
-        bias = parts.take(prefix + names.choice_bias, shape).float().flatten()
-    of_expert, inter, has_bias = (names.expert_gate_up, names.expert_down), experts.intermediate, experts.has_bias
-    first, end = config.held_experts or (0, experts.count)
-    held = [
-        _mlp_of(config, parts, f"{prefix}{names.experts}{index}.", of_expert, inter, has_bias, has_bias)
-        for index in range(first, end)
-    ]
-    shared = None
-    if experts.shared:
-        of_shared, has_bias = (names.shared_gate_up, names.shared_down), config.block.mlp_bias
-        adds_bias = has_bias and config.shard.rank == 0
-        shared = _mlp_of(config, parts, prefix, of_shared, experts.shared, has_bias, adds_bias)
-    return ExpertsWeights(experts, router, bias, held, first, shared)
-
-
-def _norm(config: ModelConfig, parts: Parts, name: str, size: int) -> NormWeights:
-    bias = parts.take(name + ".bias", (size,)) if config.block.norm_bias else None
-    return NormWeights(_norm_weight(config, parts, name, size), bias)
-
-
-def _norm_weight(config: ModelConfig, parts: Parts, name: str, size: int) -> Tensor:
-    weight = parts.take(name + ".weight", (size,))
-    if config.block.norm_offset:  # in float32: the sum would be rounded in the model's dtype
-        weight = weight.float() + config.block.norm_offset
-    return weight

@@ -189,7 +189,8 @@ class Scheduler:
         for seq in self._stale.values():
             assert seq.slot is not None  # it runs
             changes.changes[seq.seq_id] = TableChange(seq.slot, [], is_new=True)
-        rows = take_rows(plan, changes.changes)
+        states = self._kv.states
+        rows = take_rows(plan, changes.changes, states)
         # Some changes are not part of a row and are sent whole: block tables of sequences that are new in their slots, and tables
         # that have grown although their sequence runs no token in this step.
         new = [self._stale.get(seq_id) or plan.kv.grants[seq_id].seq for seq_id in changes.changes]
@@ -198,7 +199,8 @@ class Scheduler:
         adapters = self.adapters.take_changes()
         assert not (changes.swap_out and changes.swap_in), "KV is swapped out and in by one step"
         swaps = changes.swap_out, changes.swap_in
-        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks, *swaps, *adapters)
+        copies = [] if states is None else states.take_copies()
+        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks, *swaps, *adapters, copies)
 
     def _sets_others_aside(self, plan: StepPlan) -> bool:
         """Plan to pause what runs beside the `only` request. Returns False if there is nothing."""

@@ -9,19 +9,24 @@ from backend.core.sequence import BeamSequence, Sequence
 from backend.core.step import BlockId, NewRow, Row, SequenceId
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import TableChange
+from backend.kvcache.states import StatePool
 from backend.scheduler.drafting import NO_DRAFT
 from backend.scheduler.plan import StepPlan
 
 
-def take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[Row]:
-    """Make the rows of a step and count their tokens as in flight. Removes from `changes` what the rows contain."""
+def take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange], states: StatePool | None = None) -> list[Row]:
+    """Make the rows of a step and count their tokens as in flight. Removes from `changes` what the rows contain.
+
+    `states`: of a model with recurrent layers.
+    """
     rows = []
     for seq in plan.generation:
         new_blocks = _take_new_blocks(seq, changes) if changes else []
         assert seq.slot is not None  # it runs
         draft = plan.drafts.get(seq.seq_id, NO_DRAFT)
         start, num_tokens = seq.num_computed_tokens + seq.num_inflight_tokens, 1 + draft.num_tokens
-        rows.append(Row(seq.slot, start, num_tokens, True, new_blocks, draft.token_ids, draft.num_guesses))
+        saves = [] if states is None else states.saves(seq, start, 1)
+        rows.append(Row(seq.slot, start, num_tokens, True, new_blocks, draft.token_ids, draft.num_guesses, saves))
         seq.num_inflight_tokens += num_tokens
         seq.num_inflight_samples += 1
         seq.num_inflight_drafts = draft.num_tokens
@@ -31,7 +36,8 @@ def take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[Ro
         samples = seq.num_uncomputed_tokens == 0 and seq.max_output_tokens > 0
         seq.num_inflight_samples += samples
         assert seq.slot is not None  # it runs
-        rows.append(Row(seq.slot, start, num_tokens, samples, _take_new_blocks(seq, changes)))
+        saves = [] if states is None else states.saves(seq, start, num_tokens)
+        rows.append(Row(seq.slot, start, num_tokens, samples, _take_new_blocks(seq, changes), saves=saves))
     return rows
 
 

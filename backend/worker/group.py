@@ -25,7 +25,7 @@ from backend.api.config.schema import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from backend.api.errors import ConfigError, Unsupported
+from backend.api.errors import Unsupported
 from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
 from backend.api.processes.setup import physical_cores
@@ -38,6 +38,7 @@ from backend.sampling.slots import SlotParameters
 from backend.worker.adapters import AdapterReader
 from backend.worker.checkpoints import open_checkpoint, read_eos_ids
 from backend.worker.debug_tensors import DebugFetch
+from backend.worker.device import device_of
 from backend.worker.device_runner import DeviceRunner
 from backend.worker.draft_model import DraftModel
 from backend.worker.extra_outputs import ExtraOutputs, check_outputs
@@ -104,7 +105,7 @@ class InProcessWorkerGroup:
         self._max_num_tokens = scheduler.max_num_tokens
         self._buffers: tuple[Mapping[str, Tensor], str] | None = None
         self.model_path = Path() if model.path == "<buffers>" else loader.resolve_model_path(model.path)
-        self.device = _device(model.device)
+        self.device = device_of(model.device)
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton and CUDA events use the current device
         self._loaded: LoadedModel | None = None
@@ -194,9 +195,13 @@ class InProcessWorkerGroup:
             takes_drafts=True,
             reads_whole_texts=loaded.is_encoder,
             has_head=checkpoint.has_head,
-            kv_fingerprint=kv_fingerprint(checkpoint, loaded, section, block_size) if self._moves_kv else "",
+            kv_fingerprint=kv_fingerprint(checkpoint, loaded, section, block_size)
+            if self._moves_kv and not config.state_bytes
+            else "",
             kv_block_bytes=loaded.config.num_layers * loaded.kv_block(block_size).num_bytes,
-            kv_layers=loaded.config.num_layers if self._keeps_pool and tier_name == "native" else 0,
+            kv_layers=loaded.config.num_layers
+            if self._keeps_pool and tier_name == "native" and not config.state_bytes
+            else 0,
             state_bytes=config.state_bytes,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
             default_sampling={}
@@ -393,17 +398,3 @@ class InProcessWorkerGroup:
 
     def _graphs(self) -> Graphs:
         return Graphs(CudaCapture if self._section.cuda_graphs and self.device.type == "cuda" else None)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"model.device is {name}, which torch does not know; use cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {name}, but torch finds no CUDA device; use --set model.device=cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"model.device is {name}, supported are cpu and cuda")
-    return device

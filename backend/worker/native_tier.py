@@ -20,7 +20,8 @@ from backend.layers.experts import ExpertsWeights
 from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.layers.norm import NormWeights
 from backend.layers.rotary import RotaryTables
-from backend.models.decoder import Decoder, LayerWeights
+from backend.models.decoder import Decoder
+from backend.models.layer_weights import LayerWeights
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from backend.worker.micro_batches import MicroBatch, micro_batches

@@ -18,6 +18,7 @@ from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.mixture import NativeExperts, mixture_struct
 from kernels.cpu.ranks import LostRank, RanksMemory
+from kernels.cpu.recurrence import NativeRecurrence, NativeStates, StatePlaces, recurrence_struct
 from kernels.cpu.screen import Screen
 from kernels.cpu.structs import (
     ACTIVATIONS,
@@ -31,6 +32,7 @@ from kernels.cpu.structs import (
     MixtureStruct,
     ModelStruct,
     NormStruct,
+    RecurrenceStruct,
     ScreenStruct,
 )
 
@@ -39,10 +41,10 @@ UNIT = 32  # tokens of a panel of the KV pool; block sizes must be multiples of 
 
 
 class UnknownCell(IndexError):
-    """A row names a token or a block that its slot does not have. `row` is its index in the step."""
+    """A row names a token, a block or a state that its slot does not have. `row` is its index in the step."""
 
     def __init__(self, row: int):
-        super().__init__(f"row {row} of the step names a token or a block that its slot does not have")
+        super().__init__(f"row {row} of the step names a token, a block or a state that its slot does not have")
         self.row = row
 
 
@@ -57,7 +59,7 @@ class NativeNorm(NamedTuple):
 class NativeLayer:
     """The weights of a layer. Where it has no norm for the input of a half, that half reads the hidden states themselves."""
 
-    qkv: PackedLinear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: PackedLinear | None  # [(heads + 2 * kv_heads) * head_dim, hidden]; None: the layer is recurrent
     out: PackedLinear
     gate_up: PackedLinear | None  # [2 * intermediate, hidden]: gate, then up; without a gate [intermediate, hidden]
     down: PackedLinear | None  # None, like gate_up: the layer has experts
@@ -73,6 +75,7 @@ class NativeLayer:
     sinks: Tensor | None = None  # float32 [heads]
     window: int | None = None  # tokens
     experts: NativeExperts | None = None
+    recurrence: NativeRecurrence | None = None  # in the place of attention; `out` reads what it yields
 
 
 @dataclass(slots=True)
@@ -106,6 +109,7 @@ class NativeForm:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     query_scales: Tensor | None = None  # float32 [max_seq_len]
+    gates_attention: bool = False  # qkv has gates [heads * head_dim] behind; attention is multiplied with their sigmoid
 
 
 class Given(NamedTuple):
@@ -162,7 +166,14 @@ class NativeDecoder:
             for layer in layers
         ]
         self._mixtures = mixtures
-        self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures))
+        recurrences = [layer.recurrence for layer in layers]
+        self._recurrences = [None if each is None else recurrence_struct(each) for each in recurrences]
+        self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures, self._recurrences))
+        if form.is_parallel and any(recurrences):
+            raise ValueError("the native kernels have no recurrent layers whose halves are parallel")
+        if len(sizes := {layer.out.shape for layer in layers if layer.recurrence}) > 1:
+            raise ValueError(f"the recurrent layers of a model differ: their results have the sizes {sorted(sizes)}")
+        self._states = StatePlaces([0 if each is None else each.state_floats for each in recurrences])
         self._model = ModelStruct(
             embedding.shape[1],
             shape.intermediate,
@@ -200,19 +211,22 @@ class NativeDecoder:
         ],  # [num_rows, 4]: slot, computed tokens, tokens to run, how many of its last tokens yield logits
         token_ids: Tensor,  # [slots, max_seq_len] int64
         block_tables: NDArray[np.int32],  # [slots, max_blocks]
-        pools: Sequence[Tensor],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype
+        pools: Sequence[
+            Tensor | None
+        ],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype; None: recurrent
         wants_logits: bool,
         adapters: Sequence[PackedAdapter | None] = (),  # one for each row; empty: no row has an adapter
         hidden: Tensor | None = None,  # where hidden states are wanted
         given: Given | None = None,
         passing: Passing = Passing(),  # noqa: B008 (immutable)
+        states: NativeStates | None = None,  # where layers are recurrent
     ) -> tuple[NDArray[np.int64], Tensor | None]:
         """Run rows one after the other as one flat batch, and write their KV to `pools`.
 
         Returns, for each token that yields logits, the most likely next token, and if wanted the logits [those tokens, vocab]
         float32. `hidden` [those tokens, hidden size] float32 is filled with what the last norm makes of them. Raises
-        UnknownCell, before anything is written, for a token or a block that does not exist, and LostRank when another rank
-        did not come along; then the pools hold wrong numbers. Of several ranks rank 0 alone gets tokens and logits. Where
+        UnknownCell, before anything is written, for a token, block or state that does not exist, and LostRank when another
+        rank did not come along; then the pools hold wrong numbers. Of several ranks rank 0 alone gets tokens and logits. Where
         hidden states leave, there are none.
         """
         ranks, num_tokens = self._ranks, sum(rows[:, 2].tolist())
@@ -224,6 +238,7 @@ class NativeDecoder:
         batch = self._batch
         self._place(token_ids, block_tables, pools)
         self._place_rows(rows, num_logits, given)
+        of_states = self._states.place(batch, states)
         batch.logits = None if logits is None else logits.data_ptr()
         if wants_logits and ranks is not None and not samples:
             batch.logits = ranks.address  # says that they are wanted; they go to their place in the shared memory
@@ -232,7 +247,7 @@ class NativeDecoder:
         batch.threads = torch.get_num_threads()
         held = self._place_adapters(adapters)
         bad = self._library.everbatch_step(byref(self._model), byref(batch), self._workspace)
-        del held
+        del held, of_states
         if bad >= 0:
             raise UnknownCell(bad)
         if bad < -1:
@@ -244,13 +259,16 @@ class NativeDecoder:
         rows: NDArray[np.int32],
         token_ids: Tensor,
         block_tables: NDArray[np.int32],
-        pools: Sequence[Tensor],
+        pools: Sequence[Tensor | None],
         given: Given | None = None,
+        states: NativeStates | None = None,
     ) -> None:
         """Raise UnknownCell where `step` would for these arguments. Nothing is run."""
         self._place(token_ids, block_tables, pools)
         self._place_rows(rows, 0, given)
+        held = self._states.place(self._batch, states)
         bad = self._library.everbatch_check(byref(self._model), byref(self._batch))
+        del held
         if bad >= 0:
             raise UnknownCell(bad)
 
@@ -288,7 +306,7 @@ class NativeDecoder:
         batch.max_rank = max(each.max_rank for each in used)
         return of_rows, tables
 
-    def _place(self, token_ids: Tensor, block_tables: NDArray[np.int32], pools: Sequence[Tensor]) -> None:
+    def _place(self, token_ids: Tensor, block_tables: NDArray[np.int32], pools: Sequence[Tensor | None]) -> None:
         """Pass the addresses to C, unless the objects are those of the last step: looking up addresses is slow."""
         placed = (token_ids, block_tables, *pools)
         if len(placed) == len(self._placed) and all(map(is_, placed, self._placed)):
@@ -297,8 +315,8 @@ class NativeDecoder:
         batch = self._batch
         batch.token_ids = token_ids.data_ptr()
         batch.block_tables, batch.max_blocks = block_tables.ctypes.data, block_tables.shape[1]
-        batch.num_blocks = pools[0].shape[0]
-        batch.pools = (c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
+        batch.num_blocks = next((pool.shape[0] for pool in pools if pool is not None), 0)
+        batch.pools = (c_void_p * len(pools))(*map(_address, pools))
 
     def __del__(self) -> None:
         if getattr(self, "_workspace", None):
@@ -348,13 +366,16 @@ def _form_struct(form: NativeForm, head_dim: int) -> FormStruct:
         form.logit_scale,
         form.logit_softcap,
         _address(form.query_scales),
+        form.gates_attention,
     )
 
 
-def _layer_struct(layer: NativeLayer, mixture: MixtureStruct | None) -> LayerStruct:
+def _layer_struct(
+    layer: NativeLayer, mixture: MixtureStruct | None, recurrence: RecurrenceStruct | None
+) -> LayerStruct:
     cos, sin = (None, None) if layer.rotary is None else layer.rotary
     return LayerStruct(
-        layer.qkv.struct,
+        LinearStruct() if layer.qkv is None else layer.qkv.struct,
         layer.out.struct,
         LinearStruct() if layer.gate_up is None else layer.gate_up.struct,
         LinearStruct() if layer.down is None else layer.down.struct,
@@ -370,4 +391,5 @@ def _layer_struct(layer: NativeLayer, mixture: MixtureStruct | None) -> LayerStr
         _address(layer.sinks),
         layer.window or 0,
         None if mixture is None else pointer(mixture),
+        None if recurrence is None else pointer(recurrence),
     )

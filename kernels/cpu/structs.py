@@ -11,6 +11,7 @@ from kernels.common.super_blocks import FORMS, Kind
 NORMS = {"rms": 0, "layer": 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 SCORES = {"softmax": 0, "sigmoid": 1}  # the enum Scores of native/mixture.h
+RECURRENCES = {"delta": 0, "sum": 1, "convolution": 2}  # the enum RecurrenceKind of native/recurrence.h
 FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, ROTATED = range(7)
 SUPER_BLOCKS: dict[Kind, int] = {kind: 7 + index for index, kind in enumerate(FORMS)}
 PANEL = 32
@@ -75,6 +76,34 @@ class MixtureStruct(Structure):
     ]
 
 
+class RecurrenceStruct(Structure):
+    _fields_ = [
+        ("kind", c_int32),
+        ("channels", c_int64),
+        ("taps", c_int64),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("query_at", c_int64),
+        ("key_at", c_int64),
+        ("value_at", c_int64),
+        ("query_scale", c_float),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", LinearStruct),
+        ("gates", LinearStruct),
+        ("rate", c_void_p),
+        ("dt_bias", c_void_p),
+        ("skip", c_void_p),
+        ("dt_min", c_float),
+        ("dt_max", c_float),
+        ("norm", NormStruct),
+        ("norm_size", c_int64),
+        ("gates_first", c_int32),
+    ]
+
+
 class LayerStruct(Structure):
     _fields_ = [
         ("qkv", LinearStruct),
@@ -93,6 +122,7 @@ class LayerStruct(Structure):
         ("sinks", c_void_p),
         ("window", c_int64),
         ("mixture", POINTER(MixtureStruct)),
+        ("recurrence", POINTER(RecurrenceStruct)),
     ]
 
 
@@ -112,6 +142,7 @@ class FormStruct(Structure):
         ("logit_scale", c_float),
         ("logit_softcap", c_float),
         ("query_scales", c_void_p),
+        ("gates_attention", c_int32),
     ]
 
 
@@ -219,4 +250,9 @@ class BatchStruct(Structure):
         ("entering", c_void_p),
         ("leaving", c_void_p),
         ("threads", c_int32),
+        ("states", POINTER(c_void_p)),
+        ("num_states", c_int64),
+        ("state_rows", c_void_p),
+        ("saves", c_void_p),
+        ("num_saves", c_int64),
     ]

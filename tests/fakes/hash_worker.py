@@ -132,8 +132,12 @@ class HashWorkerGroup:
         guides: Guides | None = None,
         takes_drafts: bool = True,
         kv_block_size: int = 4,
+        is_recurrent: bool = False,
     ) -> None:
-        """`guides`: they are refused without; the tokens are what they are in any case. `kv_block_size`: tokens of a block."""
+        """`guides`: they are refused without; the tokens are what they are in any case. `kv_block_size`: tokens of a block.
+
+        `is_recurrent`: a cell follows from the state of its sequence, not from the cell before it.
+        """
         self.guides = guides
         self.info = ModelInfo(
             "hash",
@@ -146,10 +150,12 @@ class HashWorkerGroup:
             eos_ids=eos_ids,
             guide_refusal=NOT_SET_UP if guides is None else "",
             takes_drafts=takes_drafts,
-            kv_fingerprint="hash",
+            kv_fingerprint="" if is_recurrent else "hash",
             kv_block_bytes=8 * kv_block_size,
-            kv_layers=1,
+            kv_layers=0 if is_recurrent else 1,
+            state_bytes=1 if is_recurrent else 0,
         )
+        self._states: dict[int, int] = {}  # by number: those of slots, then snapshots
         self.sink_tokens = sink_tokens
         self._in_flight: deque[StepOutput | Exception] = deque()
         self.free_bytes = free_bytes
@@ -184,7 +190,12 @@ class HashWorkerGroup:
         return MemoryUse()
 
     def initialize_kv_cache(
-        self, max_blocks: int, block_size: int, num_blocks: int, layers: Sequence[memoryview] | None = None
+        self,
+        max_blocks: int,
+        block_size: int,
+        num_blocks: int,
+        layers: Sequence[memoryview] | None = None,
+        num_snapshots: int = 0,
     ) -> None:
         self.max_blocks, self.block_size = max_blocks, block_size
         self.cells: list[list[int]] | GivenCells = []
@@ -221,6 +232,7 @@ class HashWorkerGroup:
             error, self.fail_next = self.fail_next, None
             for block in range(self.num_backed):
                 self.cells[block] = [mix(i) for i in range(self.block_size)]
+            self._states = {}
             raise error
         for content in step.adapters_out:
             self.adapters.pop(content, None)
@@ -232,6 +244,8 @@ class HashWorkerGroup:
             self.cells[block] = list(self.host[place])
         for source, destination in step.copies:
             self.cells[destination] = list(self.cells[source])
+        copied = [(destination, self._states[source]) for source, destination in step.state_copies]
+        self._states.update(copied)
         for row in step.new_rows:
             self._slots[row.slot] = NewRow(**{name: getattr(row, name) for name in NewRow.__struct_fields__})
         further: dict[SlotId, list[SampledToken]] = {}
@@ -263,9 +277,13 @@ class HashWorkerGroup:
         """
         num_drafts = len(row.drafts) + row.num_guesses
         num_known = row.num_tokens - num_drafts
-        first = self._run(Row(row.slot, row.num_computed, num_known, row.samples, row.new_block_ids))
+        assert all(row.num_computed < at <= row.num_computed + num_known for at, _ in row.saves), (
+            "keeps a draft's state"
+        )
+        first = self._run(Row(row.slot, row.num_computed, num_known, row.samples, row.new_block_ids, saves=row.saves))
         if not num_drafts:
             return first
+        before_drafts = self._states.get(row.slot)
         assert first is not None, "drafts for a row that samples nothing"
         token_ids, newest, is_right, right = self._slots[row.slot].token_ids, first, True, []
         for index in range(num_drafts):
@@ -278,6 +296,8 @@ class HashWorkerGroup:
             newest = following
             if is_right:
                 right.append(newest)
+        if before_drafts is not None:
+            self._states[row.slot] = before_drafts
         del token_ids[-1 - num_drafts :]
         token_ids += [sample.token_id for sample in (first, *right)]
         if right:
@@ -292,10 +312,14 @@ class HashWorkerGroup:
         end = row.num_computed + row.num_tokens
         assert end <= len(state.token_ids), "asked to run tokens that are not known"
         for position in range(row.num_computed, end):
-            before = self._read(state, position - 1) if position else 0
+            before = self._before(state, position) if position else 0
             block, offset = divmod(position, self.block_size)
             assert state.block_ids[block] >= 0, "writes into a block that has left the window"
-            self.cells[state.block_ids[block]][offset] = cell_of(before, state.token_ids[position], position, namespace)
+            cell = cell_of(before, state.token_ids[position], position, namespace)
+            self.cells[state.block_ids[block]][offset] = cell
+            if self.info.state_bytes:
+                self._states[row.slot] = cell
+                self._states.update((number, cell) for at, number in row.saves if at == position + 1)
         if not row.samples:
             return None
         assert end == len(state.token_ids), "samples before the whole context is computed"
@@ -308,6 +332,10 @@ class HashWorkerGroup:
         token = next_token(cells, state.sampling.seed or 0, counter, self.info.vocab_size)
         state.token_ids.append(token)
         return SampledToken(row.slot, token, float(token) if state.return_log_probs else None)
+
+    def _before(self, state: NewRow, position: int) -> int:
+        """What a cell follows from, besides its token."""
+        return self._states[state.slot] if self.info.state_bytes else self._read(state, position - 1)
 
     def _cells(self, state: NewRow, end: int) -> list[int]:
         """What the token behind position `end` - 1 depends on."""

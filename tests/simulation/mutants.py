@@ -35,7 +35,7 @@ from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.plan import StepPlan
 from backend.scheduler.queue import WaitingQueue
-from tests.simulation import group_mutants, guide_mutants, level_mutants, trie_mutants
+from tests.simulation import group_mutants, guide_mutants, level_mutants, state_mutants, trie_mutants
 
 SetAttribute = Callable[[object, str, object], None]
 
@@ -340,6 +340,7 @@ MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
     if getattr(value, "__module__", "") == __name__ and callable(value)
 }
 MUTANTS |= group_mutants.MUTANTS | trie_mutants.MUTANTS | guide_mutants.MUTANTS | level_mutants.MUTANTS
+MUTANTS |= state_mutants.MUTANTS
 
 
 def main() -> None:

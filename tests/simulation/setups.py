@@ -22,6 +22,7 @@ class Setup:
     window: int | None
     looks_ahead: bool = False
     has_beams: bool = False
+    is_recurrent: bool = False  # the model has a state for each sequence, which cannot go back
     twins: bool = False  # sessions that begin alike and rewind a little under a window, so that tables share blocks
 
     @property
@@ -112,6 +113,18 @@ def _random_scheduler(rng: Random) -> SchedulerConfig:
         max_context_tokens=rng.choice((None, rng.randint(1, max_num_tokens))),
         mixed_context_tokens=rng.choice((None, 1, rng.randint(1, max_num_tokens))),
     )
+
+
+def recurrent(setup: Setup, rng: Random) -> Setup:
+    """Some of the setups without windows, with a recurrent model and few snapshots of its states, or none."""
+    if setup.window is not None or rng.random() < 0.5:
+        return setup
+    size = setup.config.kv_cache.block_size
+    snapshots = dict(snapshots=rng.choice((0, 1, 2, 4, 30)), snapshot_interval=size * rng.randint(0, 3))
+    kv_cache = msgspec.structs.replace(setup.config.kv_cache, swap_bytes=0, **snapshots)
+    scheduler = msgspec.structs.replace(setup.config.scheduler, preemption="recompute")
+    config = msgspec.structs.replace(setup.config, scheduler=scheduler, kv_cache=kv_cache)
+    return replace(setup, config=config, is_recurrent=True)
 
 
 def swapping(setup: Setup, rng: Random) -> Setup:

@@ -36,7 +36,7 @@ from tests.simulation.guesser import Guesser
 from tests.simulation.invariants import check_flights, check_invariants
 from tests.simulation.level import LevelWatch, levelled
 from tests.simulation.model import Model, Turn, key_of, num_rows
-from tests.simulation.setups import random_setup, swapping, tuned
+from tests.simulation.setups import random_setup, recurrent, swapping, tuned
 from tests.simulation.workers import CheckedWorkers
 
 NATURAL = (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
@@ -51,6 +51,7 @@ class Simulation:
         more = Random(f"several {seed}")
         setup = random_setup(self.rng, more, Random(f"sink tokens {seed}"))
         setup = swapping(tuned(setup, Random(f"tuned {seed}")), Random(f"swap {seed}"))
+        setup = recurrent(setup, Random(f"recurrent {seed}"))
         self.setup = levelled(setup, Random(f"level {seed}"))
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)

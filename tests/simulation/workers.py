@@ -33,6 +33,7 @@ class CheckedWorkers(HashWorkerGroup):
         self.slow_guides = SlowGuides()
         options = dict(keep_trace=False, looks_ahead=setup.looks_ahead, sink_tokens=setup.sink_tokens)
         options["kv_block_size"] = setup.config.kv_cache.block_size
+        options["is_recurrent"] = setup.is_recurrent
         super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, eos_ids=EOS_IDS, guides=self.slow_guides, **options)
         self._guided = GuidedRows(self.slow_guides, setup.config.scheduler.max_batch_size, VOCAB)
         self._allowed: deque[list[bool]] = deque()  # what the guide of the row that runs allows for its next samples
@@ -72,6 +73,12 @@ class CheckedWorkers(HashWorkerGroup):
         assert all(row.num_tokens > 0 for row in step.rows), "a row without tokens"
         assert step.num_blocks <= self._setup.num_blocks, f"{step.num_blocks} blocks of {self._setup.num_blocks}"
         assert not (step.swap_out and step.swap_in), "KV moves both ways in one step"
+        kept = [(row.slot, number) for row in step.rows for _, number in row.saves]
+        assert len({number for _, number in kept}) == len(set(kept)), "two rows keep their states in one place"
+        assert all(number >= scheduler.max_batch_size for _, number in kept), (
+            "a snapshot in the place of a slot's state"
+        )
+        assert len({slot for _, slot in step.state_copies}) == len(step.state_copies), "two states for one slot"
         tables = [row.block_ids for row in step.new_rows] + [row.new_block_ids for row in step.rows]
         for table in tables:
             held = [block for block in table if block >= 0]
@@ -87,7 +94,9 @@ class CheckedWorkers(HashWorkerGroup):
         """Under a guide the draft model's guesses are made ahead, at random, for the masks behind them depend on them."""
         if self._slots[row.slot].guide is not None and row.num_guesses:
             drafts = [mix(row.slot, row.num_computed, index) % VOCAB for index in range(row.num_guesses)]
-            row = Row(row.slot, row.num_computed, row.num_tokens, row.samples, row.new_block_ids, drafts)
+            row = Row(
+                row.slot, row.num_computed, row.num_tokens, row.samples, row.new_block_ids, drafts, saves=row.saves
+            )
         guided = self._guided.of_step([row])
         if not guided:
             return super()._run_with_drafts(row, further)

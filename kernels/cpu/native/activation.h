@@ -12,6 +12,12 @@ ALWAYS_INLINE Vec silu(Vec x) {
     return (x < 0.0f ? x * e : x) * reciprocal(1.0f + e);
 }
 
+// 1 / (1 + e^-x)
+ALWAYS_INLINE Vec sigmoid(Vec x) {
+    const Vec e = exp_negative(-vabs(x));
+    return (x < 0.0f ? e : splat(1.0f)) * reciprocal(1.0f + e);
+}
+
 // x * (1 + erf(x / sqrt(2))) / 2, to 3e-7 of 1 + |x|. One half of erfc(|x| / sqrt(2)) is what x is multiplied with below zero, and what is
 // missing above. It is e^(-x^2 / 2) times a polynomial of t = 1 / (1 + 0.3 |x|), as Abramowitz and Stegun have it in 7.1.26, here with more
 // terms: the polynomial has the least relative error up to |x| = 14, from where on the exponential is 0.
@@ -35,6 +41,10 @@ ALWAYS_INLINE Vec gelu_tanh(Vec x) {
 struct Silu {
     Vec operator()(Vec x) const { return silu(x); }
     float operator()(float x) const { return x / (1.0f + std::exp(-x)); }
+};
+struct Sigmoid {
+    Vec operator()(Vec x) const { return sigmoid(x); }
+    float operator()(float x) const { return 1.0f / (1.0f + std::exp(-x)); }
 };
 struct Gelu {
     Vec operator()(Vec x) const { return gelu(x); }

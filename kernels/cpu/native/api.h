@@ -37,6 +37,25 @@ struct everbatch_mixture {
     int64_t first_expert;      // the number of experts[0] among those of the router; the others are other ranks'
 };
 
+// A recurrent mixer (recurrence.h), which keeps a state for each sequence instead of its keys and values.
+struct everbatch_recurrence {
+    int32_t kind;            // an everbatch::RecurrenceKind
+    int64_t channels, taps;  // of the convolution
+    int64_t key_heads, value_heads, key_dim, value_dim;  // 0 of a CONVOLUTION
+    int64_t query_at, key_at, value_at;                  // the first channels of these heads
+    float query_scale;
+    const float* weights;      // [taps][channels], the oldest tap first
+    const float* bias;         // [channels]; null without
+    everbatch::Linear inputs;  // [channels, and value_heads * value_dim of the gate, hidden]; of a CONVOLUTION [B, C and X, hidden]
+    everbatch::Linear gates;   // [value_heads, of DELTA twice, hidden]; floats; empty of a CONVOLUTION
+    const float *rate, *dt_bias;  // [value_heads]
+    const float* skip;            // [value_heads], of SUM; null without
+    float dt_min, dt_max;
+    everbatch::Norm norm;  // RMS, of groups of `norm_size` numbers: [norm_size] for all groups, of SUM [value_heads * value_dim]; or none
+    int64_t norm_size;
+    int32_t gates_first;  // the gate comes before the norm
+};
+
 struct everbatch_layer {
     everbatch::Linear qkv, out, gate_up, down;  // gate_up: of an MLP without a gate only up
     everbatch::Norm attention_norm, mlp_norm;   // of what they read, [hidden]; without one that is x
@@ -47,6 +66,7 @@ struct everbatch_layer {
     const float* sinks;      // [heads]; null without
     int64_t window;          // tokens; 0 = all
     const everbatch_mixture* mixture;  // in the place of gate_up and down; null without
+    const everbatch_recurrence* recurrence;  // in the place of attention and qkv; null without
 };
 
 // Settings that all layers of a model share.
@@ -62,6 +82,7 @@ struct everbatch_form {
     float embedding_scale, residual_scale;     // of a token's embedding; of what is added to x
     float logit_scale, logit_softcap;          // 0: no cap
     const float* query_scales;                 // [max_seq_len]: what rotated queries are multiplied with; null without
+    int32_t gates_attention;                   // qkv has a gate behind q, k and v, whose sigmoid a head's result is multiplied with
 };
 
 struct everbatch_model {
@@ -108,7 +129,7 @@ struct everbatch_batch {
     const int64_t* token_ids;     // [slots][max_seq_len]
     const int32_t* block_tables;  // [slots][max_blocks]
     int64_t max_blocks, num_blocks;
-    char* const* pools;  // one for each layer, of num_blocks blocks
+    char* const* pools;  // one for each layer, of num_blocks blocks; null for a recurrent one
     float* logits;       // [sum of num_logits][vocab]; null: not wanted
     float* hidden;       // [sum of num_logits][hidden]: what the last norm makes of these tokens; null: not wanted
     int64_t* greedy;     // [sum of num_logits]: arg-max, the lowest id among equals
@@ -121,6 +142,13 @@ struct everbatch_batch {
     const float* entering;  // [tokens of all rows][hidden]: hidden states that other layers have yielded; null: tokens are embedded
     float* leaving;         // [tokens of all rows][hidden]: where those behind the last layer go; null: norm and lm_head follow
     int32_t threads;
+    // Of models with recurrent layers. A state that is written must not be read or written for another row, nor be a save's and the same row's `from`.
+    float* const* states;       // one for each layer, [num_states][window and heads] (recurrence.h); null for one with attention
+    int64_t num_states;
+    const int32_t* state_rows;  // [num_rows][from, to, count]: the state behind the tokens before the row, -1 = zeros; where the one
+                                // behind its first `count` tokens goes, -1 = nowhere. They may be the same one.
+    const int32_t* saves;       // [num_saves][row, count, state]: where else the state behind so many tokens goes; sorted
+    int64_t num_saves;
 };
 
 }  // extern "C"

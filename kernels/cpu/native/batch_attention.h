@@ -34,7 +34,7 @@ template <class T>
 class BatchAttention {
 public:
     BatchAttention(const everbatch_batch& b, const KVLayout& kv, int64_t heads, AttentionMemory& memory)
-        : b_(b), kv_(kv), memory_(memory), group_(int(heads / kv.kv_heads)), dim_(kv.dim()) {
+        : b_(b), kv_(kv), memory_(memory), group_(kv.kv_heads ? int(heads / kv.kv_heads) : 1), dim_(kv.dim()) {
         for (int64_t r = 0; r < b.num_rows; r++) tokens_ += b.rows[r].num_tokens;
         units_ = cut(b, PANEL, PANEL);
         queries_ = cut(b, std::max(1, ROWS_TOGETHER / group_), 0);
@@ -136,11 +136,16 @@ private:
     Spans spans_;
 };
 
+// Whether a row's tokens are possible. max_tokens: of a sequence.
+inline bool has_tokens(const everbatch_row& row, int64_t max_tokens) {
+    return row.num_computed >= 0 && row.num_tokens >= 1 && int64_t(row.num_computed) + row.num_tokens <= max_tokens;
+}
+
 // Whether a row's tokens are possible, and its slot's table has the blocks that its tokens see. max_tokens: of a sequence. sight: of the layer
 // that sees most.
 inline bool has_blocks(const everbatch_row& row, const everbatch_batch& b, const KVLayout& kv, int64_t max_tokens, const Sight& sight) {
     const int64_t end = int64_t(row.num_computed) + row.num_tokens, block_size = kv.block_size;
-    if (row.num_computed < 0 || row.num_tokens < 1 || end > max_tokens) return false;
+    if (!has_tokens(row, max_tokens)) return false;
     if ((end + block_size - 1) / block_size > b.max_blocks) return false;
     const int32_t* table = b.block_tables + row.slot * b.max_blocks;
     const int64_t sink_blocks = (sight.sink_tokens + block_size - 1) / block_size;

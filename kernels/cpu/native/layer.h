@@ -63,18 +63,27 @@ struct MixtureCounts {
     int64_t pairs = 0, up_items = 0, stored = 0, down_items = 0;
 };
 
+// Memory of a recurrence (recurrence.h), which all layers share.
+struct RecurrenceMemory {
+    Buffer<float> gates;         // [tokens][decays, strengths, products of query and key]
+    Buffer<float> keys, values;  // [key heads][tokens][query, key], [value heads][tokens]
+    Buffer<float> zeros;         // inputs before the first token
+};
+
 }  // namespace everbatch
 
 // Memory of a step, kept for the next one. Its buffers only grow.
 struct everbatch_workspace {
     everbatch::AttentionMemory attention;
     everbatch::Buffer<float> x, y, delta, attended;
-    // Operands of (qkv and gate_up), of out, of down.
-    everbatch::OperandBuffer normed[everbatch::NUM_FORMATS], heads[everbatch::NUM_FORMATS], activated[everbatch::NUM_FORMATS];
+    // Operands of (qkv and gate_up), of out, of out behind a recurrence, of down. All layers that share one have the same number of inputs.
+    everbatch::OperandBuffer normed[everbatch::NUM_FORMATS], heads[everbatch::NUM_FORMATS], recurrent[everbatch::NUM_FORMATS];
+    everbatch::OperandBuffer activated[everbatch::NUM_FORMATS];
     everbatch::OperandBuffer last, screened;  // operands of lm_head and of its screen
     std::vector<everbatch::Buffer<float>> rows;  // one for each thread
     everbatch::MixtureMemory mixture;
     std::vector<everbatch::MixtureCounts> mixture_counts;  // of each layer
+    everbatch::RecurrenceMemory recurrence;
     everbatch::Lora<float> lora_of_floats;
     everbatch::Lora<everbatch::bf16> lora_of_halves;
 

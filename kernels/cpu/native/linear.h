@@ -336,6 +336,21 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
     in_order<T, 1>(team, l, a, rows, l.panels(), [](int64_t i) { return i; }, put);
 }
 
+// The same for a layer of few panels: threads share the rows, if there are many.
+template <class T, class Put>
+void linear_by_rows(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
+    constexpr int64_t TOGETHER = 32;
+    if (rows <= TOGETHER) return linear<T>(team, l, a, rows, put);
+    static thread_local Buffer<float> scratch;
+    auto panel_at = [](int64_t i) { return i; };
+    team.for_each((rows + TOGETHER - 1) / TOGETHER, [&](int64_t block) {
+        const int64_t row0 = block * TOGETHER;
+        const Pass<T, 1, decltype(panel_at), Put> pass(l, a, row0, int(std::min(TOGETHER, rows - row0)), l.panels(), panel_at, put, 1);
+        scratch.grow(pass.scratch_size());
+        for (int64_t item = 0; item < pass.items(); item++) pass.run(item, scratch.data());
+    });
+}
+
 // The product with a layer whose outputs are two halves of whole panels: put(row, column, sums of the first half, of the second).
 template <class T, class Put>
 void linear_of_halves(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {

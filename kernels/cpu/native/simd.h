@@ -49,6 +49,23 @@ template <class V, class P>
 ALWAYS_INLINE void store(P* p, V v) {
     memcpy(p, &v, sizeof v);
 }
+// A store to an aligned place that leaves the caches to others. Stores before a fence are seen before those behind it.
+ALWAYS_INLINE void store_to_memory(float* p, Vec v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(p, (__m256)v);
+#elif defined(__x86_64__)
+    _mm_stream_ps(p, (__m128)v);
+#else
+    store(p, v);
+#endif
+}
+ALWAYS_INLINE void fence() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
 ALWAYS_INLINE Vec splat(float x) { return x - Vec{}; }  // x + 0 would be an addition: -0 + 0 is 0
 ALWAYS_INLINE IVec splat(int32_t x) { return x - IVec{}; }
 ALWAYS_INLINE IVec bits(Vec v) { return (IVec)v; }

@@ -3,6 +3,7 @@
 // The phases of each layer (| = the next phase begins when all items of this one are done, whichever threads did them: team.h):
 //     norm to operand | qkv product | rope, write KV | attention | to operand | out product, added to x | norm to operand |
 //     gate and up product | activation to operand | down product, added to x
+// A recurrent layer (recurrence.h) has its own phases in the place of those from the qkv product to the attention.
 // Some models have more: a norm of q and k over all heads after the qkv product, a norm of a product before it is added to x. In a parallel
 // block the MLP comes first, because both halves read the x that was there before.
 // A product of rows that have adapters is preceded by a phase of its own, and adds their part to its sums (lora.h).
@@ -13,6 +14,7 @@
 #include <optional>
 
 #include "mixture.h"
+#include "recurrence.h"
 
 using namespace everbatch;
 
@@ -31,16 +33,23 @@ public:
             for (int t = b.leaving ? 0 : row.num_logits; t > 0; t--) sampled_.push_back(int64_t(all_.size()) - t);
         }
         tokens_ = int64_t(all_.size());
-        const int64_t qkv = (m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim;
-        x_ld_ = row_length(m.hidden), att_ld_ = row_length(m.heads * m.kv.head_dim);
-        y_ld_ = row_length(std::max(qkv, (m.form.is_gated ? 2 : 1) * m.intermediate));
+        int64_t results = m.heads * m.kv.head_dim;
+        int64_t inputs = std::max((m.heads * (m.form.gates_attention ? 2 : 1) + 2 * m.kv.kv_heads) * m.kv.head_dim, (m.form.is_gated ? 2 : 1) * m.intermediate);
+        for (int64_t i = 0; i < m.num_layers; i++)
+            if (const everbatch_recurrence* r = m.layers[i].recurrence) {
+                results = std::max(results, Recurrence::num_results(*r)), inputs = std::max(inputs, r->inputs.n);
+                Recurrence::make_room(*r, tokens_, w.recurrence);
+                if (states_.empty()) states_ = state_rows(b);
+            }
+        x_ld_ = row_length(m.hidden), att_ld_ = row_length(results), y_ld_ = row_length(inputs);
         int64_t widest = m.lm_head.depth();
         w.x.grow(tokens_ * x_ld_), w.y.grow(tokens_ * y_ld_), w.attended.grow(tokens_ * att_ld_);
         for (int64_t i = 0; i < m.num_layers; i++) {  // a checkpoint may have left some layers unquantised
             const everbatch_layer& l = m.layers[i];
-            for (const Linear* of_norm : {&l.qkv, l.mixture ? &l.mixture->router : &l.gate_up})
-                w.normed[of_norm->format].shape(*of_norm, tokens_, sizeof(T)), widest = std::max(widest, of_norm->depth());
-            w.heads[l.out.format].shape(l.out, tokens_, sizeof(T));
+            const Linear* const gates = l.recurrence ? &l.recurrence->gates : nullptr;
+            for (const Linear* of_norm : {l.recurrence ? &l.recurrence->inputs : &l.qkv, gates, l.mixture ? &l.mixture->router : &l.gate_up})
+                if (of_norm && of_norm->n) w.normed[of_norm->format].shape(*of_norm, tokens_, sizeof(T)), widest = std::max(widest, of_norm->depth());
+            operand_of_out(l).shape(l.out, tokens_, sizeof(T));
             if (l.attention_out_norm.weight || l.mlp_out_norm.weight) w.delta.grow(tokens_ * x_ld_);
             if (l.mixture) {
                 make_room(*l.mixture);
@@ -137,9 +146,9 @@ private:
         everbatch::normalise(NormKind(m_.form.norm), norm, x, n, m_.form.eps, out);
     }
 
-    // operand = norm(x), for the picked tokens. told: where these rows are wanted as floats as well, or null.
+    // operand = norm(x), for the picked tokens. told: where these rows are wanted as floats as well, or null; second: as another operand.
     void prepare_normed(Team& team, OperandBuffer& operand, const Norm& norm, const std::vector<int64_t>& picked, const LoraRows* adapted,
-                        float* told = nullptr) {
+                        float* told = nullptr, OperandBuffer* second = nullptr) {
         team.for_each(int64_t(picked.size()), [&](int64_t r) {
             const float* x = w_.x.data() + picked[r] * x_ld_;
             if (norm.weight)
@@ -149,6 +158,7 @@ private:
             if (adapted) lora_.put(*adapted, r, scratch(team), m_.hidden);
             if (told) memcpy(told + r * m_.hidden, scratch(team), size_t(m_.hidden) * sizeof(float));
             operand.put(r, scratch(team));
+            if (second) second->put(r, scratch(team));
         });
     }
 
@@ -217,12 +227,16 @@ private:
         const everbatch_layer& l = m_.layers[index];
         if (handover_) handover_->beat();
         const LoraRows* adapted = has_lora_ ? &lora_rows_ : nullptr;
-        prepare_normed(team, w_.normed[l.qkv.format], l.attention_norm, all_, adapted);
-        to_y(team, l.qkv, tokens_, {adapted, index, &LoraLayer::qkv});
-        if (m_.form.norms_rows) norm_rows(team, l);
         const bool is_last = index + 1 == m_.num_layers && !b_.leaving;
         const std::vector<int64_t>& picked = is_last ? sampled_ : all_;
-        attend(team, l, b_.pools[index], !picked.empty());
+        if (l.recurrence) {
+            recur(team, l, index);
+        } else {
+            prepare_normed(team, w_.normed[l.qkv.format], l.attention_norm, all_, adapted);
+            to_y(team, l.qkv, tokens_, {adapted, index, &LoraLayer::qkv});
+            if (m_.form.norms_rows) norm_rows(team, l);
+            attend(team, l, b_.pools[index], !picked.empty());
+        }
         if (picked.empty()) return;
         const Half half{index, picked, has_lora_ && is_last ? &lora_sampled_ : adapted};
         if (m_.form.is_parallel) mlp(team, l, half);
@@ -230,11 +244,34 @@ private:
         if (!m_.form.is_parallel) mlp(team, l, half);
     }
 
-    // The end of the attention: from the heads' results to x.
+    Recurrence recurrence(const everbatch_recurrence& r, int64_t index) {
+        const Recurrence::Flat flat{w_.y.data(), y_ld_, w_.attended.data(), att_ld_, tokens_};
+        return Recurrence(r, states_, attention_.units(), b_.states[index], flat, m_.form.eps, w_.recurrence);
+    }
+
+    // A recurrent mixer up to its heads' results.
+    void recur(Team& team, const everbatch_layer& l, int64_t index) {
+        const everbatch_recurrence& r = *l.recurrence;
+        OperandBuffer &input = w_.normed[r.inputs.format], &of_gates = w_.normed[r.gates.format];
+        prepare_normed(team, input, l.attention_norm, all_, nullptr, nullptr, r.gates.n && &of_gates != &input ? &of_gates : nullptr);
+        float* gates = w_.recurrence.gates.data();
+        const int64_t ld = Recurrence::gates_ld(r);
+        const auto put = [=](int64_t row, int64_t column, const float* sums) { memcpy(gates + row * ld + column, sums, PANEL * sizeof(float)); };
+        if (r.gates.n) linear_by_rows<T>(team, r.gates, of_gates.view(), tokens_, put);
+        to_y(team, r.inputs, tokens_, {nullptr, index, nullptr});
+        recurrence(r, index).run(team);
+    }
+
+    OperandBuffer& operand_of_out(const everbatch_layer& l) { return (l.recurrence ? w_.recurrent : w_.heads)[l.out.format]; }
+
+    // The end of the attention or the recurrence: from the heads' results to x.
     void out(Team& team, const everbatch_layer& l, const Half& half) {
-        OperandBuffer& operand = w_.heads[l.out.format];
+        OperandBuffer& operand = operand_of_out(l);
         team.for_each(int64_t(half.picked.size()), [&](int64_t r) {
-            memcpy(scratch(team), w_.attended.data() + half.picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
+            if (l.recurrence)
+                recurrence(*l.recurrence, half.index).finish(half.picked[r], scratch(team));
+            else
+                memcpy(scratch(team), w_.attended.data() + half.picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
             if (half.adapted) lora_.put(*half.adapted, r, scratch(team), l.out.k);
             operand.put(r, scratch(team));
         });
@@ -346,6 +383,9 @@ private:
                        [&](int64_t token, int64_t head, const float* acc, float factor) {
                            float* out = w_.attended.data() + token * att_ld_ + head * m_.kv.head_dim;
                            for (int i = 0; i < m_.kv.head_dim; i++) out[i] = acc[i] * factor;
+                           if (!m_.form.gates_attention) return;
+                           const float* gate = w_.y.data() + token * y_ld_ + (m_.heads + 2 * m_.kv.kv_heads + head) * m_.kv.head_dim;
+                           activate_with(Sigmoid(), gate, out, m_.kv.head_dim, out);
                        });
     }
 
@@ -454,6 +494,7 @@ private:
     LoraRows lora_rows_, lora_sampled_;  // of all tokens, of those whose logits are wanted
     int64_t tokens_, x_ld_, y_ld_, att_ld_;
     std::vector<int64_t> all_, sampled_;
+    std::vector<StateRow> states_;  // where a layer is recurrent
     std::vector<Best> best_;  // [threads][sampled]
     bool is_screened_;
     std::vector<Reach> reaches_;             // [sampled]
@@ -461,20 +502,23 @@ private:
     std::vector<int64_t> wanted_;
 };
 
-// The first row that names a token or a block that does not exist, or -1.
+// The first row that names a token, a block or a state that does not exist, or -1. Where no layer has attention, blocks are not read.
 int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
     const Sight widest{m.widest_window, m.sink_tokens};
+    bool has_states = false, has_attention = !m.num_layers;
+    for (int64_t i = 0; i < m.num_layers; i++) (m.layers[i].recurrence ? has_states : has_attention) = true;
     int64_t flat = 0;
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
-        if (row.num_logits < 0 || row.num_logits > row.num_tokens || !has_blocks(row, b, m.kv, m.max_seq_len, widest)) return r;
+        if (row.num_logits < 0 || row.num_logits > row.num_tokens || !has_tokens(row, m.max_seq_len)) return r;
+        if (has_attention && !has_blocks(row, b, m.kv, m.max_seq_len, widest)) return r;
         for (int64_t t = row.num_computed; t < int64_t(row.num_computed) + row.num_tokens; t++, flat++) {
             const int64_t id = b.token_ids[row.slot * m.max_seq_len + t];
             if ((id < 0 || id >= m.vocab) && !(b.embedded && b.embedded[flat])) return r;
             if (b.positions && (b.positions[flat] < 0 || b.positions[flat] >= m.max_seq_len)) return r;
         }
     }
-    return -1;
+    return has_states ? first_bad_state(b) : -1;
 }
 
 int64_t num_tokens(const everbatch_batch& b) {
@@ -506,11 +550,11 @@ void everbatch_free_links(Links* links) { delete links; }
 // Takes what the rank of this number sends, until the connection to it ends.
 void everbatch_receive_from_rank(const Ranks* ranks, int32_t number) { RanksMemory(*ranks).receive(number); }
 
-// The first row that names a token or a block that does not exist, or -1.
+// The first row that names a token, a block or a state that does not exist, or -1.
 int64_t everbatch_check(const everbatch_model* m, const everbatch_batch* b) { return first_bad_row(*m, *b); }
 
-// Runs a step and returns -1. If a row names a token or a block that does not exist, returns its index and writes nothing. If a rank is lost,
-// returns -2 - its number. Where the layers are split into stages, hidden states come from the stage before and go to the next one.
+// Runs a step and returns -1. If a row names a token, a block or a state that does not exist, returns its index and writes nothing. If a rank
+// is lost, returns -2 - its number. Where the layers are split into stages, hidden states come from the stage before and go to the next one.
 int64_t everbatch_step(const everbatch_model* m, const everbatch_batch* b, everbatch_workspace* w) {
     const int64_t bad = first_bad_row(*m, *b);
     if (bad >= 0) return bad;
