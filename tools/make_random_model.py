@@ -70,6 +70,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("phi3", "Phi3ForCausalLM", {}),
     "olmo2": ("olmo2", "Olmo2ForCausalLM", {}),
     "granite": ("granite", "GraniteForCausalLM", {}),
+    "qwen3_5": (
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM", {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}),
 }
 # The shapes that the benchmarks measure.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -124,6 +137,38 @@ SHAPES["E"] = dict(
     tie_word_embeddings=True,
     dtype="bfloat16",
 )
+# Hybrids of the sizes of Qwen3.5-0.8B, for the family qwen3_5, and of LFM2-350M, for lfm2.
+SHAPES["H"] = dict(
+    hidden_size=1024,
+    num_hidden_layers=24,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=256,
+    intermediate_size=3584,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    vocab_size=248_320,
+    max_position_embeddings=262_144,
+    rope_parameters=dict(rope_type="default", rope_theta=10_000_000.0, partial_rotary_factor=0.25),
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+SHAPES["F"] = dict(
+    hidden_size=1024,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    intermediate_size=6656,
+    block_auto_adjust_ff_dim=True,
+    full_attn_idxs=[2, 5, 8, 10, 12, 14],
+    vocab_size=65_536,
+    max_position_embeddings=128_000,
+    rope_parameters=dict(rope_type="default", rope_theta=1_000_000.0),
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
 # M for long contexts: the positions of its rope scaled as Llama 3.1 scales them.
 SHAPES["M-long"] = SHAPES["M"] | dict(
     max_position_embeddings=40_960,
@@ -144,8 +189,8 @@ def make_random_model(
 ) -> Path:
     """Write config.json, generation_config.json and safetensors to `directory`, and return it.
 
-    `shape` S, M, M-long, L or E sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes
-    an index. `tokenizer_from`: a checkpoint directory whose tokenizer is copied. ValueError for an unknown name.
+    `shape` S, M, M-long, L, E, H or F sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1
+    writes an index. `tokenizer_from`: a checkpoint directory whose tokenizer is copied. ValueError for an unknown name.
     """
     directory = Path(directory)
     config = make_config(family, shape, overrides)
@@ -225,13 +270,23 @@ def read_overrides(items: Iterable[str]) -> dict[str, Any]:
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=generator)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_f.weight", ".D")):
         return 1 + 0.1 * values
+    if name.endswith(("A_log", "dt_bias")):
+        return _of_states(name, 0.5 + 0.5 * torch.erf(values / 2**0.5))
     if name.endswith("bias"):
         return 0.1 * values
     if name.endswith("embed_tokens.weight"):
         return 0.5 * values
     return values.mul_(1.5 / shape[-1] ** 0.5)
+
+
+def _of_states(name: str, share: Tensor) -> Tensor:
+    """Decay and steps as trained models start with them (arXiv:2405.21060): states neither vanish nor grow. share: 0 to 1."""
+    if name.endswith("A_log"):
+        return (1 + 15 * share).log()
+    step = 0.001 * 100**share
+    return step + (-torch.expm1(-step)).log()  # softplus makes it the step again
 
 
 def main(

@@ -222,6 +222,7 @@ class StackedExperts(Struct, frozen=True):
     down_bias: str = ""
     is_transposed: bool = False  # [experts, k, n]
     is_interleaved: bool = False  # rows of gate and up take turns
+    is_optional: bool = False  # other checkpoints of the family have a tensor for each expert
 
 
 class LayerNames(Struct, frozen=True):

@@ -131,10 +131,10 @@ PART_PREFIX = "model.language_model."  # prefix of its tensors; the other tensor
 
 REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
-        "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
-        "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM",
+        "BailingHybridForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
+        "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
         "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM",
-        "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM",
+        "Qwen4ExpForCausalLM",
         "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",
     ),

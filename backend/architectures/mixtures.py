@@ -103,7 +103,7 @@ def _qwen(
         intermediate=settings.need("moe_intermediate_size", Size),
         **experts,
     )
-    layers = _mixed(read_window_layers(settings, sizes), lambda layer: layer not in dense and (layer + 1) % step == 0)
+    layers = mixed(read_window_layers(settings, sizes), lambda layer: layer not in dense and (layer + 1) % step == 0)
     rope = read_rope(settings, sizes.head_dim)
     return _described(settings, architecture, sizes, layers, [rope], read_block(settings, **block), names, mixture)
 
@@ -202,7 +202,7 @@ def _deepseek(
     first = settings.get("max_window_layers", int, 2**40)
     types = read_layer_types(settings, sizes.layers, lambda layer: window is not None and layer >= first)
     dense = settings.get("first_k_dense_replace", int, silent.dense)
-    layers = _mixed(windowed(types, window), lambda layer: layer >= dense)
+    layers = mixed(windowed(types, window), lambda layer: layer >= dense)
     ropes = [read_rope(settings, sizes.head_dim, rope)]
     more = settings.get("num_nextn_predict_layers", int, 1)
     names = TensorNames(layer=LayerNames(), unused=_behind(sizes.layers, more))
@@ -225,7 +225,7 @@ def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:
     first, every = settings.get("moe_layer_start_index", int, 1), settings.get("moe_layer_interval", Size, 1)
     last = settings.get("moe_layer_end_index", int, -1)
     last = sizes.layers - 1 if last == -1 else last
-    layers = _mixed(list(alike(sizes)), lambda layer: (layer + 1) % every == 0 and first <= layer <= last)
+    layers = mixed(list(alike(sizes)), lambda layer: (layer + 1) % every == 0 and first <= layer <= last)
     rope = read_rope(settings, sizes.head_dim, RopeDefaults(theta=5e5))
     block = read_block(settings, eps=1e-5, rope_interleaved=True)
     return _described(settings, architecture, sizes, layers, [rope], block, ERNIE, mixture, tied=True)
@@ -249,7 +249,7 @@ def gpt_oss(settings: Settings, architecture: str) -> ModelConfig:
         out_bias=bias,
         attention_sinks=True,
     )
-    layers = _mixed(windowed(types, window), lambda layer: True)
+    layers = mixed(windowed(types, window), lambda layer: True)
     rope = read_rope(settings, sizes.head_dim, RopeDefaults(theta=150000.0))
     return _described(settings, architecture, sizes, layers, [rope], block, GPT_OSS, mixture)
 
@@ -290,7 +290,7 @@ def _one_of(settings: Settings, keys: tuple[str, ...]) -> str:
     return next((key for key in keys if settings.has(key)), keys[0])
 
 
-def _mixed(layers: list[LayerConfig], has_experts: Callable[[int], bool]) -> list[LayerConfig]:
+def mixed(layers: list[LayerConfig], has_experts: Callable[[int], bool]) -> list[LayerConfig]:
     return [replace(layer, has_experts=has_experts(index)) for index, layer in enumerate(layers)]
 
 
@@ -304,7 +304,7 @@ def _all_alike(
     window: int | None = None,
     **block: Any,
 ) -> ModelConfig:
-    layers = _mixed(list(alike(sizes, window)), lambda layer: True)
+    layers = mixed(list(alike(sizes, window)), lambda layer: True)
     ropes = [read_rope(settings, sizes.head_dim, rope)]
     return _described(settings, architecture, sizes, layers, ropes, read_block(settings, **block), names, experts)
 
@@ -321,4 +321,9 @@ def _described(
     tied: bool = False,
 ) -> ModelConfig:
     config = describe(settings, architecture, sizes, layers, ropes, block, names, tied)
-    return replace(config, experts=experts) if any(layer.has_experts for layer in layers) else config
+    return with_experts(config, experts)
+
+
+def with_experts(config: ModelConfig, experts: Experts) -> ModelConfig:
+    """The model, whose layers with experts have these."""
+    return replace(config, experts=experts) if any(layer.has_experts for layer in config.layers) else config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 from backend.api.checkpoint.model_files import REMEDY, convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.architectures import gemma, llama
+from backend.architectures import gemma, hybrids, llama
 from backend.architectures.description import ModelConfig, TensorNames
 from backend.architectures.settings import Settings
 
@@ -18,7 +19,8 @@ LEFT_OUT = (r"vision_tower\..*", r"multi_modal_projector\..*")
 # Keys that concern images, or the place of their tokens.
 _OF_IMAGES = """
     vision_config mm_tokens_per_image projector_hidden_act multimodal_projector_bias spatial_merge_size vision_feature_layer
-    boi_token_index eoi_token_index image_token_index image_token_id image_seq_length
+    boi_token_index eoi_token_index image_token_index image_token_id image_seq_length video_token_id vision_start_token_id
+    vision_end_token_id
 """.split()
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 # The published files leave these out, because they are the defaults of transformers' class.
@@ -40,6 +42,29 @@ def mistral3(settings: Settings, architecture: str) -> ModelConfig:
             f"{FILE}: text_config.model_type {shown(kind)} is not supported here; supported are {' and '.join(kinds)}"
         )
     return _within(kinds[kind](text, architecture), text)
+
+
+def qwen3_5(settings: Settings, architecture: str) -> ModelConfig:
+    return _qwen(settings, architecture, hybrids.qwen3_5)
+
+
+def qwen3_5_moe(settings: Settings, architecture: str) -> ModelConfig:
+    return _qwen(settings, architecture, hybrids.qwen3_5_moe)
+
+
+def _qwen(settings: Settings, architecture: str, read: Callable[[Settings, str], ModelConfig]) -> ModelConfig:
+    """Positions of text are alike in all three parts of a rotation, so that it is a plain one."""
+    text = _text(settings, {})
+    config = read(text, architecture)
+    text.check_all_known(f"{architecture}, under text_config,")
+    names = replace(
+        config.names,
+        embedding="model.language_model.embed_tokens",
+        layers="model.language_model.layers.",
+        norm="model.language_model.norm",
+        unused=(*config.names.unused, r"model\.visual\..*"),
+    )
+    return replace(config, names=names, is_part=True)
 
 
 def _text(settings: Settings, defaults: dict[str, Any]) -> Settings:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.architectures import fused, gemma, hybrids, layer_norm, llama, mixtures, multimodal, post_norm
+from backend.architectures import fused, gemma, hybrids, layer_norm, llama, mamba, mixtures, multimodal, post_norm
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
 
@@ -41,8 +41,9 @@ FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": Family(fused.glm, "GLM-4-0414, GLM-Z1"),
     "GraniteForCausalLM": Family(llama.granite, "Granite 3.0 to 3.3"),
     "GraniteMoeHybridForCausalLM": Family(
-        fused.granite4, "Granite 4.0 Micro and 350M; without experts and Mamba layers"
+        mamba.granite4, "Granite 4.0 Micro, 350M and 1B, H-350M, H-1B, H-Micro, H-Tiny and H-Small"
     ),
+    "BambaForCausalLM": Family(mamba.bamba, "Bamba 9B"),
     "SmolLM3ForCausalLM": Family(llama.smollm3, "SmolLM3 3B"),
     "Olmo2ForCausalLM": Family(post_norm.olmo2, "OLMo 2 1B to 32B"),
     "Olmo3ForCausalLM": Family(post_norm.olmo3, "OLMo 3 7B and 32B"),
@@ -71,7 +72,14 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(mixtures.minimax_m2, "MiniMax M2"),
     "GptOssForCausalLM": Family(mixtures.gpt_oss, "gpt-oss-20b and gpt-oss-120b"),
     "Qwen3_5ForCausalLM": Family(hybrids.qwen3_5, "Qwen3.5 0.8B to 27B, the text model"),
+    "Qwen3_5MoeForCausalLM": Family(hybrids.qwen3_5_moe, "Qwen3.5 35B-A3B to 397B-A17B, the text model"),
+    "Qwen3_5ForConditionalGeneration": Family(multimodal.qwen3_5, "Qwen3.5 0.8B to 27B; text only, without images"),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        multimodal.qwen3_5_moe, "Qwen3.5 35B-A3B, 122B-A10B and 397B-A17B; text only, without images"
+    ),
+    "Qwen3NextForCausalLM": Family(hybrids.qwen3_next, "Qwen3-Next-80B-A3B, Qwen3-Coder-Next"),
     "Lfm2ForCausalLM": Family(hybrids.lfm2, "LFM2 350M, 700M, 1.2B and 2.6B"),
+    "Lfm2MoeForCausalLM": Family(hybrids.lfm2_moe, "LFM2-8B-A1B"),
 }
 # The same decoders without their head, as they are stored after training for embeddings: served for hidden states only.
 HEADLESS = {

@@ -21,6 +21,37 @@ class _Place(NamedTuple):
     expert: int
     is_transposed: bool
     is_interleaved: bool
+    half: int | None = None  # 0: the first half of its rows, 1: the second; None: all
+
+
+class _Part(NamedTuple):
+    """A tensor of each expert, and the tensor of all experts that holds it."""
+
+    own: str  # behind the expert's number
+    stored: str  # behind the layer's prefix
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    half: int | None = None
+
+
+def _parts(config: ModelConfig, in_blocks: bool) -> Iterator[_Part]:
+    """Gate and up are in one tensor, and those of an expert either as well or, in families with both forms, apart."""
+    names, experts = config.names.layer, config.experts
+    stacked, of_up, down = names.stacked, names.expert_gate_up, names.expert_down
+    assert stacked is not None and experts is not None
+    interleaved = stacked.is_interleaved
+    if in_blocks:
+        for part in ("blocks", "scales"):
+            yield _Part(f"{of_up[0]}.{part}", f"{stacked.gate_up}_{part}", is_interleaved=interleaved)
+            yield _Part(f"{down}.{part}", f"{stacked.down}_{part}")
+    else:
+        for index, own in enumerate(of_up):
+            half = index if len(of_up) > 1 else None
+            yield _Part(own + ".weight", stacked.gate_up, stacked.is_transposed, interleaved, half)
+        yield _Part(down + ".weight", stacked.down, stacked.is_transposed)
+    if experts.has_bias:
+        yield _Part(of_up[0] + ".bias", stacked.gate_up_bias, is_interleaved=interleaved)
+        yield _Part(down + ".bias", stacked.down_bias)
 
 
 class UnstackedExperts(Mapping[str, Tensor]):
@@ -31,38 +62,30 @@ class UnstackedExperts(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
         """Raises ConfigError for a checkpoint that is quantised otherwise than in MXFP4, or lacks a tensor."""
-        names, experts = config.names.layer, config.experts
-        stacked, in_blocks = names.stacked, isinstance(config.quantization, Mxfp4Layers)
+        names, experts, in_blocks = config.names.layer, config.experts, isinstance(config.quantization, Mxfp4Layers)
+        stacked = names.stacked
         assert stacked is not None and experts is not None
-        if config.quantization is not None and not in_blocks:
-            raise ConfigError(
-                f"config.json: a quantised checkpoint of {config.architecture} is not supported; use a float checkpoint with "
-                f"--set model.quantization=..."
-            )
-        self._tensors = tensors
-        self._count = experts.count
+        self._tensors, self._count = tensors, experts.count
         self._places: dict[str, _Place] = {}
-        parts = []
-        named = ((names.expert_gate_up[0], stacked.gate_up), (names.expert_down, stacked.down))
-        for (own, stored), interleaved in zip(named, (stacked.is_interleaved, False), strict=True):
-            if in_blocks:
-                parts += [(f"{own}.{part}", f"{stored}_{part}", False, interleaved) for part in ("blocks", "scales")]
-            else:
-                parts.append((own + ".weight", stored, stacked.is_transposed, interleaved))
-        if experts.has_bias:
-            parts += [
-                (names.expert_gate_up[0] + ".bias", stacked.gate_up_bias, False, stacked.is_interleaved),
-                (names.expert_down + ".bias", stacked.down_bias, False, False),
-            ]
-        for layer, settings in enumerate(config.layers):
-            prefix = f"{config.names.layers}{layer}."
-            for own, stored, *form in parts if settings.has_experts else ():
-                if prefix + stored not in tensors:
+        layers = [f"{config.names.layers}{layer}." for layer, each in enumerate(config.layers) if each.has_experts]
+        if stacked.is_optional:
+            layers = [prefix for prefix in layers if prefix + stacked.gate_up in tensors]
+        if layers and config.quantization is not None and not in_blocks:
+            raise ConfigError(
+                f"config.json: a quantised checkpoint of {config.architecture} whose experts are in one tensor is not supported; "
+                f"use a float checkpoint with --set model.quantization=..."
+            )
+        parts = list(_parts(config, in_blocks))
+        for prefix in layers:
+            for part in parts:
+                stored = prefix + part.stored
+                if stored not in tensors:
                     raise ConfigError(
-                        f"the checkpoint lacks the tensor {shown(prefix + stored)}; its config.json describes another model"
+                        f"the checkpoint lacks the tensor {shown(stored)}; its config.json describes another model"
                     )
                 for expert in range(experts.count):
-                    self._places[f"{prefix}{names.experts}{expert}.{own}"] = _Place(prefix + stored, expert, *form)
+                    own = f"{prefix}{names.experts}{expert}.{part.own}"
+                    self._places[own] = _Place(stored, expert, part.is_transposed, part.is_interleaved, part.half)
         self._stored = {place.tensor for place in self._places.values()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -77,6 +100,8 @@ class UnstackedExperts(Mapping[str, Tensor]):
         part = stacked[place.expert]
         if place.is_transposed and part.dim() == 2:
             part = part.T
+        if place.half is not None and part.dim():
+            return part[: len(part) // 2] if place.half == 0 else part[len(part) // 2 :]
         return torch.cat((part[::2], part[1::2])) if place.is_interleaved else part
 
     def __iter__(self) -> Iterator[str]:

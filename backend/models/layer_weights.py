@@ -63,8 +63,9 @@ def _recurrent(config: ModelConfig, parts: Parts, prefix: str) -> RecurrentWeigh
     def floats(name: str, *shape: int) -> Tensor:
         return parts.take(prefix + name, shape).float()
 
-    values = settings.num_values
-    sizes = (3 * values,) if settings.kind == "convolution" else (channels, values)
+    values, keys = settings.num_values, settings.num_keys
+    # Of a convolution one tensor; of the others what is convolved and the gate, or queries, keys, values and the gate.
+    sizes = {1: (3 * values,), 2: (channels, values), 4: (keys, keys, values, values)}[len(names.inputs)]
     weights = RecurrentWeights(
         settings,
         inputs=parts.linear(stacked_rows(prefix, names.inputs, sizes), hidden, settings.has_bias),

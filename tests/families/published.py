@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.families.published_hybrids import CONFIGS as HYBRIDS
+
 _IDS = dict(
     bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.02, use_cache=True, attention_dropout=0.0
 )
@@ -381,4 +383,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         use_bias=False,
     ),
-}
+} | HYBRIDS

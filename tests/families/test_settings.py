@@ -25,7 +25,8 @@ HOSTILE = (True, "much", -1, 0, 1e400, float("nan"), 10**30, [[1]], {"a": {"b": 
 def test_a_published_config_is_read(name: str) -> None:
     content = CONFIGS[name]
     config = read_config(content)
-    assert (config.num_layers, config.vocab_size) == (content["num_hidden_layers"], content["vocab_size"])
+    text = content.get("text_config", content)
+    assert (config.num_layers, config.vocab_size) == (text["num_hidden_layers"], text["vocab_size"])
     assert len(config.layers) == config.num_layers and config.head_dim >= 64
 
 
@@ -70,8 +71,20 @@ def test_a_key_that_is_not_known_is_refused_unless_it_is_off(name: str) -> None:
         ("Command-R7B", dict(logit_scale=0), "logit_scale is 0"),
         ("Command-R7B", dict(use_qk_norm=True), "use_qk_norm is true"),
         ("Command-R7B", dict(use_parallel_block=False), "use_parallel_block false is not supported here"),
-        ("Granite-4.0-Micro", dict(num_local_experts=64), "num_local_experts 64 is not supported here; supported is 0"),
-        ("Granite-4.0-Micro", dict(layer_types=["mamba"] * 40), "layer type mamba has recurrent state"),
+        ("Granite-4.0-Micro", dict(layer_types=["rwkv"] * 40), "layer type rwkv is not supported; supported are mamba"),
+        (
+            "Granite-4.0-H-Tiny",
+            dict(mamba_d_head=60),
+            "mamba_n_heads 48 times mamba_d_head 60 is not mamba_expand times",
+        ),
+        ("Granite-4.0-H-Tiny", dict(mamba_n_groups=5), "48 recurrent value heads are no multiple of 5 key heads"),
+        (
+            "Granite-4.0-H-Tiny",
+            dict(time_step_limit=[0.1, 0.0]),
+            "time_step_limit .* is not supported here; two numbers",
+        ),
+        ("Qwen3-Next-80B-A3B", dict(attn_output_gate=False), "attn_output_gate false is not supported here"),
+        ("LFM2-350M", dict(block_ffn_dim_multiplier=1e30), "block_ffn_dim_multiplier .* it makes the mlp .* wide"),
         ("Granite-4.0-Micro", dict(position_embedding_type="alibi"), "position_embedding_type alibi is not supported"),
         ("Phi-4-mini", dict(partial_rotary_factor=0.5), "rope_scaling.long_factor .* it has 48 numbers, 32 are needed"),
         ("Phi-4-mini", dict(full_attn_mod=2), "full_attn_mod 2 is not supported here; supported is 1"),

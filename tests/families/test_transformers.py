@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from backend.architectures.registry import FAMILIES as ARCHITECTURES
 from tests.families.tiny import FAMILIES, VOCAB
@@ -28,7 +30,18 @@ def oracle(directory: Path) -> Oracle:
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    _in_sequence(model)
     return Oracle(model)
+
+
+def _in_sequence(model: PreTrainedModel) -> None:
+    """The gated delta rule of transformers in its form of one token after another.
+
+    The one of whole chunks inverts a matrix, and rounding makes it differ from the other by up to 2e-4, more than LIMIT.
+    """
+    module = sys.modules[type(model).__module__]
+    if hasattr(module, "torch_chunk_gated_delta_rule"):
+        module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
 
 
 def log_probs(logits: Tensor) -> Tensor:

@@ -172,9 +172,15 @@ def test_every_causal_family_of_transformers_is_served_or_refused() -> None:
 
 # Architectures that are native only, or that make no sense alone.
 ELSEWHERE = {
+    "BambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "Gemma4AssistantForCausalLM",
     "Gemma4UnifiedAssistantForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 }
 
 
