@@ -23,11 +23,12 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.layers.linear import DenseLinear, Linear, Weight
-from backend.models.decoder import Decoder, Follow, build_decoder
+from backend.models.decoder import Decoder, Follow, StepStates, build_decoder
 from backend.models.linears import LinearOptions
 from backend.models.parts import Parts
 from backend.quant.folds import Layer
 from kernels.common.kv_format import PLAIN, KVFormat, KVPool, PlainPool, QuantizedPool
+from kernels.common.state_rows import StateRows
 from kernels.paged_attention import AttentionRows, plan_attention
 
 ROWS_AT_ONCE = 4
@@ -116,9 +117,10 @@ class Calibration:
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
         for part in self.hidden.split(ROWS_AT_ONCE):
             model.embedding = rows = part.flatten(0, 1)
-            after, (pool,) = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
+            after, pools = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
             part.copy_(after.view_as(part))
-            keys = torch.maximum(keys, pool.keys.abs().amax((0, 1)))
+            for pool in pools:  # none of a recurrent layer
+                keys = torch.maximum(keys, pool.keys.abs().amax((0, 1)))
         if not self.hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
         return made, keys
@@ -187,6 +189,18 @@ def forward_rows(model: Decoder, rows: Tensor, kv: KVFormat = PLAIN) -> tuple[Te
     sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     layout = QuantizedPool(*sizes, kv) if kv.is_quantised else PlainPool(*sizes, dtype)
     shape = (num_rows * num_blocks, *layout.block_shape)
-    pools = [layout.view(torch.zeros(shape, dtype=layout.dtype)) for _ in range(config.num_layers)]
+    pools = [layout.view(torch.zeros(shape, dtype=layout.dtype)) for _ in range(config.num_kv_layers)]
     cells = (torch.arange(num_rows)[:, None] * num_blocks * BLOCK_SIZE + torch.arange(length)).flatten()
-    return model.forward(rows.flatten(), torch.arange(length).repeat(num_rows), cells, plans, pools), pools
+    positions = torch.arange(length).repeat(num_rows)
+    return model.forward(
+        rows.flatten(), positions, cells, plans, pools, states=_states(config, num_rows, length)
+    ), pools
+
+
+def _states(config: ModelConfig, num_rows: int, length: int) -> StepStates | None:
+    """Rows of texts that begin, and of which no state is kept; None where no layer is recurrent."""
+    if config.recurrence is None:
+        return None
+    numbers = np.tile(np.array([-1, -1, length], dtype=np.int32), (num_rows, 1))
+    rows = StateRows(np.arange(num_rows + 1) * length, numbers, np.empty((0, 3), dtype=np.int32))
+    return StepStates([torch.zeros(1, config.recurrence.state_size)] * config.num_recurrent_layers, rows)
