@@ -192,7 +192,14 @@ def _store_window(
 
 
 def variants() -> dict[str, Variant]:
-    types = {"u": "*fp32", "windows": "*fp32", "rows": "*i32", "channels": "i32", "u_stride": "i32", "state_stride": "i32"}
+    types = {
+        "u": "*fp32",
+        "windows": "*fp32",
+        "rows": "*i32",
+        "channels": "i32",
+        "u_stride": "i32",
+        "state_stride": "i32",
+    }
     divisible = ("channels", "u_stride", "state_stride")
     computes = types | {"weight": "*fp32", "row_of_token": "*i32", "out": "*fp32", "tokens": "i32"}
     made = {}
@@ -200,11 +207,14 @@ def variants() -> dict[str, Variant]:
         name = f"{taps}{'-bias' if has_bias else ''}{'-silu' if is_activated else ''}"
         sizes = {"ROW_NUMBERS": ROW_NUMBERS, "TAPS": taps, "BLOCK_CHANNELS": BLOCK_CHANNELS}
         bias = {"bias": "*fp32"} if has_bias else {}
-        constants = sizes | {"IS_ACTIVATED": is_activated, "BLOCK_TOKENS": BLOCK_TOKENS}
-        constants |= {} if has_bias else {"bias": None}
+        absent: dict[str, object] = {} if has_bias else {"bias": None}
+        constants = absent | sizes | {"IS_ACTIVATED": is_activated, "BLOCK_TOKENS": BLOCK_TOKENS}
         made[name] = Variant(_convolution_kernel, computes | bias, constants, NUM_WARPS, divisible=divisible)
         if not has_bias:
-            constants = sizes | {"BLOCK_WINDOW": next_power_of_two(taps - 1)}
+            block = sizes | {"BLOCK_WINDOW": next_power_of_two(taps - 1)}
             writes = types | {"pieces": "*i32"}
-            made[f"window-{taps}"] = Variant(_window_kernel, writes, constants, NUM_WARPS, divisible=divisible)
+            waits = dict.fromkeys((80, 90, 100), ("BAR",))  # before the target is written
+            made[f"window-{taps}"] = Variant(
+                _window_kernel, writes, block, NUM_WARPS, divisible=divisible, instructions=waits
+            )
     return made

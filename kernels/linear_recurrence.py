@@ -20,7 +20,13 @@ from kernels.common.state_rows import ROW_NUMBERS, StateRows
 from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # key heads, value heads, key_dim, value_dim, tokens of each row
-CASES = [(2, 2, 16, 16, (1, 1)), (2, 6, 8, 24, (5, 1)), (1, 4, 32, 16, (9,)), (4, 4, 64, 64, (1, 3, 1)), (1, 2, 80, 4, (6,))]
+CASES = [
+    (2, 2, 16, 16, (1, 1)),
+    (2, 6, 8, 24, (5, 1)),
+    (1, 4, 32, 16, (9,)),
+    (4, 4, 64, 64, (1, 3, 1)),
+    (1, 2, 80, 4, (6,)),
+]
 SLICE = 8  # columns of S: 32 bytes, what memory is read in
 NUM_WARPS, NUM_STAGES = 1, 3
 
@@ -164,5 +170,6 @@ def variants() -> dict[str, Variant]:
         constants |= {"IS_DELTA": is_delta, "ROW_NUMBERS": ROW_NUMBERS, "BLOCK_KEY": next_power_of_two(key_dim)}
         constants |= {"SLICE": SLICE, "STAGES": NUM_STAGES}
         name = f"{'delta' if is_delta else 'mamba2'}-{heads}x{key_dim}x{value_dim}"
-        made[name] = Variant(_recurrence_kernel, types, constants, NUM_WARPS, divisible=strides)
+        ahead = dict.fromkeys((80, 90, 100), ("LDGSTS",))  # the inputs of tokens that follow
+        made[name] = Variant(_recurrence_kernel, types, constants, NUM_WARPS, divisible=strides, instructions=ahead)
     return made

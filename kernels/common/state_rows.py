@@ -29,7 +29,9 @@ class PlacedRows(NamedTuple):
     follow each other, and cover its tokens.
     """
 
-    rows: Tensor  # [rows, ROW_NUMBERS]: first token, source, target, count, the first piece, and the one behind the last
+    rows: (
+        Tensor  # [rows, ROW_NUMBERS]: first token, source, target, count, the first piece, and the one behind the last
+    )
     pieces: Tensor  # [pieces, 2]: the token behind the last one, and the state that is written there, or -1
     row_of_token: Tensor  # [tokens]
 
@@ -80,5 +82,6 @@ class StateRows(NamedTuple):
         only_ends = ~(writes & (count == lengths))
         only_ends[self.saves[self.saves[:, 1] == lengths[self.saves[:, 0]], 0]] = False
         of_targets, ends = np.stack((row, count, target), 1), np.stack((row, lengths, np.full_like(row, -1)), 1)
-        found = np.concatenate((of_targets[writes], self.saves, ends[only_ends])).astype(np.int64)
-        return found[np.lexsort((found[:, 1], found[:, 0]))]
+        found: NDArray[np.int64] = np.concatenate((of_targets[writes], self.saves, ends[only_ends])).astype(np.int64)
+        order: NDArray[np.int64] = np.lexsort((found[:, 1], found[:, 0]))
+        return np.take(found, order, axis=0)
