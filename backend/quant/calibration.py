@@ -117,9 +117,10 @@ class Calibration:
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
         for part in self.hidden.split(ROWS_AT_ONCE):
             model.embedding = rows = part.flatten(0, 1)
-            after, (pool,) = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
+            after, pools = forward_rows(model, torch.arange(len(rows)).view(part.shape[:2]))
             part.copy_(after.view_as(part))
-            keys = torch.maximum(keys, pool.keys.abs().amax((0, 1)))
+            for pool in pools:  # none of a recurrent layer
+                keys = torch.maximum(keys, pool.keys.abs().amax((0, 1)))
         if not self.hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
         return made, keys
@@ -190,15 +191,16 @@ def forward_rows(model: Decoder, rows: Tensor, kv: KVFormat = PLAIN) -> tuple[Te
     shape = (num_rows * num_blocks, *layout.block_shape)
     pools = [layout.view(torch.zeros(shape, dtype=layout.dtype)) for _ in range(config.num_kv_layers)]
     cells = (torch.arange(num_rows)[:, None] * num_blocks * BLOCK_SIZE + torch.arange(length)).flatten()
-    positions, states = torch.arange(length).repeat(num_rows), _states(config, num_rows, length)
-    return model.forward(rows.flatten(), positions, cells, plans, pools, states=states), pools
+    positions = torch.arange(length).repeat(num_rows)
+    return model.forward(
+        rows.flatten(), positions, cells, plans, pools, states=_states(config, num_rows, length)
+    ), pools
 
 
 def _states(config: ModelConfig, num_rows: int, length: int) -> StepStates | None:
-    """Of as many texts, which begin here."""
+    """Rows of texts that begin, and of which no state is kept; None where no layer is recurrent."""
     if config.recurrence is None:
         return None
-    size = config.recurrence.state_size
-    pools = [torch.zeros(num_rows, size) for _ in range(config.num_recurrent_layers)]
-    numbers = np.stack([np.full(num_rows, -1), np.arange(num_rows), np.full(num_rows, length)], 1).astype(np.int32)
-    return StepStates(pools, StateRows(np.arange(num_rows + 1) * length, numbers, np.empty((0, 3), np.int32)))
+    numbers = np.tile(np.array([-1, -1, length], dtype=np.int32), (num_rows, 1))
+    rows = StateRows(np.arange(num_rows + 1) * length, numbers, np.empty((0, 3), dtype=np.int32))
+    return StepStates([torch.zeros(1, config.recurrence.state_size)] * config.num_recurrent_layers, rows)

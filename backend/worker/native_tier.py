@@ -13,18 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.architectures.description import Block
 from backend.core.step import Row
-from backend.layers.attention import AttentionWeights
-from backend.layers.experts import ExpertsWeights
-from backend.layers.linear import Linear, QuantizedWeight, Weight
-from backend.layers.norm import NormWeights
-from backend.layers.rotary import RotaryTables
+from backend.layers.linear import QuantizedWeight, Weight
 from backend.models.decoder import Decoder
-from backend.models.layer_weights import LayerWeights
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from backend.worker.micro_batches import MicroBatch, micro_batches
+from backend.worker.native_layers import native_form, native_layer, native_norm, packed, table
 from backend.worker.prompt_inputs import Embedded
 from backend.worker.state_storage import StateStorage
 from backend.worker.tier import KVBlock
@@ -36,9 +31,6 @@ from kernels.common.super_blocks import SuperBlocks
 from kernels.cpu.decoder import (
     Given,
     NativeDecoder,
-    NativeForm,
-    NativeLayer,
-    NativeNorm,
     NativeShape,
     Passing,
     UnknownCell,
@@ -46,8 +38,8 @@ from kernels.cpu.decoder import (
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena
-from kernels.cpu.mixture import NativeExperts
 from kernels.cpu.ranks import RanksMemory
+from kernels.cpu.recurrence import NativeStates
 from kernels.cpu.screen import Screen
 from kernels.int8_rows import GROUP
 from kernels.w4a8 import Weight4A8
@@ -106,7 +98,7 @@ def make_screen(model: Decoder, library: CDLL) -> Screen | None:
     """The int8 screen of lm_head, where it is worth its memory."""
     if model.lm_head is None:
         return None
-    lm_head = _packed(model.lm_head)
+    lm_head = packed(model.lm_head)
     if not Screen.fits(lm_head) or lm_head.num_bytes < MIN_SHARE * model.num_read_bytes:
         return None
     screen = Screen(library, lm_head)
@@ -130,9 +122,10 @@ class NativeCall(NamedTuple):
     adapters: Sequence[PackedAdapter | None]  # one for each row; no entries: no row has one
     token_ids: Tensor  # int64 [slots, max_seq_len]
     block_tables: NDArray[np.int32]  # [slots, max_blocks]
-    pools: Sequence[Tensor]  # one for each layer
+    pools: Sequence[Tensor | None]  # one for each layer; None: it is recurrent
     wants_logits: bool
     hidden: Tensor | None = None  # where what the last norm makes of the tokens with logits is wanted
+    states: NativeStates | None = None  # where layers are recurrent
 
 
 class NativeTier:
@@ -163,13 +156,14 @@ class NativeTier:
             config.sink_tokens,
             config.sliding_window or 0,
         )
+        self._is_recurrent = [layer.is_recurrent for layer in config.held_settings]
         of_layers = zip(model.layers, config.held_settings, model.rotary, strict=True)
-        layers = [_native_layer(config.block, layer, settings.window, rotary) for layer, settings, rotary in of_layers]
-        lm_head = None if model.lm_head is None else _packed(model.lm_head)
+        layers = [native_layer(config.block, layer, settings.window, rotary) for layer, settings, rotary in of_layers]
+        lm_head = None if model.lm_head is None else packed(model.lm_head)
         self.screen = screen or make_screen(model, library)
         self._decoder = NativeDecoder(
-            *(library, shape, _native_form(config.block, model.query_scales), _table(model.embedding), layers),
-            *(_native_norm(model.norm), lm_head, self.screen, ranks),
+            *(library, shape, native_form(config.block, model.query_scales), table(model.embedding), layers),
+            *(native_norm(model.norm), lm_head, self.screen, ranks),
             vocab_size=config.vocab_size,
             dtype=model.dtype,
         )
@@ -196,11 +190,17 @@ class NativeTier:
         hidden = torch.empty(sum(num_logits), self._hidden_size) if outputs else None
         wants_logits = wants_logits or bool(outputs)
         own = batch.own_inputs(rows) if batch.brings_inputs(rows) else (None, None)
+        of_layers, of_rows = self._of_layers(pools), None
+        if states is not None:
+            read = states.rows(rows)
+            of_rows = NativeStates(self._of_layers(states.pools, recurrent=True), read.numbers, read.saves)
         called = NativeRows(numbers, self.adapters.names(batch, rows), *own)
         try:
             adapters = self.adapters.named(called.adapters)
             of_slots = batch.token_ids, batch.block_tables
-            greedy, logits = self.step(NativeCall(called, adapters, *of_slots, pools, wants_logits, hidden))
+            greedy, logits = self.step(
+                NativeCall(called, adapters, *of_slots, of_layers, wants_logits, hidden, of_rows)
+            )
         except UnknownCell as error:
             raise IndexError(
                 f"slot {rows[error.row].slot} is to run a token that it does not know, or that lies in a block that was let go; "
@@ -209,6 +209,13 @@ class NativeTier:
         if outputs and hidden is not None and logits is not None:
             outputs.update({name: self._outputs[name].compute(hidden, logits) for name in outputs})
         return greedy, logits
+
+    def _of_layers(self, pools: Sequence[Tensor], recurrent: bool = False) -> Sequence[Tensor | None]:
+        """The pool of each layer, None for layers of the other kind. pools: of the layers with KV, or of recurrent ones."""
+        if not any(self._is_recurrent):
+            return pools
+        each = iter(pools)
+        return [next(each) if flag == recurrent else None for flag in self._is_recurrent]
 
     def step(self, call: NativeCall) -> tuple[NDArray[np.int64], Tensor | None]:
         """Run a call. Of several stages each runs one micro-batch after the other, and waits for those of the stage before.
@@ -220,6 +227,7 @@ class NativeTier:
             return self._decoder.step(
                 *(call.rows.numbers, call.token_ids, call.block_tables, call.pools, call.wants_logits),
                 *(call.adapters, call.hidden, given),
+                states=call.states,
             )
         parts = micro_batches(call.rows.numbers, self._ranks.shape.micro_batches)
         done = [self._step_of_part(call, part, given, self._ranks) for part in parts]
@@ -242,7 +250,7 @@ class NativeTier:
     def check(self, call: NativeCall) -> None:
         """Raise UnknownCell where `step` would."""
         of_slots = call.token_ids, call.block_tables
-        self._decoder.check(call.rows.numbers, *of_slots, call.pools, self._given(call.rows))
+        self._decoder.check(call.rows.numbers, *of_slots, call.pools, self._given(call.rows), call.states)
 
     def _given(self, rows: NativeRows) -> Given | None:
         positions, embedded = rows.positions, rows.embedded
@@ -259,91 +267,6 @@ class NativeTier:
 
 def _part(array: NDArray[T] | None, tokens: slice) -> NDArray[T] | None:
     return None if array is None else array[tokens]
-
-
-def _native_form(block: Block, query_scales: Tensor | None) -> NativeForm:
-    return NativeForm(
-        norm_eps=block.norm_eps,
-        norm=block.norm,
-        norms_rows=block.qk_norm == "row",
-        activation=block.activation,
-        is_gated=block.gated,
-        is_parallel=block.parallel,
-        is_interleaved=block.rope_interleaved,
-        attention_scale=block.attention_scale,
-        attention_softcap=block.attention_softcap,
-        embedding_scale=block.embedding_scale,
-        residual_scale=block.residual_scale,
-        logit_scale=block.logit_scale,
-        logit_softcap=block.logit_softcap,
-        query_scales=query_scales,
-    )
-
-
-def _native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: RotaryTables | None) -> NativeLayer:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, AttentionWeights)  # others are refused so far (tier.py)
-    experts = mlp if isinstance(mlp, ExpertsWeights) else None
-    gate_up, down = (None, None) if isinstance(mlp, ExpertsWeights) else (_packed(mlp.gate_up), _packed(mlp.down))
-    mlp_norm = layer.attention_norm if block.parallel and layer.mlp_norm is None else layer.mlp_norm
-    return NativeLayer(
-        qkv=_packed(attention.qkv),
-        out=_packed(attention.out),
-        gate_up=gate_up,
-        down=down,
-        attention_norm=_if_there(layer.attention_norm),
-        mlp_norm=_if_there(mlp_norm),
-        attention_out_norm=_if_there(layer.attention_out_norm),
-        mlp_out_norm=_if_there(layer.mlp_out_norm),
-        q_norm=None if attention.q_norm is None else NativeNorm(_float(attention.q_norm)),
-        k_norm=None if attention.k_norm is None else NativeNorm(_float(attention.k_norm)),
-        rotary=rotary,
-        sinks=None if attention.sinks is None else _float(attention.sinks),
-        window=window,
-        experts=None if experts is None else _native_experts(experts),
-    )
-
-
-def _native_experts(weights: ExpertsWeights) -> NativeExperts:
-    settings = weights.settings
-    mlps = [(_packed(mlp.gate_up), _packed(mlp.down)) for mlp in weights.experts]
-    shared = None if weights.shared is None else (_packed(weights.shared.gate_up), _packed(weights.shared.down))
-    return NativeExperts(
-        router=_packed(weights.router),
-        experts=mlps,
-        places=settings.places,
-        scores=settings.scores,
-        is_normalised=settings.is_normalised,
-        scale=settings.scale,
-        groups=settings.groups,
-        kept_groups=settings.kept_groups,
-        adds_two_best=settings.adds_two_best,
-        choice_bias=None if weights.choice_bias is None else _float(weights.choice_bias),
-        shared=shared,
-        has_shared_gate=settings.has_shared_gate,
-        first=weights.first,
-    )
-
-
-def _native_norm(norm: NormWeights) -> NativeNorm:
-    return NativeNorm(_float(norm.weight), None if norm.bias is None else _float(norm.bias))
-
-
-def _if_there(norm: NormWeights | None) -> NativeNorm | None:
-    return None if norm is None else _native_norm(norm)
-
-
-def _table(embedding: Tensor | Linear) -> Tensor | PackedLinear:
-    return embedding if isinstance(embedding, Tensor) else _packed(embedding)
-
-
-def _packed(linear: Linear) -> PackedLinear:
-    assert isinstance(linear, PackedLinear), "the model was not loaded with PackLinears"
-    return linear
-
-
-def _float(tensor: Tensor) -> Tensor:
-    return tensor.float().contiguous()
 
 
 def _in_four_bits(weight: Weight4 | Weight4A8) -> tuple[Tensor, Tensor, Tensor | None, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from backend.architectures.description import ModelConfig
 from backend.core.step import Row
 from kernels.common.state_rows import StateRows
+from kernels.common.triton_runtime import runs_at
 from kernels.cpu.memory import allocate
 
 
@@ -22,6 +23,7 @@ class StateStorage:
     def __init__(self, config: ModelConfig, num_states: int, device: torch.device) -> None:
         """config: a rank's part of a model with recurrent layers."""
         assert config.recurrence is not None
+        self._device = device
         shape = num_states, config.recurrence.state_size
         self.pools: list[Tensor] = []
         for _ in range(config.num_recurrent_layers):
@@ -50,4 +52,5 @@ class StateStorage:
             if row.num_computed < at <= row.num_computed + row.num_tokens
         ]
         shape = (-1, 3)
-        return StateRows(starts, np.array(numbers, np.int32).reshape(shape), np.array(saves, np.int32).reshape(shape))
+        given = StateRows(starts, np.array(numbers, np.int32).reshape(shape), np.array(saves, np.int32).reshape(shape))
+        return given.placed_on(self._device) if runs_at(self._device) else given

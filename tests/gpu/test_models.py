@@ -22,6 +22,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": dict(family="qwen3", head_dim=64),
     "qwen3_moe": dict(family="qwen3_moe", head_dim=64),
     "default": {},
+    "qwen3.5": dict(tiny="qwen3.5"),
+    "lfm2": dict(tiny="lfm2"),
 }
 NEW_TOKENS = 40 if IS_GPU else 3
 LENGTHS = (3, 17, 60, 33, 90, 1, 48, 75) if IS_GPU else (3, 17)
@@ -31,6 +33,10 @@ BLOCK_SIZE = 16
 def directory_of(name: str, scratch: str) -> Path:
     if not MODELS[name]:
         return DEFAULT_MODEL
+    if "tiny" in MODELS[name]:
+        from tests.families.tiny import make
+
+        return make(Path(scratch), MODELS[name]["tiny"])
     from tools.make_random_model import make_random_model
 
     return make_random_model(Path(scratch), **MODELS[name])
@@ -93,7 +99,7 @@ def test_tokens_are_the_same_with_and_without_graphs() -> None:
 
 
 @each("kv", KV_TYPES)
-@each("name", ("llama3", "mistral"))
+@each("name", ("llama3", "mistral", "qwen3.5"))
 def test_a_small_pool_gives_the_tokens_of_a_large_one(name: str, kv: str) -> None:
     small = 256 if IS_GPU else 32
     with tempfile.TemporaryDirectory() as scratch:

@@ -20,6 +20,7 @@ ENGINES = [
         "guided_rows",
         "model",
         "prompt_inputs",
+        "recurrent_models",
     )
 ]
 PYTEST_TIMEOUT_S = 1200

@@ -22,6 +22,7 @@ from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeTier, PackLinears
+from backend.worker.state_storage import StateStorage
 from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import KV_FORMATS, KVFormat
@@ -88,11 +89,12 @@ def torch_driver(
 def drive(tier: Tier, model: Decoder, library: CDLL | None, block_size: int = 32, **options: object) -> Driver:
     """`library` chooses the sampler's kernels."""
     block = tier.kv_block()
-    storage = KVStorage(model.config.num_layers, block.shape, block.dtype, CPU)
+    storage = KVStorage(model.config.num_kv_layers, block.shape, block.dtype, CPU)
     batch = InputBatch(NUM_SLOTS, model.max_seq_len, block_size, CPU)
     sampler = Sampler(NUM_SLOTS, model.config.vocab_size, CPU, library)
     options = {"sink_tokens": model.config.sink_tokens, **options}
-    return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
+    states = StateStorage(model.config, NUM_SLOTS, CPU) if model.config.state_bytes else None
+    return Driver(ModelRunner(tier, storage, batch, sampler, states=states), block_size, **options)
 
 
 @cache
