@@ -54,14 +54,18 @@ class Sizes(NamedTuple):
     max_position: int
 
 
-def read_sizes(settings: Settings, head_dim: int | None = None, inter_key: str = "intermediate_size") -> Sizes:
-    """`head_dim`: what the family takes where config.json names none; None = the width divided by the heads."""
+def read_sizes(
+    settings: Settings, head_dim: int | None = None, inter_key: str = "intermediate_size", layers: int | None = None
+) -> Sizes:
+    """`head_dim`: what the family takes where config.json names none; None = the width divided by the heads. `layers`: their
+    number, where config.json tells it otherwise than as `num_hidden_layers`.
+    """
     hidden, heads = settings.need("hidden_size", Size), settings.need("num_attention_heads", Size)
     sizes = Sizes(
         vocab=settings.need("vocab_size", Size),
         hidden=hidden,
         intermediate=settings.need(inter_key, Size),
-        layers=settings.need("num_hidden_layers", NumLayers),
+        layers=layers or settings.need("num_hidden_layers", NumLayers),
         heads=heads,
         kv_heads=settings.get("num_key_value_heads", Size, heads),
         head_dim=settings.get("head_dim", HeadDim, head_dim or 0) or _head_dim(hidden, heads),

@@ -31,7 +31,8 @@ from backend.api.config.schema import KvNumbers, Windows
 
 NormKind = Literal["rms", "layer"]
 # gelu: with the error function; gelu_tanh: its approximation; swiglu_oai: gpt-oss's, which is clamped
-Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
+# relu2: the square of what is positive, without a gate (Nemotron)
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"]
 QkNorm = Literal[
     "none", "head", "row"
 ]  # head: each head on its own (Qwen3); row: all heads of a token together (OLMo 2)
@@ -211,6 +212,10 @@ class LayerConfig(Struct, frozen=True):
     rope: int | None = 0  # index into ModelConfig.ropes; None = queries and keys are not rotated
     has_experts: bool = False  # ModelConfig.experts in the place of the mlp
     is_recurrent: bool = False  # ModelConfig.recurrence in the place of attention
+    has_mixer: bool = (
+        True  # False: neither attention nor a recurrence, and no norm before it; the mlp alone (Nemotron-H)
+    )
+    has_mlp: bool = True  # False: the mixer alone, with its norm
 
 
 class StackedExperts(Struct, frozen=True):
@@ -339,12 +344,12 @@ class ModelConfig(Struct, frozen=True):
     @property
     def num_kv_layers(self) -> int:
         """The layers of this rank that have KV."""
-        return sum(not layer.is_recurrent for layer in self.held_settings)
+        return sum(layer.has_mixer and not layer.is_recurrent for layer in self.held_settings)
 
     @property
     def num_recurrent_layers(self) -> int:
         """The layers of this rank that have a state."""
-        return len(self.held) - self.num_kv_layers
+        return sum(layer.is_recurrent for layer in self.held_settings)
 
     @property
     def state_bytes(self) -> int:

@@ -133,7 +133,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "it keeps recurrent or convolutional state, and this server keeps KV only": (
         "BailingHybridForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
         "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
-        "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM",
+        "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "OlmoHybridForCausalLM",
         "Qwen4ExpForCausalLM",
         "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",

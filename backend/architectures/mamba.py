@@ -12,6 +12,8 @@ from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
 from backend.architectures.common import Sizes, describe, read_block, read_sizes
 from backend.architectures.description import (
+    Block,
+    Experts,
     LayerConfig,
     LayerNames,
     ModelConfig,
@@ -24,8 +26,41 @@ from backend.architectures.hybrids import read_mixers, with_recurrence
 from backend.architectures.llama import granite_factors
 from backend.architectures.mixtures import GRANITE, mixed, read_experts, with_experts
 from backend.architectures.rope import RopeDefaults, read_rope
-from backend.architectures.settings import Settings, Size
+from backend.architectures.settings import MAX_LAYERS, Cap, Epsilon, Factor, HeadDim, Settings, Size
 
+# Keys of training and of other implementations, and of tensors that predict further tokens.
+_NEMOTRON_UNUSED = """
+    layer_types num_logits_to_keep chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype moe_shared_expert_overlap
+    mtp_layers_block_type mtp_hybrid_override_pattern n_shared_experts norm_eps num_nextn_predict_layers
+    rescale_prenorm_residual rms_norm_eps time_step_floor time_step_limit time_step_max time_step_rank use_mamba_kernels
+    moe_intermediate_size moe_shared_expert_intermediate_size n_routed_experts num_experts_per_tok n_group topk_group
+    norm_topk_prob routed_scaling_factor intermediate_size mamba_state_dim
+""".split()
+_MIXERS = dict(
+    mamba=LayerConfig(None, None, is_recurrent=True, has_mlp=False), attention=LayerConfig(None, None, has_mlp=False)
+)
+_BLOCKS = {
+    **_MIXERS,
+    "linear_attention": _MIXERS["mamba"],
+    "full_attention": _MIXERS["attention"],
+    "mlp": LayerConfig(None, None, has_mixer=False),
+    "moe": LayerConfig(None, None, has_experts=True, has_mixer=False),
+}
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+NEMOTRON = LayerNames(
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    out="mixer.o_proj",
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    attention_norm="norm",
+    mlp_norm="norm",
+    router="mixer.gate",
+    choice_bias="mixer.gate.e_score_correction_bias",
+    experts="mixer.experts.",
+    expert_gate_up=("up_proj",),
+    shared_gate_up=("mixer.shared_experts.up_proj",),
+    shared_down="mixer.shared_experts.down_proj",
+)
 MAMBA_TYPES = ("mamba", "linear_attention")
 
 
@@ -85,6 +120,73 @@ def bamba(settings: Settings, architecture: str) -> ModelConfig:
     tensors = TensorNames(norm="model.final_layernorm", layer=names)
     config = describe(settings, architecture, sizes, layers, [rope], block, tensors)
     return with_recurrence(config, recurrence) if any(each.is_recurrent for each in layers) else config
+
+
+def nemotron_h(settings: Settings, architecture: str) -> ModelConfig:
+    """Each layer is one block behind one norm: Mamba, attention without positions, an mlp, or experts (arXiv:2504.03624)."""
+    settings.ignore(*_NEMOTRON_UNUSED)
+    settings.only("attention_bias", False)
+    settings.only("mlp_hidden_act", "relu2")
+    settings.only("mamba_hidden_act", "silu")
+    settings.only("residual_in_fp32", False)
+    if settings.find("moe_latent_size", int) is not None:
+        raise settings.unsupported("moe_latent_size", "null is")
+    layers = _read_blocks(settings)
+    sizes = read_sizes(settings, settings.get("attention_head_dim", HeadDim, 128), layers=len(layers))
+    block = Block(
+        norm_eps=settings.get("layer_norm_epsilon", Epsilon, 1e-5),
+        activation="relu2",
+        gated=False,
+        mlp_bias=settings.get("mlp_bias", bool, False),
+    )
+    keys = Keys(
+        "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias"
+    )
+    heads, head_dim = settings.get(keys.heads, Size, 128), settings.get(keys.head_dim, Size, 64)
+    limits = settings.get("time_step_min", Cap, 0.001), math.inf  # as in transformers
+    recurrence = _mamba2(settings, keys, heads, head_dim, limits)
+    names = replace(NEMOTRON, **_mamba_names(recurrence, "mixer"))
+    tensors = TensorNames(
+        "backbone.embeddings", "backbone.layers.", "backbone.norm_f", unused=(r"mtp\..*",), layer=names
+    )
+    config = describe(settings, architecture, sizes, layers, [read_rope(settings, sizes.head_dim)], block, tensors)
+    if any(layer.has_experts for layer in layers):
+        config = with_experts(config, _nemotron_experts(settings))
+    return with_recurrence(config, recurrence) if any(layer.is_recurrent for layer in layers) else config
+
+
+def _nemotron_experts(settings: Settings) -> Experts:
+    return read_experts(
+        settings,
+        intermediate=settings.need("moe_intermediate_size", Size),
+        scores="sigmoid",
+        is_normalised=settings.get("norm_topk_prob", bool, True),
+        scale=settings.get("routed_scaling_factor", Factor, 1.0),
+        groups=settings.get("n_group", Size, 1),
+        kept_groups=settings.get("topk_group", Size, 1),
+        adds_two_best=True,
+        has_choice_bias=True,
+        shared=settings.need("moe_shared_expert_intermediate_size", Size),
+    )
+
+
+def _read_blocks(settings: Settings) -> list[LayerConfig]:
+    """By `layers_block_type`, or a letter for each."""
+    kinds = settings.find("layers_block_type", list[str])
+    pattern = settings.find("hybrid_override_pattern", str)
+    if kinds is None:
+        kinds = [_LETTERS.get(letter, letter) for letter in pattern or ""]
+    unknown = sorted(set(kinds) - set(_BLOCKS))
+    if unknown:
+        raise ConfigError(
+            f"{FILE}: layers_block_type: {shown(unknown[0])} is not supported; supported are {', '.join(_BLOCKS)}"
+        )
+    if not 0 < len(kinds) <= MAX_LAYERS:
+        raise ConfigError(
+            f"{FILE}: layers_block_type names {len(kinds)} layers, 1 to {MAX_LAYERS} are needed; {REMEDY}"
+        )
+    settings.only("num_hidden_layers", len(kinds))
+    return [_BLOCKS[kind] for kind in kinds]
 
 
 def _read_mamba(settings: Settings, sizes: Sizes) -> Recurrence:

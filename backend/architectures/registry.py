@@ -44,6 +44,9 @@ FAMILIES: dict[str, Family] = {
         mamba.granite4, "Granite 4.0 Micro, 350M and 1B, H-350M, H-1B, H-Micro, H-Tiny and H-Small"
     ),
     "BambaForCausalLM": Family(mamba.bamba, "Bamba 9B"),
+    "NemotronHForCausalLM": Family(
+        mamba.nemotron_h, "Nemotron-H 4B to 56B, Nemotron Nano 2 9B and 12B, Nemotron 3 Nano 30B-A3B"
+    ),
     "SmolLM3ForCausalLM": Family(llama.smollm3, "SmolLM3 3B"),
     "Olmo2ForCausalLM": Family(post_norm.olmo2, "OLMo 2 1B to 32B"),
     "Olmo3ForCausalLM": Family(post_norm.olmo3, "OLMo 3 7B and 32B"),

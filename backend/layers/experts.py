@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from backend.architectures.description import Block, Experts
+from backend.layers.activation import activate
 from backend.layers.linear import DenseLinear, Linear
-from kernels.activation import activate
 from kernels.common.triton_runtime import runs_on
 from kernels.grouped_linear import Weights, grouped_linear, weights_of
 from kernels.grouped_linear import plan as make_plan
@@ -91,7 +91,7 @@ def _in_groups(x: Tensor, chosen: Tensor, weights: tuple[Weights, Weights], bloc
     gate_up, down = weights
     plan = make_plan(chosen, len(gate_up.tensors))
     given = grouped_linear(x, gate_up, plan, gathers=True)
-    activated = activate(given, block.activation, block.gated)
+    activated = activate(given, block)
     parts[plan.order] = grouped_linear(activated, down, plan, gathers=False).float()
 
 
@@ -111,7 +111,7 @@ def _stacked(linears: list[DenseLinear]) -> Weights:
 
 def _mlp(x: Tensor, weights: MlpWeights, block: Block) -> Tensor:
     """x [tokens, hidden] -> [tokens, hidden]."""
-    return weights.down(activate(weights.gate_up(x), block.activation, block.gated))
+    return weights.down(activate(weights.gate_up(x), block))
 
 
 def _greatest(x: Tensor, count: int) -> Tensor:

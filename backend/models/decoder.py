@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backend.architectures.description import WHOLE, Block, ModelConfig, Shard
 from backend.architectures.shards import of_rank, vocabulary
+from backend.layers.activation import activate
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.experts import ExpertsWeights, MlpWeights, mix
 from backend.layers.linear import Linear, num_bytes_of
@@ -28,7 +29,7 @@ from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.parts import CheckpointParts, Parts
 from backend.models.splits import SplitTensors
 from backend.models.tensors import TensorSource
-from kernels.activation import activate, activate_int8
+from kernels.activation import activate_int8
 from kernels.common.kv_format import KVPool
 from kernels.common.state_rows import StateRows
 from kernels.embedding import embedding
@@ -47,13 +48,14 @@ def mlp(
     if isinstance(weights, ExpertsWeights):
         assert isinstance(x, Tensor)  # the router reads what is not quantised
         return mix(x, weights, block)
-    gate_up, kind = weights.gate_up(x), (block.activation, block.gated)
+    gate_up = weights.gate_up(x)
     if adapt is None:
-        quantizes = may_quantize and weights.down.takes_int8
-        return weights.down(activate_int8(gate_up, *kind) if quantizes else activate(gate_up, *kind))
+        quantizes = may_quantize and weights.down.takes_int8 and block.activation != "relu2"
+        to_int8 = partial(activate_int8, kind=block.activation, gated=block.gated)
+        return weights.down(to_int8(gate_up) if quantizes else activate(gate_up, block))
     assert isinstance(x, Tensor)  # with adapters no activations are quantised ahead
     adapt(gate_up, x, "gate_up")
-    activated = activate(gate_up, *kind)
+    activated = activate(gate_up, block)
     y = weights.down(activated)
     adapt(y, activated, "down")
     return y
@@ -134,8 +136,10 @@ class Decoder:
         linears = [] if self.lm_head is None else [self.lm_head]
         for layer in self.layers:
             mlp, mixer = layer.mlp, layer.attention
-            linears += mixer.linears if isinstance(mixer, RecurrentWeights) else (mixer.qkv, mixer.out)
-            linears += mlp.linears if isinstance(mlp, ExpertsWeights) else (mlp.gate_up, mlp.down)
+            if mixer is not None:
+                linears += mixer.linears if isinstance(mixer, RecurrentWeights) else (mixer.qkv, mixer.out)
+            if mlp is not None:
+                linears += mlp.linears if isinstance(mlp, ExpertsWeights) else (mlp.gate_up, mlp.down)
         return linears
 
     def forward(
@@ -167,6 +171,9 @@ class Decoder:
         kv_pools, state_pools = iter(pools), iter(() if states is None else states.pools)
         for index, (layer, settings, tables) in enumerate(of_layers):
             adapt = None if adapted is None else partial(adapted.add, index)
+            if layer.attention is None:
+                x, delta = run(x, delta, layer, None, adapt)
+                continue
             if isinstance(layer.attention, RecurrentWeights):
                 assert states is not None, "a model with recurrent layers is given states"
                 own = States(layer.attention.settings, next(state_pools))
@@ -190,19 +197,26 @@ class Decoder:
         return add(x, delta, block)
 
     def _sequential(
-        self, x: Tensor, delta: Tensor | None, layer: LayerWeights, attend: Attend, adapt: Adapt | None
-    ) -> tuple[Tensor, Tensor]:
-        """Run a layer on x and what is still to be added to it; returns the same of its results."""
+        self, x: Tensor, delta: Tensor | None, layer: LayerWeights, attend: Attend | None, adapt: Adapt | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a layer on x and what is still to be added to it; returns the same of its results. attend: None where the layer
+        has no mixer.
+        """
         block = self.config.block
-        normed, x = add_norm(x, delta, layer.attention_norm, block, self._takes_int8(layer.attention))
-        delta = norm(attend(normed), layer.attention_out_norm, block)
-        normed, x = add_norm(x, delta, layer.mlp_norm, block, self._takes_int8(layer.mlp))
-        return x, norm(mlp(normed, layer.mlp, block, not self.takes_adapters, adapt), layer.mlp_out_norm, block)
+        if attend is not None and layer.attention is not None:
+            normed, x = add_norm(x, delta, layer.attention_norm, block, self._takes_int8(layer.attention))
+            delta = norm(attend(normed), layer.attention_out_norm, block)
+        if layer.mlp is not None:
+            normed, x = add_norm(x, delta, layer.mlp_norm, block, self._takes_int8(layer.mlp))
+            done = mlp(normed, layer.mlp, block, not self.takes_adapters, adapt)
+            delta = norm(done, layer.mlp_out_norm, block)
+        return x, delta
 
     def _parallel(
-        self, x: Tensor, delta: Tensor | None, layer: LayerWeights, attend: Attend, adapt: Adapt | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, delta: Tensor | None, layer: LayerWeights, attend: Attend | None, adapt: Adapt | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Like `_sequential`. Attention and mlp read the same norm, unless the mlp has one of its own."""
+        assert attend is not None and layer.attention is not None and layer.mlp is not None
         block, shares = self.config.block, layer.mlp_norm is None
         to_int8 = self._takes_int8(layer.attention) and (not shares or self._takes_int8(layer.mlp))
         normed, x = add_norm(x, delta, layer.attention_norm, block, to_int8)

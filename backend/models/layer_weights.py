@@ -17,10 +17,10 @@ from backend.models.parts import Parts
 
 @dataclass(slots=True)
 class LayerWeights:
-    """Which norms a layer has, LayerNames says."""
+    """Which norms a layer has, LayerNames says; LayerConfig, if it has both of attention and mlp."""
 
-    attention: AttentionWeights | RecurrentWeights
-    mlp: MlpWeights | ExpertsWeights
+    attention: AttentionWeights | RecurrentWeights | None
+    mlp: MlpWeights | ExpertsWeights | None
     attention_norm: NormWeights | None
     attention_out_norm: NormWeights | None
     mlp_norm: NormWeights | None
@@ -31,13 +31,16 @@ def layer_weights(config: ModelConfig, parts: Parts, index: int) -> LayerWeights
     """The weights of the layer of this number."""
     names, prefix, settings = config.names.layer, f"{config.names.layers}{index}.", config.layers[index]
 
-    def norm_of(name: str | None) -> NormWeights | None:
-        return None if name is None else norm_weights(config, parts, prefix + name, config.hidden_size)
+    def norm_of(name: str | None, is_there: bool) -> NormWeights | None:
+        return None if name is None or not is_there else norm_weights(config, parts, prefix + name, config.hidden_size)
 
-    attention_norm, attention_out_norm = norm_of(names.attention_norm), norm_of(names.attention_out_norm)
-    mixer = (_recurrent if settings.is_recurrent else _attention)(config, parts, prefix)
-    mlp_norm, mlp_out_norm = norm_of(names.mlp_norm), norm_of(names.mlp_out_norm)
-    mlp = (_experts if settings.has_experts else _mlp)(config, parts, prefix)
+    mixes, has_mlp = settings.has_mixer, settings.has_mlp
+    attention_norm, attention_out_norm = (
+        norm_of(name, mixes) for name in (names.attention_norm, names.attention_out_norm)
+    )
+    mixer = (_recurrent if settings.is_recurrent else _attention)(config, parts, prefix) if mixes else None
+    mlp_norm, mlp_out_norm = (norm_of(name, has_mlp) for name in (names.mlp_norm, names.mlp_out_norm))
+    mlp = (_experts if settings.has_experts else _mlp)(config, parts, prefix) if has_mlp else None
     return LayerWeights(mixer, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
 
 

@@ -40,6 +40,7 @@ def native_form(block: Block, query_scales: Tensor | None) -> NativeForm:
 
 def native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: RotaryTables | None) -> NativeLayer:
     mixer, mlp = layer.attention, layer.mlp
+    assert mixer is not None and mlp is not None, "layers of one block have no native kernels (tier.py)"
     attention = mixer if isinstance(mixer, AttentionWeights) else None
     experts = mlp if isinstance(mlp, ExpertsWeights) else None
     gate_up, down = (None, None) if isinstance(mlp, ExpertsWeights) else (packed(mlp.gate_up), packed(mlp.down))

@@ -83,6 +83,17 @@ def test_a_key_that_is_not_known_is_refused_unless_it_is_off(name: str) -> None:
             dict(time_step_limit=[0.1, 0.0]),
             "time_step_limit .* is not supported here; two numbers",
         ),
+        (
+            "Nemotron-Nano-9B-v2",
+            dict(hybrid_override_pattern="MX*"),
+            "layers_block_type: X is not supported; supported are",
+        ),
+        (
+            "Nemotron-Nano-9B-v2",
+            dict(num_hidden_layers=55),
+            "num_hidden_layers 55 is not supported here; supported is 56",
+        ),
+        ("Nemotron-3-Nano-30B-A3B", dict(moe_latent_size=1024), "moe_latent_size 1024 is not supported here; null is"),
         ("Qwen3-Next-80B-A3B", dict(attn_output_gate=False), "attn_output_gate false is not supported here"),
         ("LFM2-350M", dict(block_ffn_dim_multiplier=1e30), "block_ffn_dim_multiplier .* it makes the mlp .* wide"),
         ("Granite-4.0-Micro", dict(position_embedding_type="alibi"), "position_embedding_type alibi is not supported"),

@@ -50,6 +50,8 @@ def log_probs(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_agrees_with_transformers(name: str, checkpoint: Callable[..., Path], tier: TierCase) -> None:
+    if tier.kernels == "native" and name == "nemotron-h":
+        pytest.skip("layers of one block have no native kernels yet")
     directory = checkpoint(name)
     driver = GroupDriver.of(directory, tier)
     tokens = prompt(LENGTH, VOCAB, seed=len(name))

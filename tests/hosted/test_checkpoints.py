@@ -178,6 +178,7 @@ ELSEWHERE = {
     "Gemma4UnifiedAssistantForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
+    "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
