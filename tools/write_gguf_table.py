@@ -28,6 +28,8 @@ ALSO = {
     "granite": ["GraniteMoeHybridForCausalLM"],
     "olmo2": ["Olmo3ForCausalLM"],
     "granitemoe": ["GraniteMoeForCausalLM"],
+    "qwen35": ["Qwen3_5ForConditionalGeneration"],
+    "qwen35moe": ["Qwen3_5MoeForConditionalGeneration"],
 }
 
 
