@@ -24,14 +24,14 @@ from backend.architectures.description import (
 )
 from backend.architectures.hybrids import read_mixers, with_recurrence
 from backend.architectures.llama import granite_factors
-from backend.architectures.mixtures import GRANITE, mixed, read_experts, with_experts
+from backend.architectures.mixtures import GRANITE, behind, mixed, read_experts, with_experts
 from backend.architectures.rope import RopeDefaults, read_rope
 from backend.architectures.settings import MAX_LAYERS, Cap, Epsilon, Factor, HeadDim, Settings, Size
 
 # Keys of training and of other implementations, and of tensors that predict further tokens.
 _NEMOTRON_UNUSED = """
     layer_types num_logits_to_keep chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype moe_shared_expert_overlap
-    mtp_layers_block_type mtp_hybrid_override_pattern n_shared_experts norm_eps num_nextn_predict_layers
+    mtp_layers_block_type mtp_hybrid_override_pattern n_shared_experts norm_eps
     rescale_prenorm_residual rms_norm_eps time_step_floor time_step_limit time_step_max time_step_rank use_mamba_kernels
     moe_intermediate_size moe_shared_expert_intermediate_size n_routed_experts num_experts_per_tok n_group topk_group
     norm_topk_prob routed_scaling_factor intermediate_size mamba_state_dim
@@ -146,9 +146,8 @@ def nemotron_h(settings: Settings, architecture: str) -> ModelConfig:
     limits = settings.get("time_step_min", Cap, 0.001), math.inf  # as in transformers
     recurrence = _mamba2(settings, keys, heads, head_dim, limits)
     names = replace(NEMOTRON, **_mamba_names(recurrence, "mixer"))
-    tensors = TensorNames(
-        "backbone.embeddings", "backbone.layers.", "backbone.norm_f", unused=(r"mtp\..*",), layer=names
-    )
+    unused = (r"mtp\..*", *behind(len(layers), settings.get("num_nextn_predict_layers", int, 0)))
+    tensors = TensorNames("backbone.embeddings", "backbone.layers.", "backbone.norm_f", unused=unused, layer=names)
     config = describe(settings, architecture, sizes, layers, [read_rope(settings, sizes.head_dim)], block, tensors)
     if any(layer.has_experts for layer in layers):
         config = with_experts(config, _nemotron_experts(settings))

@@ -273,7 +273,7 @@ def read_experts(settings: Settings, **fields: Any) -> Experts:
 def behind(layers: int, more: int) -> tuple[str, ...]:
     """Names of the tensors of `more` layers that predict further tokens: they stand behind the model's own, and are not read."""
     numbers = range(layers, layers + min(max(more, 0), 64))
-    return tuple(rf"(?:model\.layers|blk)\.{number}\..*" for number in numbers)
+    return tuple(rf"(?:(?:model|backbone)\.layers|blk)\.{number}\..*" for number in numbers)
 
 
 def _read_shared(settings: Settings, key: str, default: int) -> int:

@@ -26,6 +26,8 @@ OF_MODEL = {
     "lm_head": "output",
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
+    "backbone.embeddings": "token_embd",
+    "backbone.norm_f": "output_norm",
 }
 OF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -51,6 +53,16 @@ OF_LAYER = {
     "mamba.out_proj": "ssm_out",
     "mamba.conv1d": "ssm_conv1d",
     "mamba.norm": "ssm_norm",
+    "norm": "attn_norm",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
     "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
     "conv.conv": "shortconv.conv",
@@ -70,6 +82,7 @@ OF_LAYER = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
+MAMBA = ("in_proj.weight", "out_proj.weight", "conv1d.weight", "conv1d.bias", "norm.weight")
 PROJECTIONS = dict(gate_proj="gate", up_proj="up", down_proj="down", w1="gate", w3="up", w2="down")
 NUMBERS = {
     "num_hidden_layers": "block_count",
@@ -89,6 +102,14 @@ NUMBERS = {
     "linear_num_value_heads": "ssm.time_step_rank",
     "linear_key_head_dim": "ssm.state_size",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "n_groups": "ssm.group_count",
+    "ssm_state_size": "ssm.state_size",
+    "conv_kernel": "ssm.conv_kernel",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "n_routed_experts": "expert_count",
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_state": "ssm.state_size",
@@ -109,6 +130,10 @@ def write_hybrid(directory: Path, file: Path, arch: str, kind: str = "F32", extr
     """extra_layer: one that predicts a further token stands behind the model's own, as in most files of Qwen3.5."""
     config = json.loads((directory / "config.json").read_text())
     config |= config.get("text_config", {})
+    if kinds := config.pop("layers_block_type", None):
+        config |= dict(layer_types=kinds, num_hidden_layers=len(kinds), num_local_experts=None)
+        if "moe" not in kinds:
+            config |= dict.fromkeys(("n_routed_experts", "moe_intermediate_size"))
     writer = gguf.GGUFWriter(file, arch)
     tensors = dict(_tensors(directory, arch, config))
     _add_settings(writer, arch, config, tensors, extra_layer)
@@ -139,9 +164,10 @@ def _add_settings(
     for key, name in FACTORS.items():
         if config.get(key) is not None:
             writer.add_float32(f"{arch}.{name}", config[key])
-    recurrent = [kind != "full_attention" for kind in config["layer_types"]]
+    kinds = config["layer_types"]
+    recurrent = [kind != "full_attention" for kind in kinds]
     kv_heads: int = config["num_key_value_heads"]
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters")
     if rope:
         writer.add_float32(f"{arch}.rope.freq_base", rope["rope_theta"])
     if "linear_num_value_heads" in config:
@@ -163,6 +189,16 @@ def _add_settings(
             writer.kv_data[0].pop(f"{arch}.feed_forward_length")
             writer.add_uint32(f"{arch}.feed_forward_length", len(tensors["blk.0.ffn_gate.weight"]))
         return
+    if arch.startswith("nemotron"):
+        width = config["moe_intermediate_size" if "moe" in kinds else "intermediate_size"]
+        writer.kv_data[0].pop(f"{arch}.feed_forward_length")
+        writer.add_array(f"{arch}.feed_forward_length", [width if kind in ("mlp", "moe") else 0 for kind in kinds])
+        writer.add_uint32(f"{arch}.ssm.inner_size", config["mamba_num_heads"] * config["mamba_head_dim"])
+        writer.add_float32(f"{arch}.attention.layer_norm_epsilon", config["layer_norm_epsilon"])
+        if "moe" in kinds:
+            writer.add_bool(f"{arch}.expert_weights_norm", config["norm_topk_prob"])
+            writer.add_float32(f"{arch}.expert_weights_scale", config["routed_scaling_factor"])
+        return
     writer.add_uint32(f"{arch}.ssm.inner_size", config["mamba_expand"] * config["hidden_size"])
     writer.add_bool(f"{arch}.rope.scaling.finetuned", False)
 
@@ -175,11 +211,11 @@ def _tensors(directory: Path, arch: str, config: dict[str, Any]) -> Iterator[tup
             continue
         if name.endswith("norm.weight") and arch.startswith("qwen") and "linear_attn.norm" not in name:
             tensor = tensor + 1
-        if (found := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)) is None:
+        if (found := re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.*)", name)) is None:
             yield OF_MODEL[name.removesuffix(".weight")] + ".weight", tensor
             continue
         prefix = f"blk.{found[1]}."
-        if of_expert := re.fullmatch(r"(?:mlp|feed_forward)\.experts\.(\d+)\.(\w+)\.weight", found[2]):
+        if of_expert := re.fullmatch(r"(?:mlp|feed_forward|mixer)\.experts\.(\d+)\.(\w+)\.weight", found[2]):
             stored = f"{prefix}ffn_{PROJECTIONS[of_expert[2]]}_exps.weight"
             experts.setdefault(stored, {})[int(of_expert[1])] = tensor
             continue
@@ -193,14 +229,16 @@ def _of_layer(name: str, tensor: Tensor, arch: str, config: dict[str, Any]) -> I
     base, _, suffix = name.rpartition(".")
     if "linear_attn." in name and arch != "qwen3next":
         tensor = _tiled(name, tensor, config)
-    column = (lambda x: x[:, None]) if name.startswith("mamba.") else (lambda x: x)
+    is_mamba = not name.startswith("linear_attn.")
+    if name.startswith("mixer.") and name.removeprefix("mixer.") in MAMBA:
+        name, base = name.replace("mixer.", "mamba."), base.replace("mixer", "mamba")
     if suffix == "A_log":
-        yield "ssm_a", column(-tensor.exp())
+        yield "ssm_a", -tensor.exp()[:, None] if is_mamba else -tensor.exp()
     elif suffix == "D":
-        yield "ssm_d", column(tensor)
+        yield "ssm_d", tensor[:, None]
     elif suffix == "dt_bias":
         yield "ssm_dt.bias", tensor
-    elif suffix == "expert_bias":
+    elif suffix in ("expert_bias", "e_score_correction_bias"):
         yield "exp_probs_b.bias", tensor
     elif base == "post_attention_layernorm":
         yield ("post_attention_norm" if arch.startswith("qwen") else "ffn_norm") + ".weight", tensor
@@ -219,7 +257,7 @@ def _of_layer(name: str, tensor: Tensor, arch: str, config: dict[str, Any]) -> I
         yield f"ffn_down{'_shexp' if config['num_local_experts'] else ''}.weight", tensor
     else:
         if base == "mamba.norm":
-            tensor = tensor.unflatten(0, (config["mamba_n_groups"], -1))
+            tensor = tensor.unflatten(0, (config["n_groups" if "n_groups" in config else "mamba_n_groups"], -1))
         if suffix == "weight" and base.endswith((".conv1d", "conv.conv")):
             tensor = tensor.squeeze(1)
         if arch == "granitehybrid" and base.endswith(("q_proj", "k_proj")):

@@ -81,7 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt-oss": {},
 }
 
-HYBRIDS = {"qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid"}  # test_gguf_hybrids.py has these
+# test_gguf_hybrids.py has these.
+HYBRIDS = {"qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid"}
 
 
 def logits(path: Path) -> Tensor:

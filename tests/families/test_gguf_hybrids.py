@@ -1,7 +1,7 @@
 """GGUF files of hybrids have the logits of the checkpoints that they were made of.
 
 llama.cpp's own converter (llama-cpp-python 0.3.36) made files of the same checkpoints, with an empty vocabulary and without
-layers that predict further tokens: their log-probabilities were those of the checkpoints bit for bit, of granitehybrid to 2e-6.
+layers that predict further tokens: their log-probabilities were those of the checkpoints bit for bit, of Mamba's to 2e-6.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from tests.families.gguf_hybrids import write_hybrid
 from tests.families.test_gguf import CPU, HELD, HYBRIDS, ROWS, dequantised, logits
 from tests.families.tiny import make
 
+# Nothing in a file bounds steps from below.
+_BLOCKS = dict(time_step_min=1e-9, n_group=1, topk_group=1)
+DENSE = _BLOCKS | dict(layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"])
+SPARSE = _BLOCKS | dict(layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"])
 # (architecture, name of a tiny checkpoint, what the files cannot say)
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen35", "qwen3.5", {}),
@@ -33,9 +37,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("lfm2", "lfm2", dict(conv_bias=False)),
     ("lfm2moe", "lfm2 moe", dict(routed_scaling_factor=1.0)),
     ("granitehybrid", "granite 4 hybrid", dict(position_embedding_type=None, mamba_proj_bias=False)),
+    ("nemotron_h", "nemotron-h", DENSE),
+    ("nemotron_h_moe", "nemotron-h", SPARSE),
     ("granitehybrid", "granite 4 hybrid with experts", dict(mamba_conv_bias=True)),
 ]
-ids = [name for _, name, _ in CASES]
+ids = [f"{arch} {name}" for arch, name, _ in CASES]
+OF_TEXT = [case for case in CASES if "images" not in case[1]]
 # Sizes of which each projection is one of whole blocks of 256.
 WHOLE = dict(
     hidden_size=256,
@@ -43,6 +50,9 @@ WHOLE = dict(
     moe_intermediate_size=256,
     shared_expert_intermediate_size=256,
     shared_intermediate_size=256,
+    moe_shared_expert_intermediate_size=256,
+    mamba_num_heads=8,
+    mamba_head_dim=64,
     mamba_n_heads=8,
     mamba_d_head=64,
     block_auto_adjust_ff_dim=False,
@@ -65,7 +75,7 @@ def test_a_file_has_the_logits_of_its_checkpoint(tmp_path: Path, arch: str, name
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "BF16"])
-@pytest.mark.parametrize("arch, name, changes", [case for case in CASES if "images" not in case[1]], ids=str)
+@pytest.mark.parametrize("arch, name, changes", OF_TEXT, ids=[f"{arch} {name}" for arch, name, _ in OF_TEXT])
 def test_blocks_stay_as_they_are(tmp_path: Path, arch: str, name: str, changes: dict[str, Any], kind: str) -> None:
     known = make(tmp_path / "small", name, **changes)
     keys = (known / "config.json").read_text()

@@ -38,7 +38,8 @@ def config_of(header: GgufHeader, rope_tables: dict[str, list[float]]) -> dict[s
         bos_token_id=header.get("tokenizer.ggml.bos_token_id", int),
         eos_token_id=list(eos_ids(header)) or None,
     )
-    own = {family.epsilon: settings.need(f"attention.{epsilon}", Epsilon)} | family.keys(settings)
+    own = {family.epsilon: settings.need(f"attention.{epsilon}", Epsilon)} if family.epsilon else {}
+    own |= family.keys(settings)
     settings.check_neutral()
     return common | own
 
@@ -62,7 +63,7 @@ def _intermediate(settings: GgufSettings) -> int | None:
     of_expert: Any = settings.get("expert_feed_forward_length", Any)
     if given is None and of_expert is not None:
         return None
-    width: int = settings.uniform("feed_forward_length", Size)
+    width: int = settings.uniform("feed_forward_length", Size, skips_zeros=True)
     return width
 
 

@@ -29,7 +29,7 @@ class GgufFamily(NamedTuple):
 
     architecture: str
     keys: Callable[[GgufSettings], Keys] = lambda settings: {}
-    epsilon: str = "rms_norm_eps"  # the key of config.json; layer norms have another
+    epsilon: str = "rms_norm_eps"  # the key of config.json; layer norms have another; empty: `keys` has it
     rotates_pairs: bool = False  # rows of queries and keys are put in pairs by llama.cpp's converter
     adds_one: bool = False  # the weights of norms are stored with the 1 that the family adds to them
     mlp_norm: str = "ffn_norm"  # the tensor of the norm before the mlp
@@ -292,6 +292,8 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
     ),
     "lfm2": GgufFamily("Lfm2ForCausalLM", recurrent.lfm2, "norm_eps", last_norm="token_embd_norm"),
     "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", recurrent.lfm2_moe, "norm_eps", last_norm="token_embd_norm"),
+    "nemotron_h": GgufFamily("NemotronHForCausalLM", recurrent.nemotron_h, "", mlp_norm="attn_norm"),
+    "nemotron_h_moe": GgufFamily("NemotronHForCausalLM", recurrent.nemotron_h, "", mlp_norm="attn_norm"),
     "granitehybrid": GgufFamily("GraniteMoeHybridForCausalLM", recurrent.granite_hybrid, rotates_pairs=True),
 }
 

@@ -22,9 +22,12 @@ def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
     """The configuration with the names of what the file holds: some projections are fused there, others not."""
     block, plain, layer = config.block, LayerNames(), config.names.layer
     changes: dict[str, Any] = dict(qkv_by_head=False, stacked=None, sinks="self_attn.sinks.weight")
-    changes |= dict(expert_gate_up=plain.expert_gate_up, expert_down=plain.expert_down, choice_bias="mlp.choice.bias")
-    changes |= dict(shared_gate_up=plain.shared_gate_up, shared_down=plain.shared_down, experts=plain.experts)
-    attends = next((index for index, each in enumerate(config.layers) if not each.is_recurrent), None)
+    first = 0 if block.gated else 1  # without a gate there is up alone
+    changes |= dict(
+        expert_gate_up=plain.expert_gate_up[first:], expert_down=plain.expert_down, choice_bias="mlp.choice.bias"
+    )
+    changes |= dict(shared_gate_up=plain.shared_gate_up[first:], shared_down=plain.shared_down, experts=plain.experts)
+    attends = next((at for at, each in enumerate(config.layers) if each.has_mixer and not each.is_recurrent), None)
     is_fused = f"blk.{attends}.{_FUSED_QKV}.weight" in header.tensors
     if is_fused != (len(layer.qkv) == 1) and attends is not None:
         changes["qkv"] = ("self_attn.qkv_proj",) if is_fused else plain.qkv
@@ -56,14 +59,14 @@ def tensors_of(config: ModelConfig, header: GgufHeader) -> dict[str, Named]:
 
 def _of_layer(config: ModelConfig, family: GgufFamily, index: int) -> Iterator[tuple[str, Named]]:
     names, block, hidden = config.names.layer, config.block, config.hidden_size
-    yield from (tensors_of_recurrence if config.layers[index].is_recurrent else _of_attention)(config)
-    yield from (_of_experts if config.layers[index].has_experts else _of_mlp)(config)
-    norms = (
-        ("attn_norm", names.attention_norm),
-        ("post_attention_norm", names.attention_out_norm),
-        (family.mlp_norm, names.mlp_norm),
-        ("post_ffw_norm", names.mlp_out_norm),
-    )
+    layer = config.layers[index]
+    norms: list[tuple[str, str | None]] = []
+    if layer.has_mixer:
+        yield from (tensors_of_recurrence if layer.is_recurrent else _of_attention)(config)
+        norms += ("attn_norm", names.attention_norm), ("post_attention_norm", names.attention_out_norm)
+    if layer.has_mlp:
+        yield from (_of_experts if layer.has_experts else _of_mlp)(config)
+        norms += (family.mlp_norm, names.mlp_norm), ("post_ffw_norm", names.mlp_out_norm)
     for stored, hf_norm in norms:
         if hf_norm is not None:
             yield stored, Named(hf_norm, (hidden,), block.norm_bias)
@@ -100,17 +103,18 @@ def _of_experts(config: ModelConfig) -> Iterator[tuple[str, Named]]:
     names, hidden, experts = config.names.layer, config.hidden_size, config.experts
     assert experts is not None
     inter, shared = experts.intermediate, experts.shared
+    gate_up = _GATE_UP if config.block.gated else _GATE_UP[1:]
     yield "ffn_gate_inp", Named(names.router, (experts.count, hidden), experts.router_bias)
     if experts.has_choice_bias:
         shape = (1, experts.count) if experts.choice_bias_is_row else (experts.count,)
         yield "exp_probs_b", Named(names.choice_bias.removesuffix(".bias"), shape, has_bias=True, has_weight=False)
     for expert in range(experts.count):
         prefix = f"{names.experts}{expert}."
-        for stored, hf in zip(_GATE_UP, names.expert_gate_up, strict=True):
+        for stored, hf in zip(gate_up, names.expert_gate_up, strict=True):
             yield f"{stored}_exps.{expert}", Named(prefix + hf, (inter, hidden), experts.has_bias)
         yield f"ffn_down_exps.{expert}", Named(prefix + names.expert_down, (hidden, inter), experts.has_bias)
     if shared:
-        for stored, hf in zip(_GATE_UP, names.shared_gate_up, strict=True):
+        for stored, hf in zip(gate_up, names.shared_gate_up, strict=True):
             yield f"{stored}_shexp", Named(hf, (shared, hidden))
         yield "ffn_down_shexp", Named(names.shared_down, (hidden, shared))
     if experts.has_shared_gate:

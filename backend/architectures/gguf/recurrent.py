@@ -20,7 +20,7 @@ from backend.api.checkpoint.model_files import shown
 from backend.architectures.description import ModelConfig, RecurrentNames
 from backend.architectures.gguf.routers import SIGMOID, SOFTMAX, Keys, check_router, experts_of
 from backend.architectures.gguf.settings import GgufSettings
-from backend.architectures.settings import Factor, Size
+from backend.architectures.settings import Epsilon, Factor, Size
 
 _QKVZ, _BA = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
 
@@ -120,6 +120,53 @@ def granite_hybrid(settings: GgufSettings) -> Keys:
         mamba_d_conv=settings.need("ssm.conv_kernel", Size),
         mamba_conv_bias=settings.rows_of("ssm_conv1d.bias") is not None,
     )  # fmt: skip
+
+
+def nemotron_h(settings: GgufSettings) -> Keys:
+    """A layer with heads of keys attends, one with a width is an mlp or has experts, and others are Mamba's. llama.cpp does not
+    bound steps from below, and no file says it.
+    """
+    extra = settings.get("nextn_predict_layers", int) or 0
+    layers = settings.need("block_count", Size) - extra
+    if extra < 0 or layers < 1:
+        raise settings.unsupported("nextn_predict_layers", extra)
+    attends = [kind == "full_attention" for kind in _kinds(settings, "mamba")]
+    widths: Any = settings.need("feed_forward_length", Any)
+    if not isinstance(widths, list) or len(widths) < layers:
+        raise settings.unsupported("feed_forward_length", f"{shown(widths)} for {layers} layers")
+    experts: Keys = {}
+    if settings.get("expert_count", int):
+        normalises = settings.get("expert_weights_norm", bool) or False
+        check_router(settings, normalises, SIGMOID)
+        experts = experts_of(settings, "n_routed_experts") | dict(
+            moe_shared_expert_intermediate_size=settings.need("expert_shared_feed_forward_length", Size),
+            moe_latent_size=settings.get("moe_latent_size", Size),
+            norm_topk_prob=normalises,
+            routed_scaling_factor=settings.get("expert_weights_scale", float) or None,  # 0: there is none
+            n_group=settings.get("expert_group_count", Size),
+            topk_group=settings.get("expert_group_used_count", Size),
+        )
+        settings.get("expert_shared_count", int)
+    wide = "moe" if experts else "mlp"
+    heads = settings.need("ssm.time_step_rank", Size)
+    epsilon = settings.get("attention.layer_norm_rms_epsilon", Epsilon)
+    return experts | dict(
+        layers_block_type=[
+            "attention" if attend else wide if width else "mamba" for attend, width in zip(attends[:layers], widths)
+        ],
+        num_hidden_layers=layers,
+        num_nextn_predict_layers=extra,
+        layer_norm_epsilon=settings.need("attention.layer_norm_epsilon", Epsilon) if epsilon is None else epsilon,
+        rope_parameters=None,
+        mamba_num_heads=heads,
+        mamba_head_dim=settings.need("ssm.inner_size", Size) // heads,
+        n_groups=settings.need("ssm.group_count", Size),
+        ssm_state_size=settings.need("ssm.state_size", Size),
+        conv_kernel=settings.need("ssm.conv_kernel", Size),
+        use_conv_bias=settings.rows_of("ssm_conv1d.bias") is not None,
+        mlp_bias=settings.rows_of("ffn_up.bias") is not None,
+        time_step_min=0.0,
+    )
 
 
 def multipliers(settings: GgufSettings) -> Keys:
