@@ -21,7 +21,7 @@ from backend.architectures.description import (
     StackedExperts,
     TensorNames,
 )
-from backend.architectures.mixtures import QWEN, mixed, read_experts, with_experts
+from backend.architectures.mixtures import QWEN, behind, mixed, read_experts, with_experts
 from backend.architectures.rope import RopeDefaults, read_rope
 from backend.architectures.settings import Epsilon, Factor, Settings, Size
 
@@ -133,7 +133,8 @@ def qwen3_next(settings: Settings, architecture: str) -> ModelConfig:
 
 def _qwen(settings: Settings, architecture: str, sizes: Sizes, names: LayerNames) -> ModelConfig:
     """Three layers of the gated delta rule, then one that attends, whose result is gated; RMS norms store weights less 1."""
-    settings.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+    settings.ignore("mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+    unused = (*_PREDICTORS, *behind(sizes.layers, settings.get("mtp_num_hidden_layers", int, 0)))
     settings.only("attn_output_gate", True)
     every = settings.get("full_attention_interval", Size, 4)
     attends = [layer for layer in range(sizes.layers) if (layer + 1) % every == 0]
@@ -144,7 +145,7 @@ def _qwen(settings: Settings, architecture: str, sizes: Sizes, names: LayerNames
     block = read_block(settings, qkv_bias=bias, out_bias=bias, qk_norm="head", norm_offset=1.0, gates_attention=True)
     split = _split("self_attn.q_proj", sizes.heads, (("query", sizes.head_dim), ("gate", sizes.head_dim)))
     qkv = ("self_attn.q_proj.query", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj.gate")
-    tensors = TensorNames(layer=replace(names, qkv=qkv, splits=(split, *names.splits)), unused=_PREDICTORS)
+    tensors = TensorNames(layer=replace(names, qkv=qkv, splits=(split, *names.splits)), unused=unused)
     config = describe(settings, architecture, sizes, layers, [rope], block, tensors)
     return with_recurrence(config, _read_delta(settings))
 

@@ -205,7 +205,7 @@ def _deepseek(
     layers = mixed(windowed(types, window), lambda layer: layer >= dense)
     ropes = [read_rope(settings, sizes.head_dim, rope)]
     more = settings.get("num_nextn_predict_layers", int, 1)
-    names = TensorNames(layer=LayerNames(), unused=_behind(sizes.layers, more))
+    names = TensorNames(layer=LayerNames(), unused=behind(sizes.layers, more))
     return _described(settings, architecture, sizes, layers, ropes, read_block(settings, **block), names, mixture)
 
 
@@ -270,7 +270,7 @@ def read_experts(settings: Settings, **fields: Any) -> Experts:
     return experts
 
 
-def _behind(layers: int, more: int) -> tuple[str, ...]:
+def behind(layers: int, more: int) -> tuple[str, ...]:
     """Names of the tensors of `more` layers that predict further tokens: they stand behind the model's own, and are not read."""
     numbers = range(layers, layers + min(max(more, 0), 64))
     return tuple(rf"(?:model\.layers|blk)\.{number}\..*" for number in numbers)

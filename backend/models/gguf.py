@@ -21,12 +21,13 @@ from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig
 from backend.architectures.gguf.config import config_of
-from backend.architectures.gguf.families import TABLES
-from backend.architectures.gguf.held import held_forms
+from backend.architectures.gguf.families import TABLES, gguf_architecture
+from backend.architectures.gguf.held import TILED, held_forms
 from backend.architectures.gguf.names import as_stored, heads_in_pairs, norms_add_one, tensors_of
 from backend.models import gguf_blocks
 from backend.models.config import of_object
 from backend.models.convert import meta_to_hf
+from backend.models.gguf_states import as_family
 from backend.models.linears import LinearOptions
 from backend.models.quantized import Held, QuantizedLayers, Scheme, stack
 from backend.models.tensors import TensorSource
@@ -90,10 +91,15 @@ class GgufTensors(Mapping[str, Tensor]):
         self.header = header
         self._dtype = dtype
         self._places: dict[str, tuple[str, TensorPlace]] = {}
-        self._hf = {name: tensor.hf for name, tensor in tensors_of(config, header).items()}
+        tensors = tensors_of(config, header)
+        self._hf = {name: tensor.hf for name, tensor in tensors.items() if not tensor.is_whole}
+        wholes = {name: tensor.hf for name, tensor in tensors.items() if tensor.is_whole}
+        self._config, self._is_tiled = config, gguf_architecture(header) in TILED
         for name, place in header.tensors.items():
             base, _, suffix = name.rpartition(".")
-            if (held := self._hf.get(base)) is not None:
+            if name in wholes:
+                self._places[wholes[name]] = name, place
+            elif (held := self._hf.get(base)) is not None:
                 in_blocks = suffix == "weight" and held in layers.kinds
                 self._places[held + (BLOCKS if in_blocks else f".{suffix}")] = name, place
         self._heads, self._adds_one = heads_in_pairs(config, header), norms_add_one(header)
@@ -101,8 +107,9 @@ class GgufTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         stored, place = self._places[name]
         tensor = self._read(place, stored, as_blocks=name.endswith(BLOCKS))
-        if self._adds_one and name.endswith("norm.weight"):
+        if self._adds_one and name.endswith("norm.weight") and not stored.endswith(".ssm_norm.weight"):
             return tensor.float() - 1
+        tensor = as_family(stored.split(".", 2)[-1], tensor, self._config, self._is_tiled)
         heads = self._heads.get(stored.split(".")[-2])
         return tensor if heads is None else meta_to_hf(tensor, heads)
 
@@ -130,7 +137,19 @@ class GgufTensors(Mapping[str, Tensor]):
         forms = held_forms(self.header, device.type == "cuda", holds_super_blocks)
         named = {name: self._hf[name.removesuffix(".weight")] for name in forms.kinds}
         kinds = {named[name]: kind for name, kind in forms.kinds.items()}
-        return GgufLayers(kinds, holds_super_blocks, frozenset(named[name] for name in forms.four_bits))
+        four_bits = {named[name] for name in forms.four_bits}
+        for stored, parts in self._splits():
+            if stored in kinds:
+                kinds |= dict.fromkeys(parts, kinds[stored])
+                four_bits |= set(parts) if stored in four_bits else set()
+        return GgufLayers(kinds, holds_super_blocks, frozenset(four_bits))
+
+    def _splits(self) -> Iterator[tuple[str, list[str]]]:
+        """The tensors that are split, with the names of their parts."""
+        for index in range(self._config.num_layers):
+            prefix = f"{self._config.names.layers}{index}."
+            for split in self._config.names.layer.splits:
+                yield prefix + split.stored, [prefix + part for part, _ in split.parts]
 
     def _read(self, place: TensorPlace, name: str, as_blocks: bool) -> Tensor:
         kind, rows, columns = place.type.name, place.shape[0], place.shape[-1]
@@ -185,7 +204,9 @@ def _check_tensors(header: GgufHeader, config: ModelConfig) -> None:
     """Raise ConfigError, before any memory is taken, if the tensors are not those of the model that the settings describe."""
     needed: dict[str, tuple[int, ...]] = {}
     for base, tensor in tensors_of(config, header).items():
-        if tensor.has_weight:
+        if tensor.is_whole:
+            needed[base] = tensor.shape
+        elif tensor.has_weight:
             needed[f"{base}.weight"] = tensor.shape
         if tensor.has_bias:
             needed[f"{base}.bias"] = tensor.shape[:1] if tensor.has_weight else tensor.shape

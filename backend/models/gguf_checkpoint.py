@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.api.checkpoint.gguf import GgufHeader, TokenId
+from backend.api.errors import ConfigError
 from backend.architectures.description import ModelConfig, RopeConfig, StackedExperts
 from backend.architectures.gguf.names import as_stored
 from backend.layers.rotary import inverse_frequencies
@@ -37,6 +38,10 @@ class GgufCheckpoint(Mapping[str, Tensor]):
     def __init__(self, header: GgufHeader) -> None:
         content = {key: value for key, value in raw_config(header).items() if value is not None}
         self.family = of_object(content)
+        if self.family.recurrence is not None:
+            raise ConfigError(
+                f"{header.name}: a model with recurrent layers is not converted to a checkpoint; serve the file as it is"
+            )
         self.stored = as_stored(self.family, header)
         self._tensors = GgufTensors(header, self.stored)
         self._made = dict(self._projections())

@@ -81,6 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt-oss": {},
 }
 
+HYBRIDS = {"qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid"}  # test_gguf_hybrids.py has these
+
 
 def logits(path: Path) -> Tensor:
     return row_logits(load_directory(path, None, "float32", CPU), ROWS).log_softmax(-1)
@@ -88,7 +90,7 @@ def logits(path: Path) -> Tensor:
 
 def test_every_architecture_has_a_case() -> None:
     made = {gguf.MODEL_ARCH_NAMES[RULES[FAMILIES[name][1]]] for name in CASES}
-    assert made == set(GGUF_FAMILIES)
+    assert made | HYBRIDS == set(GGUF_FAMILIES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,7 +127,7 @@ def dequantised(file: Path, into: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in TYPES.values() if kind.name != "F32"])
-@pytest.mark.parametrize("architecture", GGUF_FAMILIES)
+@pytest.mark.parametrize("architecture", sorted(set(GGUF_FAMILIES) - HYBRIDS))
 def test_every_type_is_read_in_every_architecture(tmp_path: Path, architecture: str, kind: str) -> None:
     """Blocks that stay as they are, and those that become floats, have the logits of the values that gguf reads."""
     name = BY_ARCHITECTURE[architecture]

@@ -176,7 +176,7 @@ def write_pair(root: Path, layout: Layout, family: str = "llama", **overrides: A
     stored: dict[str, Tensor] = {}
     for seed, (key, tensor) in enumerate(sorted(weights.items())):
         name = key.removesuffix(".weight")
-        if not key.endswith("_proj.weight"):
+        if not key.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")):
             stored[key] = tensor
             continue
         numbers[name] = layout.numbers(*tensor.shape, seed)

@@ -21,12 +21,12 @@ def config_of(header: GgufHeader, rope_tables: dict[str, list[float]]) -> dict[s
     settings, family = GgufSettings(header, name), GGUF_FAMILIES[name]
     heads, hidden = settings.uniform("attention.head_count", Size), settings.need("embedding_length", Size)
     head_dim = _head_dim(settings, hidden, heads)
-    epsilon = "layer_norm_rms_epsilon" if family.epsilon == "rms_norm_eps" else "layer_norm_epsilon"
+    epsilon = "layer_norm_rms_epsilon" if family.epsilon in ("rms_norm_eps", "norm_eps") else "layer_norm_epsilon"
     common = dict(
         architectures=[family.architecture],
         vocab_size=_embedding_rows(header),
         hidden_size=hidden,
-        intermediate_size=settings.uniform("feed_forward_length", Size),
+        intermediate_size=_intermediate(settings),
         num_hidden_layers=settings.need("block_count", NumLayers),
         num_attention_heads=heads,
         num_key_value_heads=_kv_heads(settings, heads),
@@ -56,9 +56,19 @@ def _embedding_rows(header: GgufHeader) -> int:
     return place.shape[0]
 
 
+def _intermediate(settings: GgufSettings) -> int | None:
+    """Files whose layers all have experts may lack it."""
+    given: Any = settings.get("feed_forward_length", Any)
+    of_expert: Any = settings.get("expert_feed_forward_length", Any)
+    if given is None and of_expert is not None:
+        return None
+    width: int = settings.uniform("feed_forward_length", Size)
+    return width
+
+
 def _kv_heads(settings: GgufSettings, heads: int) -> int:
     has = settings.get("attention.head_count_kv", Any) is not None
-    kv_heads: int = settings.uniform("attention.head_count_kv", Size) if has else heads
+    kv_heads: int = settings.uniform("attention.head_count_kv", Size, skips_zeros=True) if has else heads
     if heads % kv_heads:
         raise settings.unsupported("attention.head_count_kv", f"{kv_heads}, which does not divide {heads} heads")
     return kv_heads

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.gguf import GgufHeader
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
+from backend.architectures.gguf import recurrent
 from backend.architectures.gguf.routers import SIGMOID, SOFTMAX, Keys, check_router, experts_of, sigmoid_experts
 from backend.architectures.gguf.settings import GgufSettings
 from backend.architectures.settings import Cap, Factor, Size
@@ -32,6 +33,7 @@ class GgufFamily(NamedTuple):
     rotates_pairs: bool = False  # rows of queries and keys are put in pairs by llama.cpp's converter
     adds_one: bool = False  # the weights of norms are stored with the 1 that the family adds to them
     mlp_norm: str = "ffn_norm"  # the tensor of the norm before the mlp
+    last_norm: str = "output_norm"
     truncates: bool = True  # YaRN's borders are whole pairs; files do not say it
     local_theta: float | None = None  # theta of layers with a window, where the file says none; 0: that of the others
 
@@ -112,12 +114,7 @@ def _granite(settings: GgufSettings) -> Keys:
     """The `shared_mlp` of Granite 4 without experts is stored as a plain one, and a false `finetuned` turns rotation off."""
     if settings.get("rope.scaling.finetuned", bool) is False:
         raise settings.unsupported("rope.scaling.finetuned", "false, a model without rotation")
-    return _biases(settings) | dict(
-        embedding_multiplier=settings.get("embedding_scale", Factor),
-        residual_multiplier=settings.get("residual_scale", Factor),
-        attention_multiplier=settings.get("attention.scale", Factor),
-        logits_scaling=settings.get("logit_scale", Factor),
-    )
+    return _biases(settings) | recurrent.multipliers(settings)
 
 
 def _olmo2(settings: GgufSettings) -> Keys:
@@ -286,6 +283,16 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", _ernie_moe),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", _minimax_m2),
     "gpt-oss": GgufFamily("GptOssForCausalLM", _gpt_oss, mlp_norm="post_attention_norm", truncates=False),
+    "qwen35": GgufFamily("Qwen3_5ForCausalLM", recurrent.qwen3_5, adds_one=True, mlp_norm="post_attention_norm"),
+    "qwen35moe": GgufFamily(
+        "Qwen3_5MoeForCausalLM", recurrent.qwen3_5_moe, adds_one=True, mlp_norm="post_attention_norm"
+    ),
+    "qwen3next": GgufFamily(
+        "Qwen3NextForCausalLM", recurrent.qwen3_next, adds_one=True, mlp_norm="post_attention_norm"
+    ),
+    "lfm2": GgufFamily("Lfm2ForCausalLM", recurrent.lfm2, "norm_eps", last_norm="token_embd_norm"),
+    "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", recurrent.lfm2_moe, "norm_eps", last_norm="token_embd_norm"),
+    "granitehybrid": GgufFamily("GraniteMoeHybridForCausalLM", recurrent.granite_hybrid, rotates_pairs=True),
 }
 
 

@@ -28,9 +28,14 @@ _FUSED = dict(
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "qkv"),
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up"),
     **dict(attn_output="out", ffn_down="down"),
+    **dict(attn_gate="qkv", ssm_in="inputs", ssm_out="out"),  # of recurrent layers
+    **{"shortconv.in_proj": "inputs", "shortconv.out_proj": "out"},
 )
+# Architectures whose value heads of the delta rule are in another order than the family's: those with the same number beside
+# their key heads, one such row of heads after another.
+TILED = ("qwen35", "qwen35moe")
 # Projections of experts and of a shared expert end in `_exps.`, a number, or `_shexp` (api/checkpoint/gguf_experts.py).
-_PROJECTION = re.compile(rf"(blk\.\d+\.)({'|'.join(_FUSED)})(_exps\.\d+|_shexp|)\.weight")
+_PROJECTION = re.compile(rf"(blk\.\d+\.)({'|'.join(map(re.escape, _FUSED))})(_exps\.\d+|_shexp|)\.weight")
 
 
 class HeldForms(NamedTuple):
@@ -72,12 +77,24 @@ def held_forms(header: GgufHeader, on_gpu: bool, holds_super_blocks: bool) -> He
 def _linear_layers(header: GgufHeader, with_embedding: bool) -> Iterable[Mapping[str, str]]:
     """Yields the projections of each linear layer, with their types."""
     fused: dict[str, dict[str, str]] = defaultdict(dict)
+    moved = _moved_columns(header)
     for name, place in header.tensors.items():
+        if moved % place.type.size and name.endswith(".ssm_out.weight"):
+            continue  # its blocks hold columns of two heads, which are brought into the family's order
         if (found := _PROJECTION.fullmatch(name)) is not None:
             fused[f"{found[1]}{_FUSED[found[2]]}{found[3]}"][name] = place.type.name
         elif name == OUTPUT or (name == EMBEDDING and with_embedding):
             fused[name][name] = place.type.name
     return fused.values()
+
+
+def _moved_columns(header: GgufHeader) -> int:
+    """Columns of each value head of `ssm_out`, whose heads are in another order than the family's; 0: they are not."""
+    name = header.get("general.architecture", str) or ""
+    keys, heads, inner = (
+        header.get(f"{name}.ssm.{key}", int) or 0 for key in ("group_count", "time_step_rank", "inner_size")
+    )
+    return inner // heads if name in TILED and heads > 0 and heads != keys else 0
 
 
 def held_bits(types: set[str]) -> float:

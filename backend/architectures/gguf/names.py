@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -11,19 +11,11 @@ from backend.api.checkpoint.gguf import GgufHeader
 from backend.architectures.description import LayerNames, ModelConfig
 from backend.architectures.gguf.families import GGUF_FAMILIES, GgufFamily, gguf_architecture
 from backend.architectures.gguf.held import EMBEDDING, OUTPUT
+from backend.architectures.gguf.recurrent import Named, stored_names, tensors_of_recurrence
 
 HEAD = "lm_head"
 _QKV, _GATE_UP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")
 _FUSED_QKV, _FUSED_GATE_UP = "attn_qkv", "ffn_up"
-
-
-class Named(NamedTuple):
-    """A tensor without its `.weight` or `.bias`."""
-
-    hf: str
-    shape: tuple[int, ...]  # the weight's; a bias has its first dimension, one without a weight all
-    has_bias: bool = False
-    has_weight: bool = True
 
 
 def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
@@ -32,14 +24,17 @@ def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
     changes: dict[str, Any] = dict(qkv_by_head=False, stacked=None, sinks="self_attn.sinks.weight")
     changes |= dict(expert_gate_up=plain.expert_gate_up, expert_down=plain.expert_down, choice_bias="mlp.choice.bias")
     changes |= dict(shared_gate_up=plain.shared_gate_up, shared_down=plain.shared_down, experts=plain.experts)
-    is_fused = f"blk.0.{_FUSED_QKV}.weight" in header.tensors
-    if is_fused != (len(layer.qkv) == 1):
+    attends = next((index for index, each in enumerate(config.layers) if not each.is_recurrent), None)
+    is_fused = f"blk.{attends}.{_FUSED_QKV}.weight" in header.tensors
+    if is_fused != (len(layer.qkv) == 1) and attends is not None:
         changes["qkv"] = ("self_attn.qkv_proj",) if is_fused else plain.qkv
     dense = next((index for index, each in enumerate(config.layers) if not each.has_experts), None)
     if block.gated and dense is not None:
         is_fused = f"blk.{dense}.ffn_gate.weight" not in header.tensors
         if is_fused != (len(layer.gate_up) == 1):
             changes["gate_up"] = ("mlp.gate_up_proj",) if is_fused else plain.gate_up
+    if config.recurrence is not None:
+        changes |= stored_names(config, header)
     return replace(config, names=replace(config.names, layer=replace(layer, **changes)))
 
 
@@ -49,7 +44,7 @@ def tensors_of(config: ModelConfig, header: GgufHeader) -> dict[str, Named]:
     names, block, hidden = config.names, config.block, config.hidden_size
     found = {
         EMBEDDING.removesuffix(".weight"): Named(names.embedding, (config.vocab_size, hidden)),
-        "output_norm": Named(names.norm, (hidden,), block.norm_bias),
+        family.last_norm: Named(names.norm, (hidden,), block.norm_bias),
     }
     if not config.tied_embeddings:
         found[OUTPUT.removesuffix(".weight")] = Named(names.head, (config.vocab_size, hidden))
@@ -60,13 +55,8 @@ def tensors_of(config: ModelConfig, header: GgufHeader) -> dict[str, Named]:
 
 
 def _of_layer(config: ModelConfig, family: GgufFamily, index: int) -> Iterator[tuple[str, Named]]:
-    names, block = config.names.layer, config.block
-    hidden, head = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
-    sizes = (q, kv, kv) if len(names.qkv) > 1 else (q + 2 * kv,)
-    for stored, hf, size in zip(_QKV if len(names.qkv) > 1 else (_FUSED_QKV,), names.qkv, sizes, strict=True):
-        yield stored, Named(hf, (size, hidden), block.qkv_bias)
-    yield "attn_output", Named(names.out, (hidden, q), block.out_bias)
+    names, block, hidden = config.names.layer, config.block, config.hidden_size
+    yield from (tensors_of_recurrence if config.layers[index].is_recurrent else _of_attention)(config)
     yield from (_of_experts if config.layers[index].has_experts else _of_mlp)(config)
     norms = (
         ("attn_norm", names.attention_norm),
@@ -77,6 +67,17 @@ def _of_layer(config: ModelConfig, family: GgufFamily, index: int) -> Iterator[t
     for stored, hf_norm in norms:
         if hf_norm is not None:
             yield stored, Named(hf_norm, (hidden,), block.norm_bias)
+
+
+def _of_attention(config: ModelConfig) -> Iterator[tuple[str, Named]]:
+    names, block, hidden, head = config.names.layer, config.block, config.hidden_size, config.head_dim
+    q, kv = config.num_heads * head, config.num_kv_heads * head
+    of_file, sizes = names.qkv, (q, kv, kv) if len(names.qkv) > 1 else (q + 2 * kv,)
+    if block.gates_attention:  # a head's query and its gate are one below the other, in one tensor
+        of_file, sizes = (names.splits[0].stored, *names.qkv[1:3]), (2 * q, kv, kv)
+    for stored, hf, size in zip(_QKV if len(of_file) > 1 else (_FUSED_QKV,), of_file, sizes, strict=True):
+        yield stored, Named(hf, (size, hidden), block.qkv_bias)
+    yield "attn_output", Named(names.out, (hidden, q), block.out_bias)
     if block.qk_norm != "none":
         is_row = block.qk_norm == "row"
         yield "attn_q_norm", Named(names.q_norm, (q if is_row else head,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from backend.api.checkpoint.gguf import GgufHeader
-from backend.api.checkpoint.model_files import shown
+from backend.api.checkpoint.model_files import convert, shown
 from backend.api.errors import ConfigError
 
 T = TypeVar("T")
@@ -51,12 +51,17 @@ class GgufSettings:
         self._read.add(key)
         return self.header.need(self._prefix + key, kind)
 
-    def uniform(self, key: str, kind: type[T]) -> T:
-        """Like `need`, of a number that may be written once for each layer. Raises ConfigError if they differ."""
-        given = self.need(key, Any)
+    def uniform(self, key: str, kind: type[T], skips_zeros: bool = False) -> T:
+        """Like `need`, of a number that may be written once for each layer. Raises ConfigError if they differ.
+
+        skips_zeros: some layers may lack what is counted.
+        """
+        given: Any = self.need(key, Any)
         if not isinstance(given, list):
             return self.need(key, kind)
-        values = self.need(key, list[kind])  # type: ignore[valid-type]
+        if skips_zeros and all(isinstance(each, int) for each in given):
+            given = [each for each in given if each]
+        values = convert(given, list[kind], self.header.name, self._prefix + key)  # type: ignore[valid-type]
         if len(set(values)) != 1:
             raise self.unsupported(key, f"{shown(values)}, and differs between layers")
         return values[0]
@@ -84,5 +89,5 @@ class GgufSettings:
             if value is not None and value not in values:
                 raise self.unsupported(key, value)
         sections = self.header.get(self._prefix + "rope.dimension_sections", list[int]) or []
-        if any(sections[1:]):
+        if any(sections[1:]) and "rope.dimension_sections" not in self._read:
             raise self.unsupported("rope.dimension_sections", f"{shown(sections)}, as of models that read images")

@@ -154,6 +154,12 @@ class Rules:
                 f"config.json: {shown(architecture)} is not written as GGUF; written are {', '.join(RULES)}: use llama.cpp's "
                 f"convert_hf_to_gguf.py"
             )
+        is_hybrid = not set(config.get("layer_types") or ()) <= {"attention", "full_attention", "sliding_attention"}
+        if is_hybrid or (architecture == "GraniteMoeHybridForCausalLM" and config.get("num_local_experts")):
+            raise ConfigError(
+                f"config.json: {shown(architecture)} with recurrent layers or with experts is not written as GGUF; use "
+                f"llama.cpp's convert_hf_to_gguf.py"
+            )
         self.config, self.arch = config, RULES[architecture]
         self.name: str = gguf.MODEL_ARCH_NAMES[self.arch]
         self._names = gguf.get_tensor_name_map(self.arch, config["num_hidden_layers"])
