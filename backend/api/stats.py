@@ -54,6 +54,16 @@ class SecondLevelStats(Struct, frozen=True):
     prefill_tokens_per_s: float = 0.0  # pace of the latest steps with prompts
 
 
+class SnapshotStats(Struct, frozen=True):
+    """Snapshots of the states of recurrent layers (docs/design/state.md). All 0 where the model has none."""
+
+    max_num_snapshots: int = 0
+    used_num_snapshots: int = 0
+    saved_snapshots_total: int = 0
+    restored_snapshots_total: int = 0  # admissions that began behind one
+    evicted_snapshots_total: int = 0  # lost because others needed the room; those lost with their block do not count
+
+
 class IterationStats(Struct, frozen=True):
     """One record per engine step."""
 
@@ -83,6 +93,7 @@ class IterationStats(Struct, frozen=True):
     gpu_memory_bytes: int = 0  # memory of torch's allocator on the device; 0 without one
     kv_cache: KvCacheStats = KvCacheStats()
     second_level: SecondLevelStats = SecondLevelStats()
+    snapshots: SnapshotStats = SnapshotStats()
 
     @property
     def tokens_per_row(self) -> float:

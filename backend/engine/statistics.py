@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from backend.api.distributions import Distributions
-from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats, SecondLevelStats
+from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats, SecondLevelStats, SnapshotStats
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import MemoryUse
@@ -32,6 +32,7 @@ class Gauges(msgspec.Struct, frozen=True):
     num_sessions: int
     kv_cache: KvCacheStats
     second_level: SecondLevelStats
+    snapshots: SnapshotStats
 
 
 def gauges(
@@ -54,6 +55,7 @@ def gauges(
         num_sessions=num_sessions,
         kv_cache=kv.stats(),
         second_level=second_level,
+        snapshots=SnapshotStats() if kv.states is None else kv.states.stats(),
     )
 
 

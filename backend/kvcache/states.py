@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from backend.api.stats import SnapshotStats
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId, SlotId
 from backend.kvcache.block import BlockHandle
@@ -130,6 +131,15 @@ class StatePool:
         snapshot = self._of_blocks.get(block_id)
         if snapshot is not None:
             self._lose(snapshot)
+
+    def stats(self) -> SnapshotStats:
+        return SnapshotStats(
+            max_num_snapshots=self.num_snapshots,
+            used_num_snapshots=self.num_used,
+            saved_snapshots_total=self.num_saved_total,
+            restored_snapshots_total=self.num_restored_total,
+            evicted_snapshots_total=self.num_evicted_total,
+        )
 
     def check_integrity(self, handles: Iterable[BlockHandle]) -> None:
         """Raise AssertionError if the books are inconsistent. handles: of all blocks that hold something."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.structs import RECURRENCES, BatchStruct, LinearStruct, NormStruct, RecurrenceStruct
 
-MOST_TAPS = 16
+MOST_TAPS = 4
 _NO_SAVES = np.empty((0, 3), dtype=np.int32)
 _UNBOUNDED = float("inf")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import CDLL
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,19 +61,11 @@ def test_chunks_yield_the_bits_of_one_call(
 ) -> None:
     sequences = Sequences(hybrid(name, dtype), kernels)
     expected = whole(sequences, to=5)
+    sequences.ids[1] = sequences.ids[0]
     done, logits, state = 0, [], -1
     for count in chunks:
         to = 1 if in_place or state != 1 else 2
-        logits += (
-            sequences.step([(1, done, count)], [(state, to, count)])
-            if done
-            else sequences.step([(0, 0, count)], [(-1, to, count)])
-        )
-        if not done:
-            sequences.ids[1] = sequences.ids[0]  # the first chunk ran in another slot, whose keys the others need
-            for pool in sequences.pools:
-                if pool is not None:
-                    pool[3:6] = pool[:3]
+        logits += sequences.step([(1, done, count)], [(state, to, count)])
         state, done = to, done + count
     assert same_bits(torch.cat(logits), expected)
     assert same_bits(sequences.state(state), sequences.state(5))
@@ -204,6 +197,9 @@ def test_a_recurrence_whose_parts_do_not_fit_is_refused(best_kernels: CDLL) -> N
     model = Model([MIXERS["delta"]])
     model.weights[0]["rate"] = torch.ones(3)
     with pytest.raises(ValueError, match="rate of a recurrence"):
+        model.decoder(best_kernels)
+    model = Model([replace(MIXERS["delta"], taps=5)])
+    with pytest.raises(ValueError, match="with 5 taps do not fit"):
         model.decoder(best_kernels)
     model = Model([MIXERS["delta"]])
     model.weights[0]["gates"] = model.weights[0]["gates"][1:]

@@ -29,6 +29,7 @@ FILES = [
         "screen",
         "blocks",
         "attention",
+        "recurrence",
     )
 ]
 TIMEOUT_S = 540  # below pytest's own

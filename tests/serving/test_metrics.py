@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineConfig, EngineCounters, EngineStats, IterationStats, KvCacheStats, PerfMetrics
-from backend.api.stats import MISSES, PauseCounts, SecondLevelStats
+from backend.api.stats import MISSES, PauseCounts, SecondLevelStats, SnapshotStats
 from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.assembly import is_true
@@ -283,6 +283,8 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
         "adopted": "adopted_blocks_total",
         "dropped": "dropped_blocks_total",
     },
+    "everbatch_snapshots": {"max": "max_num_snapshots", "used": "used_num_snapshots"},
+    "everbatch_snapshots_total": {kind: f"{kind}_snapshots_total" for kind in ("saved", "restored", "evicted")},
     "everbatch_second_level_blocks": {"max": "secondary_max_num_blocks", "used": "secondary_used_num_blocks"},
     "everbatch_second_level_blocks_total": {
         kind: f"{kind}_blocks_total" for kind in ("onboarded", "offloaded", "skipped", "recomputed")
@@ -332,6 +334,7 @@ def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
     cache = numbered(KvCacheStats, 100_000)
     latest = numbered(IterationStats, 200_000) | {"num_active_requests": 10**9}  # the others are parts of it
     level = numbered(SecondLevelStats, 500_000)
+    snapshots = numbered(SnapshotStats, 700_000)
     misses = {reason: 600_000 + number for number, reason in enumerate(MISSES)}
     counters = numbered(EngineCounters, 300_000) | {"draft_tokens_total": 10**9}
     finished = {
@@ -340,12 +343,25 @@ def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
     }
     found = EngineStats(
         IterationStats(
-            kv_cache=KvCacheStats(**cache), second_level=SecondLevelStats(misses_total=misses, **level), **latest
+            kv_cache=KvCacheStats(**cache),
+            second_level=SecondLevelStats(misses_total=misses, **level),
+            snapshots=SnapshotStats(**snapshots),
+            **latest,
         ),
         EngineCounters(requests_finished_total=finished, **counters),
     )
-    values = {**cache, **level, **latest, **counters, "requests_finished_total": finished, "misses_total": misses}
-    assert len(values) == len(cache) + len(level) + len(latest) + len(counters) + 2, "no two fields have one name"
+    values = {
+        **snapshots,
+        **cache,
+        **level,
+        **latest,
+        **counters,
+        "requests_finished_total": finished,
+        "misses_total": misses,
+    }
+    assert len(values) == len(snapshots) + len(cache) + len(level) + len(latest) + len(counters) + 2, (
+        "no two fields have one name"
+    )
     families = engine_families(is_static)
     other = "nv_trt_llm_inflight_batcher_metrics" if is_static else "nv_trt_llm_v1_metrics"
     assert {family.name for family in families} == set(SOURCES) - {other}

@@ -18,6 +18,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "kv_cache.sink_tokens": (0, 1 << 20),
     "kv_cache.directory_bytes": (0, MAX_COUNT),
     "kv_cache.swap_bytes": (0, MAX_COUNT),
+    "kv_cache.snapshots": (0, 1 << 20),
+    "kv_cache.snapshot_interval": (0, MAX_COUNT),
     "kv_cache.host_cache_bytes": (0, MAX_COUNT),
     "kv_cache.secondary_offload_min_priority": (0, 100),
     "model.cache_max_gb": (0.0, 100_000.0),

@@ -78,12 +78,8 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     secondary_offload_min_priority: int = 0  # KV that requests retain with a lower priority is not written there
     key_dtype: KvNumbers | None = None  # `int8` with int4 values loses far less than int4; unset = as kv_cache.dtype
     value_dtype: KvNumbers | None = None  # `int8`, `int4`; unset = as kv_cache.dtype
-    snapshots: int | None = (
-        None  # states of recurrent layers to come back to; unset = in a quarter of the pool's memory
-    )
-    snapshot_interval: int | None = (
-        None  # tokens of a prompt from one to the next; unset: as many as have KV of their size
-    )
+    snapshots: int | None = None  # states of recurrent layers to come back to; unset = a quarter of the pool's memory
+    snapshot_interval: int | None = None  # prompt tokens between two; 0: only at its end; unset = whose KV is as large
 
     @property
     def has_second_level(self) -> bool:

@@ -149,6 +149,28 @@ _OURS = (
         },
     ),
     MetricFamily(
+        "everbatch_snapshots",
+        "Snapshots of the states of recurrent layers, which sequences go on from",
+        "GAUGE",
+        "state",
+        {
+            "max": lambda s: s.latest.snapshots.max_num_snapshots,
+            "used": lambda s: s.latest.snapshots.used_num_snapshots,
+        },
+    ),
+    MetricFamily(
+        "everbatch_snapshots_total",
+        "Snapshots of states since the engine started, by what happened to them: restored = a sequence has begun behind one, "
+        "evicted = lost because others needed the room",
+        "COUNTER",
+        "event",
+        {
+            "saved": lambda s: s.latest.snapshots.saved_snapshots_total,
+            "restored": lambda s: s.latest.snapshots.restored_snapshots_total,
+            "evicted": lambda s: s.latest.snapshots.evicted_snapshots_total,
+        },
+    ),
+    MetricFamily(
         "everbatch_second_level_blocks",
         "KV blocks of the second level",
         "GAUGE",

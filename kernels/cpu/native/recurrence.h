@@ -14,11 +14,12 @@ namespace everbatch {
 
 enum RecurrenceKind : int32_t { DELTA, SUM, CONVOLUTION };
 
-constexpr int64_t MOST_TAPS = 16;
 constexpr int64_t UNIT_CHANNELS = 256;   // of an item of work that has no heads
 constexpr int64_t STATE_COLUMNS = 32;    // of a head's state in an item: 128 rows of them are half a first-level cache
 constexpr int STATE_VECS = STATE_COLUMNS / LANES;
 constexpr int64_t ROWS_AHEAD = 16;       // of a state that are fetched in advance
+constexpr int64_t TOKENS_AHEAD = 8;      // whose inputs and results are fetched in advance
+constexpr int64_t LINE = 16;             // floats of a cache line
 
 // What a row of the step does with states.
 struct StateRow {
@@ -204,22 +205,44 @@ private:
     // put(token of the piece, i, access, sums) gets the convolution's channels channel + i.
     template <class Put>
     void convolve(const Piece& piece, int64_t channel, int64_t n, Put put) const {
-        const StateRow& row = rows_[size_t(piece.row)];
-        for (int64_t t = 0; t < piece.count; t++) {
-            Input inputs[MOST_TAPS];
-            for (int64_t j = 0; j < r_.taps; j++) inputs[j] = input(row, piece.first - row.first + t - (r_.taps - 1) + j, channel);
-            for_vectors(n, [&](int64_t i, auto access) {
-                Vec sum = r_.bias ? access.load(r_.bias + channel + i) : Vec{};
-                for (int64_t j = 0; j < r_.taps; j++)
-                    sum = fma(access.load(r_.weights + j * r_.channels + channel + i), read(inputs[j], i, access), sum);
-                put(t, i, access, sum);
-            });
+        switch (r_.taps) {
+            case 1: return convolve_with<1>(piece, channel, n, put);
+            case 2: return convolve_with<2>(piece, channel, n, put);
+            case 3: return convolve_with<3>(piece, channel, n, put);
+            case 4: return convolve_with<4>(piece, channel, n, put);
         }
+    }
+
+    template <int TAPS, class Put>
+    void convolve_with(const Piece& piece, int64_t channel, int64_t n, Put put) const {
+        const StateRow& row = rows_[size_t(piece.row)];
+        const int64_t at = piece.first - row.first, count = piece.count, next = flat_.y_ld;
+        Input before[TAPS];
+        for (int j = 0; j < TAPS - 1; j++) before[j] = input(row, at - (TAPS - 1) + j, channel);
+        const Input first = input(row, at, channel);
+        for_vectors(n, [&](int64_t i, auto access) {
+            const Vec bias = r_.bias ? access.load(r_.bias + channel + i) : Vec{};
+            Vec weights[TAPS], x[TAPS];
+            for (int j = 0; j < TAPS; j++) weights[j] = access.load(r_.weights + j * r_.channels + channel + i);
+            for (int j = 0; j < TAPS - 1; j++) x[j] = read(before[j], i, access);
+            for (int64_t t = 0; t < count; t++) {
+                const Input own{first.x + t * next, first.factor ? first.factor + t * next : nullptr};
+                __builtin_prefetch(own.x + i + LINE), __builtin_prefetch(own.x + TOKENS_AHEAD * next + i);
+                x[TAPS - 1] = read(own, i, access);
+                Vec sum = bias;
+                for (int j = 0; j < TAPS; j++) sum = fma(weights[j], x[j], sum);
+                put(t, i, access, sum);
+                for (int j = 0; j < TAPS - 1; j++) x[j] = x[j + 1];
+            }
+        });
     }
 
     // Of heads, with zeros behind their dimensions: out [tokens of the piece][n], `ld` apart.
     void convolve_head(const Piece& piece, int64_t channel, int64_t n, float* out, int64_t ld) const {
-        convolve(piece, channel, n, [&](int64_t t, int64_t i, auto access, Vec sum) { access.store(out + t * ld + i, silu(sum)); });
+        convolve(piece, channel, n, [&](int64_t t, int64_t i, auto access, Vec sum) {
+            __builtin_prefetch(out + t * ld + i + LINE, 1), __builtin_prefetch(out + (t + TOKENS_AHEAD) * ld + i, 1);
+            access.store(out + t * ld + i, silu(sum));
+        });
         for (int64_t t = 0; t < piece.count; t++) std::fill(out + t * ld + n, out + t * ld + padded(n), 0.0f);
     }
 
