@@ -130,7 +130,7 @@ PARTS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneratio
 PART_PREFIX = "model.language_model."  # prefix of its tensors; the other tensors are left out
 
 REASONS: dict[str, tuple[str, ...]] = {
-    "it keeps recurrent or convolutional state, and this server keeps KV only": (
+    "it keeps a recurrent state of a kind that this server has no layers for": (
         "BailingHybridForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
         "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
         "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "OlmoHybridForCausalLM",
