@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 
@@ -135,7 +135,7 @@ class Model:
         return _rms(x, torch.ones(HIDDEN)) @ self.head.double().T, states
 
 
-def _native(mixer: Mixer, of: dict[str, Tensor], packed: object) -> NativeRecurrence:
+def _native(mixer: Mixer, of: dict[str, Tensor], packed: Callable[[Tensor], PackedLinear]) -> NativeRecurrence:
     if mixer.kind == "convolution":
         return NativeRecurrence("convolution", packed(of["inputs"]), of["weights"], of.get("bias"))
     return NativeRecurrence(

@@ -142,7 +142,8 @@ struct everbatch_batch {
     const float* entering;  // [tokens of all rows][hidden]: hidden states that other layers have yielded; null: tokens are embedded
     float* leaving;         // [tokens of all rows][hidden]: where those behind the last layer go; null: norm and lm_head follow
     int32_t threads;
-    // Of models with recurrent layers. A state that is written must not be read or written for another row, nor be a save's and the same row's `from`.
+    // Of models with recurrent layers. A state that is written must not be read or written for another row, nor be both a save's and the `from`
+    // of its row.
     float* const* states;       // one for each layer, [num_states][window and heads] (recurrence.h); null for one with attention
     int64_t num_states;
     const int32_t* state_rows;  // [num_rows][from, to, count]: the state behind the tokens before the row, -1 = zeros; where the one

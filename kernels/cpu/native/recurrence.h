@@ -325,7 +325,8 @@ private:
     void recur(const StateRow& row, int64_t head, int64_t column) const {
         static thread_local Buffer<float> memory;
         memory.grow(size_t(r_.key_dim * STATE_COLUMNS));
-        const int64_t n = r_.key_dim, ld = r_.value_dim, width = std::min(STATE_COLUMNS, ld - column), key_head = head / (r_.value_heads / r_.key_heads);
+        const int64_t n = r_.key_dim, ld = r_.value_dim, width = std::min(STATE_COLUMNS, ld - column);
+        const int64_t key_head = head / (r_.value_heads / r_.key_heads);
         const bool is_whole = width == STATE_COLUMNS;
         float* const own = memory.data();  // [key_dim][STATE_COLUMNS]
         const float* source = own;         // where the state lies
