@@ -141,14 +141,14 @@ class Recurrence(Struct, frozen=True):
     """
 
     kind: RecurrenceKind
-    taps: int  # of the convolution
+    taps: int  # how many tokens the convolution reads
     key_heads: int = 0
     value_heads: int = 0  # a multiple of key_heads: neighbours share a key head
     key_dim: int = 0
     value_dim: int = 0
     width: int = 0  # convolution: channels
     has_conv_bias: bool = False
-    has_bias: bool = False  # of the projections
+    has_bias: bool = False  # the projections have one
     norm_groups: int = 0  # mamba2: how many parts of o are normed on their own; 0: there is no norm. delta: each head
     gates_first: bool = False
     limits: tuple[float, float] = (0.0, float("inf"))
@@ -164,7 +164,7 @@ class Recurrence(Struct, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """The channels that the convolution reads."""
         return self.width or 2 * self.num_keys + self.num_values
 
     @property
@@ -174,7 +174,7 @@ class Recurrence(Struct, frozen=True):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Of the convolution's window and of S, which follow each other in a state."""
+        """The shapes of the convolution's window and of S, which follow each other in a state."""
         return (self.taps - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
 
     @property

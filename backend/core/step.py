@@ -199,7 +199,7 @@ class ModelInfo(Struct, frozen=True):
     kv_block_bytes: int = 0  # a block of all layers, as `read_blocks` returns it
     kv_layers: int = 0  # layers of a pool that may lie in memory which the engine gives; 0: it may not
     default_sampling: dict[str, float] = {}  # of fields that requests of the JSON wire leave out
-    state_bytes: int = 0  # of a sequence in all recurrent layers, on one rank; 0: the model has none
+    state_bytes: int = 0  # size of a sequence's state in all recurrent layers, on one rank; 0: there are none
 
 
 class MemoryUse(Struct, frozen=True):

@@ -92,7 +92,7 @@ class StatePool:
         return copies
 
     def saves(self, seq: Sequence, start: int, num_tokens: int) -> list[tuple[int, int]]:
-        """What a step is to keep of a row that runs known tokens from `start` on: (tokens of the sequence, snapshot)."""
+        """The states that a step keeps of a row that runs known tokens from `start` on: (tokens of the sequence, snapshot)."""
         size, end, table = self._block_size, start + num_tokens, self._tables[seq.seq_id]
         if not self.num_snapshots or end // size == start // size:
             return []

@@ -67,7 +67,7 @@ def _recurrent(config: ModelConfig, parts: Parts, prefix: str) -> RecurrentWeigh
         return parts.take(prefix + name, shape).float()
 
     values, keys = settings.num_values, settings.num_keys
-    # Of a convolution one tensor; of the others what is convolved and the gate, or queries, keys, values and the gate.
+    # A convolution has one tensor; others have two, for the convolution and the gate, or four: queries, keys, values, gate.
     sizes = {1: (3 * values,), 2: (channels, values), 4: (keys, keys, values, values)}[len(names.inputs)]
     weights = RecurrentWeights(
         settings,

@@ -29,7 +29,7 @@ _PACKED_BESIDE = _Form(1, 8)
 _AWQ = {"qweight": _PACKED_BESIDE, "qzeros": _PACKED_BESIDE, "scales": _BESIDE}
 _GPTQ = {"qweight": _BESIDE, "qzeros": _PACKED_BESIDE, "scales": _BESIDE}
 _COMPRESSED = {"weight_zero_point": _Form(0, 8)}
-_SHARED = ("g_idx",)  # of all parts alike
+_SHARED = ("g_idx",)  # all parts have the same
 _SHAPE = "weight_shape"  # [rows, columns]
 
 
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
     kind: str  # the end of that name
     split: Split
     first: int  # its first row within a group
-    rows: int  # of it in a group
+    rows: int  # how many it has in a group
 
 
 class SplitTensors(Mapping[str, Tensor]):

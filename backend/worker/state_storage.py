@@ -39,7 +39,7 @@ class StateStorage:
             pool[destinations] = pool[sources]
 
     def rows(self, rows: Sequence[Row]) -> StateRows:
-        """What the rows of a step read and write."""
+        """The states that the rows of a step read and write."""
         starts = np.concatenate(([0], np.cumsum([row.num_tokens for row in rows]))).astype(np.int64)
         numbers = [
             (row.slot if row.num_computed else -1, row.slot, row.num_tokens - len(row.drafts) - row.num_guesses)

@@ -50,7 +50,7 @@ class NativeRecurrence:
     query_at: int = 0  # the first channel of queries
     key_at: int = 0
     value_at: int = 0
-    query_scale: float = 1.0  # of normalised queries
+    query_scale: float = 1.0  # a factor of normalised queries
     rate: Tensor | None = None  # [value_heads], greater than 0
     dt_bias: Tensor | None = None  # [value_heads]
     skip: Tensor | None = None  # [value_heads], only of `sum`
@@ -62,7 +62,7 @@ class NativeRecurrence:
 
     @property
     def state_floats(self) -> int:
-        """Of a state: the window of the convolution [taps - 1, channels], then the heads [value_heads, key_dim, value_dim]."""
+        """Numbers of a state: the window of the convolution [taps - 1, channels], then the heads [heads, key, value]."""
         taps, channels = self.weights.shape
         return (taps - 1) * channels + self.value_heads * self.key_dim * self.value_dim
 
@@ -87,11 +87,11 @@ class StatePlaces:
     """Tells C where states lie. Looking up addresses is slow, so that those of the last step's pools are kept."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sizes  # of each layer's states, in floats; 0: it has none
+        self._sizes = sizes  # how many floats a state of each layer has; 0: it has none
         self._placed: tuple[Tensor | None, ...] = ()
 
     def place(self, batch: BatchStruct, states: NativeStates | None) -> object:
-        """What is returned has to live until the step is over. Raises ValueError for pools that do not fit the layers."""
+        """The caller keeps the result until the step is over. Raises ValueError for pools that do not fit the layers."""
         if not any(self._sizes):
             return None
         if states is None:

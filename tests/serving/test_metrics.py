@@ -350,18 +350,9 @@ def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
         ),
         EngineCounters(requests_finished_total=finished, **counters),
     )
-    values = {
-        **snapshots,
-        **cache,
-        **level,
-        **latest,
-        **counters,
-        "requests_finished_total": finished,
-        "misses_total": misses,
-    }
-    assert len(values) == len(snapshots) + len(cache) + len(level) + len(latest) + len(counters) + 2, (
-        "no two fields have one name"
-    )
+    parts = [snapshots, cache, level, latest, counters, {"requests_finished_total": finished, "misses_total": misses}]
+    values = {name: value for part in parts for name, value in part.items()}
+    assert len(values) == sum(map(len, parts)), "no two fields have one name"
     families = engine_families(is_static)
     other = "nv_trt_llm_inflight_batcher_metrics" if is_static else "nv_trt_llm_v1_metrics"
     assert {family.name for family in families} == set(SOURCES) - {other}

@@ -28,7 +28,7 @@ _FUSED = dict(
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "qkv"),
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up"),
     **dict(attn_output="out", ffn_down="down"),
-    **dict(attn_gate="qkv", ssm_in="inputs", ssm_out="out"),  # of recurrent layers
+    **dict(attn_gate="qkv", ssm_in="inputs", ssm_out="out"),  # how recurrent layers are named
     **{"shortconv.in_proj": "inputs", "shortconv.out_proj": "out"},
 )
 # Architectures whose value heads of the delta rule are in another order than the family's: those with the same number beside

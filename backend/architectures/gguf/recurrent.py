@@ -201,7 +201,7 @@ def stored_names(config: ModelConfig, header: GgufHeader) -> dict[str, Any]:
 
 
 def tensors_of_recurrence(config: ModelConfig) -> Iterator[tuple[str, Named]]:
-    """Those in the place of attention, by their names in a file with a configuration (`as_stored`)."""
+    """The tensors in the place of attention, by their names in a file with a configuration (`as_stored`)."""
     settings, names, hidden = config.recurrence, config.names.layer.recurrent, config.hidden_size
     assert settings is not None
     heads, values, channels, has_bias = settings.value_heads, settings.num_values, settings.channels, settings.has_bias
