@@ -55,7 +55,8 @@ class Checkpoint(Struct, frozen=True):
             self.head_dim * value_bytes if bits == KV_BITS["auto"] else self.head_dim * bits // 8 + PARAMETER_BYTES
             for bits in kv_bits(config.kv_cache, self.kv_dtype)
         )
-        return self.num_layers * self.num_kv_heads * sum(of_both)
+        num_layers = self.num_layers if self.model is None else self.model.num_kv_layers
+        return num_layers * self.num_kv_heads * sum(of_both)
 
 
 def examine(path: Path, implementation: Implementation = "auto") -> Checkpoint:

@@ -55,7 +55,9 @@ class NullWorkerGroup:
     def memory_use(self) -> MemoryUse:
         return MemoryUse()
 
-    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int, layers: object = None) -> None:
+    def initialize_kv_cache(
+        self, max_blocks: int, block_size: int, num_blocks: int, layers: object = None, num_snapshots: int = 0
+    ) -> None:
         pass
 
     def submit(self, step: StepInput) -> None:

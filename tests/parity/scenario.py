@@ -19,6 +19,7 @@ from backend.engine.core import EngineCore
 from backend.scheduler.plan import StepPlan
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
+from backend.worker.state_storage import StateStorage
 from backend.worker.tier import KVBlock, Tier
 from tests.model.tiers import NATIVE, TORCH, TierCase
 
@@ -54,8 +55,9 @@ class RecordingTier:
         pools: list[Tensor],
         wants_logits: bool,
         outputs: dict[str, Tensor] | None = None,
+        states: StateStorage | None = None,
     ) -> tuple[NDArray[np.int64] | None, Tensor | None]:
-        greedy, logits = self._tier.run(batch, rows, num_logits, pools, True, outputs)
+        greedy, logits = self._tier.run(batch, rows, num_logits, pools, True, outputs, states)
         slots = [row.slot for row, count in zip(rows, num_logits) if count]
         for slot, of_slot in zip(slots, logits, strict=True):
             self._record(slot, of_slot.clone())
