@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from backend.layers import attention, norm, rotary
-from backend.models import decoder
+from backend.layers import activation, attention, norm, rotary
 from backend.models.decoder import Decoder
 from backend.quant import smoothing
 from kernels import kv_append, rope
@@ -40,7 +39,10 @@ MUTANTS = {
         ),
         FORMULAS,
     ),
-    "every_mlp_has_a_gate_of_silu": (change_everywhere(decoder.mlp, ("block.activation", "'silu'")), FORMULAS),
+    "every_mlp_has_a_gate_of_silu": (
+        change_everywhere(activation.activate, ("given, block.activation", "given, 'silu'")),
+        FORMULAS,
+    ),
     "neighbours_turn_with_the_wrong_sign": (
         change(rope, "rope_factors", ("torch.stack((-sin, sin)", "torch.stack((sin, -sin)")),
         FORMULAS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backend.executor import engine_supervisor
 from backend.kvcache import sizing
 from backend.layers.linear import QuantizedLinear
-from backend.worker import fingerprint, kept_parts, native_tier, packed_model, tier, weight_cache
+from backend.worker import fingerprint, kept_parts, native_layers, native_tier, packed_model, tier, weight_cache
 from backend.worker.group import InProcessWorkerGroup
 from deploy import server_log
 from kernels.common import rotation
@@ -73,7 +73,7 @@ MUTANTS = {
         ["tests/deploy/test_server_log.py::test_what_the_engine_remarks_is_found_once_each_also_in_json"],
     ),
     "q_and_k_are_normed_head_by_head": (
-        change_everywhere(native_tier._native_form, ('== "row"', '== "rows"')),
+        change_everywhere(native_layers.native_form, ('== "row"', '== "rows"')),
         [_BLOCKS],
     ),
     "a_parallel_block_runs_as_a_sequential_one": (_form(("form.is_parallel,", "False,")), [_BLOCKS]),
