@@ -159,11 +159,12 @@ class KVCacheManager:
         known = min(full, max_shared_tokens // self.block_size)
         if self.state.enable_block_reuse and known > table.depth and not seq.kv_is_foreign:
             self._blocks.mark_shareable(table.handles[table.depth : known])
+            first = table.depth
             table.node, table.depth = self._trie.insert(
                 seq.namespace, table.node, table.depth, seq.token_ids, table.handles, known, seq.kv_origin
             )
             if self.states is not None:
-                self.states.settle(table.handles, table.node, table.depth)
+                self.states.settle(table.handles, table.node, first, table.depth)
         if self.geometry.window is not None:
             self._drop_outside_window(seq, table)
         seq.kv_due_at = self._next_due(full, table)

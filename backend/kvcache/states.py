@@ -110,11 +110,12 @@ class StatePool:
         table.passing = snapshot
         return kept
 
-    def settle(self, handles: Seq[BlockHandle], node: TrieNode | None, num_blocks: int) -> None:
-        """Move snapshots to the blocks of the trie where a sequence has others of the same tokens. node: of the last of
-        `num_blocks`.
+    def settle(self, handles: Seq[BlockHandle], node: TrieNode | None, first: int, end: int) -> None:
+        """Move the snapshots of table entries first .. end - 1 to the trie's blocks of the same tokens, where those are others.
+
+        node: the trie's node of the last entry.
         """
-        for index in range(num_blocks - 1, -1, -1):
+        for index in range(end - 1, first - 1, -1):
             if node is None or node.parent is None:
                 return
             if node.handle != handles[index] and (snapshot := self._find(handles[index])) is not None:

@@ -84,7 +84,9 @@ class Projections(NamedTuple):
 
 
 def projections_of(config: ModelConfig) -> Projections:
-    """The projections of a decoder that this engine runs itself."""
+    """The projections of a decoder that this engine runs itself. Adapters cannot change a model with recurrent layers."""
+    if config.recurrence is not None:
+        return Projections(config.architecture, [{} for _ in config.layers])
     of_all = places(config)
     of_attention = {name: place for name, place in of_all.items() if place.linear in ("qkv", "out")}
     of_layers = [of_attention if layer.has_experts else of_all for layer in config.layers]

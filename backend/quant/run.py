@@ -66,6 +66,11 @@ def quantize_checkpoint(
 def check_source(directory: Path, wanted: QuantSettings) -> None:
     """Raise ConfigError if `quantize_checkpoint` would refuse this model."""
     source = FloatCheckpoint(directory)
+    if source.config.recurrence is not None:
+        raise ConfigError(
+            f"{source.config.architecture} has recurrent layers, which the formats of quantised checkpoints here do not know; "
+            f"quantise it while loading: --set model.quantization=w8a8"
+        )
     if source.config.names.layer.qkv_by_head:
         raise ConfigError(
             f"{source.config.architecture} holds query, key and value of each head together, which the formats of quantised "

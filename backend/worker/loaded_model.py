@@ -291,6 +291,11 @@ def load_draft_model(
     except ConfigError as error:
         raise ConfigError(f"speculation.draft_model: {error}") from None
     config = checkpoint.config
+    if isinstance(checkpoint, loader.CheckpointReader) and checkpoint.config.state_bytes:
+        raise ConfigError(
+            f"speculation.draft_model {path} has recurrent layers, whose state cannot go back to before a wrong guess; give a "
+            f"draft model that has none"
+        )
     if config.vocab_size != model.config.vocab_size:
         raise ConfigError(
             f"speculation.draft_model {path} has a vocabulary of {config.vocab_size} tokens, the model one of "

@@ -33,6 +33,7 @@ from kernels.common.triton_runtime import runs_at
 from kernels.cpu import build, isa
 from kernels.cpu.decoder import MAX_HEAD_DIM, UNIT
 from kernels.cpu.library import load_kernels
+from kernels.cpu.recurrence import MOST_TAPS
 from kernels.paged_attention import KERNEL_BLOCK_SIZES
 
 log = logging.getLogger("everbatch.worker")
@@ -168,6 +169,8 @@ def _native_objection(device: torch.device, config: ModelConfig) -> str | None:
         return "its layers are of one block each, which have no native kernels yet"
     if config.head_dim > MAX_HEAD_DIM:
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
+    if config.recurrence is not None and config.recurrence.taps > MOST_TAPS:
+        return f"its convolutions read {config.recurrence.taps} tokens, more than {MOST_TAPS}"
     return None
 
 

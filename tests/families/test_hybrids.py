@@ -11,10 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backend.api.config.schema import LoraSection, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.api.errors import ConfigError
 from backend.architectures.registry import read_config
 from backend.models.loader import load_directory
+from backend.quant.run import QuantSettings, check_source
+from backend.worker.group import InProcessWorkerGroup
 from benchmarks.quality.perplexity import row_logits
 from tests.families.published import CONFIGS
+from tests.families.test_transformers import LIMIT, log_probs, oracle
+from tests.families.tiny import make
+from tests.model.driver import make_group
+from tests.model.tiers import TierCase
 from tools.make_random_model import make_config, random_weights
 
 CPU = torch.device("cpu")
@@ -73,3 +81,36 @@ def test_random_states_neither_vanish_nor_grow() -> None:
     steps = torch.nn.functional.softplus(weights["model.layers.0.linear_attn.dt_bias"])
     assert 1 <= rates.min() < 3 and 12 < rates.max() <= 16
     assert 0.00099 < steps.min() < 0.002 and 0.05 < steps.max() < 0.101
+
+
+def group_of(directory: Path, **options: object) -> InProcessWorkerGroup:
+    section = ModelConfigSection(path=str(directory), device="cpu", num_threads=1)
+    return InProcessWorkerGroup(section, SchedulerConfig(max_batch_size=2), **options)
+
+
+def test_a_draft_model_with_a_state_is_refused(checkpoint: Callable[..., Path]) -> None:
+    """Its state would be that behind wrong guesses, and each step with drafts would fail."""
+    speculation = SpeculationConfig(mode="draft_model", draft_model=str(checkpoint("qwen3.5")))
+    with pytest.raises(ConfigError, match="has recurrent layers, whose state cannot go back .* give a draft model"):
+        group_of(checkpoint("qwen3"), speculation=speculation).load()
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
+def test_adapters_are_refused(name: str, checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"has no linear layers that adapters can change; use --set lora.enabled=false"
+    ):
+        group_of(checkpoint(name), lora=LoraSection(enabled=True)).load()
+
+
+def test_a_quantised_checkpoint_is_not_made_of_one(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"has recurrent layers, .* --set model.quantization=w8a8"):
+        check_source(checkpoint("lfm2"), QuantSettings("w8a8"))
+
+
+def test_a_convolution_too_long_for_the_native_kernels_runs_on_torch_operators(tmp_path: Path) -> None:
+    directory = make(tmp_path, "lfm2", conv_L_cache=6)
+    info = make_group(directory, TierCase("auto", 32)).load()
+    assert (info.kernels, info.remarks[0].count("its convolutions read 6 tokens, more than 4")) == ("torch", 1)
+    difference = log_probs(logits(directory)[0]) - log_probs(oracle(directory).logits(ROWS[0].tolist()))
+    assert difference.abs().max() < LIMIT

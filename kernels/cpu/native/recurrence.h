@@ -183,7 +183,8 @@ private:
         });
     }
 
-    // Where channels of an input of the convolution lie. Of a CONVOLUTION each is a product, but not in a window.
+    // Where the convolution reads a token's channels. A layer of the kind CONVOLUTION convolves x * factor; its window holds these products,
+    // so that `factor` is null there, as it is for the other kinds.
     struct Input {
         const float *x, *factor;
     };
