@@ -58,6 +58,20 @@ class RopeConfig(Struct, frozen=True):
     short_factors: tuple[
         float, ...
     ] = ()  # longrope: `factors` of a server with at most original_max_position positions
+    sections: tuple[
+        int, ...
+    ] = ()  # pairs that a token's frame, row and column rotate (M-RoPE, arXiv:2409.12191); none: its place rotates all
+    sections_take_turns: bool = False  # the pairs of the three go round, and what is left is the frame's (Qwen3-VL)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """For each rotated pair, which of (frame, row, column) rotates it; none without `sections`."""
+        if not self.sections:
+            return ()
+        if not self.sections_take_turns:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        ends = tuple(3 * count for count in self.sections)
+        return tuple(pair % 3 if pair < ends[pair % 3] else 0 for pair in range(sum(self.sections)))
 
 
 class QueryScaling(Struct, frozen=True):
@@ -218,6 +232,16 @@ class LayerConfig(Struct, frozen=True):
     has_mlp: bool = True  # False: the mixer alone, with its norm
 
 
+class Images(Struct, frozen=True):
+    """How a model takes images. The transformers library makes features [tokens, hidden] of each, which stand in the place of the
+    embeddings of as many tokens `token_id` in a prompt (backend/hosted/images.py).
+    """
+
+    token_id: int
+    merge: int = 1  # with M-RoPE: patches that a feature stands for, along each side
+    added_layers: int = 0  # so many layers add features of their own to what they yield (deepstack, arXiv:2406.04334)
+
+
 class StackedExperts(Struct, frozen=True):
     """Tensors of all experts of a layer [experts, n, k], by their whole names behind the layer's prefix."""
 
@@ -330,6 +354,7 @@ class ModelConfig(Struct, frozen=True):
     experts: Experts | None = None  # layers with `has_experts` have them
     held_experts: tuple[int, int] | None = None  # [first, end) of each layer's; None: all
     recurrence: Recurrence | None = None  # layers that are `is_recurrent` have it
+    images: Images | None = None  # None: the model takes none
 
     @property
     def held(self) -> range:

@@ -140,7 +140,7 @@ def _qwen(settings: Settings, architecture: str, sizes: Sizes, names: LayerNames
     attends = [layer for layer in range(sizes.layers) if (layer + 1) % every == 0]
     kinds = read_mixers(settings, sizes.layers, ("linear_attention",), attends)
     layers = [LayerConfig(is_recurrent=flag) for flag in kinds]
-    rope = read_rope(settings, sizes.head_dim, RopeDefaults(partial=0.25, known=("mrope_section", "mrope_interleaved")))
+    rope = read_rope(settings, sizes.head_dim, RopeDefaults(partial=0.25))
     bias = settings.get("attention_bias", bool, False)
     block = read_block(settings, qkv_bias=bias, out_bias=bias, qk_norm="head", norm_offset=1.0, gates_attention=True)
     split = _split("self_attn.q_proj", sizes.heads, (("query", sizes.head_dim), ("gate", sizes.head_dim)))

@@ -27,7 +27,7 @@ FAMILIES: dict[str, Family] = {
     "MinistralForCausalLM": Family(llama.ministral, "Ministral 8B"),
     "Ministral3ForCausalLM": Family(llama.ministral3, "Ministral 3"),
     "Mistral3ForConditionalGeneration": Family(
-        multimodal.mistral3, "Mistral Small 3.1 and 3.2, Ministral 3; text only, without images"
+        multimodal.mistral3, "Mistral Small 3.1 and 3.2, Ministral 3, with images"
     ),
     "Qwen2ForCausalLM": Family(llama.qwen2, "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen"),
     "Qwen3ForCausalLM": Family(llama.qwen3, "Qwen3 0.6B to 32B"),
@@ -76,9 +76,17 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(mixtures.gpt_oss, "gpt-oss-20b and gpt-oss-120b"),
     "Qwen3_5ForCausalLM": Family(hybrids.qwen3_5, "Qwen3.5 0.8B to 27B, the text model"),
     "Qwen3_5MoeForCausalLM": Family(hybrids.qwen3_5_moe, "Qwen3.5 35B-A3B to 397B-A17B, the text model"),
-    "Qwen3_5ForConditionalGeneration": Family(multimodal.qwen3_5, "Qwen3.5 0.8B to 27B; text only, without images"),
+    "Qwen2VLForConditionalGeneration": Family(multimodal.qwen2_vl, "Qwen2-VL 2B to 72B, with images"),
+    "Qwen2_5_VLForConditionalGeneration": Family(multimodal.qwen2_vl, "Qwen2.5-VL 3B to 72B, with images"),
+    "Qwen3VLForConditionalGeneration": Family(multimodal.qwen3_vl, "Qwen3-VL 2B to 32B, with images"),
+    "SmolVLMForConditionalGeneration": Family(multimodal.smolvlm, "SmolVLM2 256M to 2.2B, with images"),
+    "Idefics3ForConditionalGeneration": Family(multimodal.smolvlm, "SmolVLM 256M to 2B, Idefics 3, with images"),
+    "LlavaForConditionalGeneration": Family(multimodal.llava, "LLaVA 1.5, Pixtral 12B in transformers' form, with images"),
+    "LlavaOnevisionForConditionalGeneration": Family(multimodal.llava, "LLaVA-OneVision, with images"),
+    "InternVLForConditionalGeneration": Family(multimodal.llava, "InternVL 3 and 3.5 in transformers' form, with images"),
+    "Qwen3_5ForConditionalGeneration": Family(multimodal.qwen3_5, "Qwen3.5 0.8B to 27B, with images"),
     "Qwen3_5MoeForConditionalGeneration": Family(
-        multimodal.qwen3_5_moe, "Qwen3.5 35B-A3B, 122B-A10B and 397B-A17B; text only, without images"
+        multimodal.qwen3_5_moe, "Qwen3.5 35B-A3B, 122B-A10B and 397B-A17B, with images"
     ),
     "Qwen3NextForCausalLM": Family(hybrids.qwen3_next, "Qwen3-Next-80B-A3B, Qwen3-Coder-Next"),
     "Lfm2ForCausalLM": Family(hybrids.lfm2, "LFM2 350M, 700M, 1.2B and 2.6B"),

@@ -18,6 +18,7 @@ from backend.architectures.description import RopeConfig
 from backend.architectures.settings import Factor, Settings, Size
 
 # `factors` is this project's own: what GGUF files say.
+M_ROPE = "mrope"  # an older name of the kind default, in which a token has a frame, a row and a column
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 ORIGINAL = "original_max_position_embeddings"
 SECTIONS = ("rope_parameters", "rope_scaling")
@@ -77,7 +78,7 @@ def _section(settings: Settings) -> tuple[str, dict[str, Any]]:
 def _rope(settings: Settings, section: Settings, head_dim: int, defaults: RopeDefaults) -> RopeConfig:
     kind = section.get("type", str, "default")
     kind = section.get("rope_type", str, kind)
-    kind = dict(defaults.aliases).get(kind, kind)
+    kind = dict(defaults.aliases).get(kind, "default" if kind == M_ROPE else kind)
     if kind not in KINDS:
         raise section.unsupported(
             "rope_type" if section.has("rope_type") else "type", f"supported are {', '.join(KINDS)}"
@@ -85,6 +86,7 @@ def _rope(settings: Settings, section: Settings, head_dim: int, defaults: RopeDe
     theta = settings.get(defaults.theta_key, Factor, defaults.theta)
     rotary_dim = _rotary_dim(settings, section, head_dim, defaults)
     common: dict[str, Any] = dict(theta=section.get("rope_theta", Factor, theta), rotary_dim=rotary_dim)
+    common.update(_sections(section, (rotary_dim or head_dim) // 2))
     section.ignore(*_KEYS, *defaults.known)
     section.check_all_known(f"rope_type {kind}")
     if kind in (
@@ -135,6 +137,18 @@ def _scaled(settings: Settings, section: Settings, kind: str, common: dict[str, 
         factors=_factors(section, "long_factor", num_pairs),
         short_factors=_factors(section, "short_factor", num_pairs),
     )
+
+
+def _sections(section: Settings, num_pairs: int) -> dict[str, Any]:
+    """Which pairs a token's frame, row and column rotate, for models that read images."""
+    counts, takes_turns = section.find("mrope_section", list[Size]), section.get("mrope_interleaved", bool, False)
+    if counts is None:
+        return {}
+    if len(counts) != 3 or sum(counts) != num_pairs:
+        raise section.unsupported(
+            "mrope_section", f"three numbers are needed, {num_pairs} together, as a head has pairs; {REMEDY}"
+        )
+    return dict(sections=tuple(counts), sections_take_turns=takes_turns)
 
 
 def _yarn_attention(section: Settings, factor: float) -> float:

@@ -78,7 +78,7 @@ class HostedCheckpoint:
         """Make the model. Raises ConfigError."""
         limit = checked_length(max_seq_len, self.config)
         _check_positions(self._library_config, limit)
-        with torch.inference_mode(), _quiet():
+        with torch.inference_mode(), quiet():
             module = self._load(dtype).to(device)
             head = module.get_output_embeddings()
             replace_linears(module, head, linears)
@@ -133,7 +133,7 @@ def library_config(content: dict[str, Any]) -> PretrainedConfig:
             f"{FILE}: model_type {shown(kind)} is not known to transformers {transformers.__version__}; use another model"
         )
     try:
-        with _quiet():
+        with quiet():
             config = known[kind].from_dict(dict(content))
             return config.get_text_config(decoder=True)
     except Exception as error:  # configuration classes raise what they please
@@ -278,7 +278,7 @@ def _check(found: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the library's own reports and progress bars: what is wrong is said by ConfigError."""
     level = library_logging.get_verbosity()
     bars = library_logging.is_progress_bar_enabled()
