@@ -10,7 +10,7 @@ def what_forbids_drafts(request: Request) -> str:
     """The field for which tokens can only be chosen one by one; "" if there is none.
 
     A post-processor is called for each token, top-p decays from token to token, rows of tensors belong to one token each, a beam
-    search chooses for itself, and ids beyond the vocabulary, which embeddings stand for, are no guesses.
+    search chooses for itself, and ids that embeddings or features of images stand for are no guesses.
     """
     sampling, output = request.sampling_config, request.output_config
     reasons = {
@@ -20,6 +20,7 @@ def what_forbids_drafts(request: Request) -> str:
         "return_generation_logits": output.return_context_logits or output.return_generation_logits,
         "additional_outputs": bool(output.additional_outputs),
         "prompt_embeddings": request.prompt_embeddings is not None,
+        "images": bool(request.images),
     }
     return next((name for name, is_given in reasons.items() if is_given), "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -17,28 +18,30 @@ FIRST_ID = 1 << 62
 class ImageInput(Struct, frozen=True, forbid_unknown_fields=True):
     """What the model's image processor makes of an image.
 
-    num_tokens: how many tokens of the prompt, whose id is the model's for images, its features stand for.
+    token_id: the model's for images. num_tokens: how many tokens of the prompt have it because of this image.
+    digest: SHA-256 of all that its features depend on, in hexadecimal digits.
     inputs: arguments of transformers' `get_image_features` by name; `pixel_values` before they are scaled and normalised, where
-    uint8 holds them. scale: (factor, means, deviations) of each channel: (pixel * factor - mean) / deviation; empty for pixels
+    uint8 holds them. scale: (factor, means, deviations) of each channel: (pixel * factor - mean) / deviation; None for pixels
     that are normalised already.
     """
 
+    token_id: int
     num_tokens: int
+    digest: str
     inputs: dict[str, TensorData]
-    scale: tuple[float, tuple[float, ...], tuple[float, ...]] | tuple[()] = ()
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all that its features depend on, in hexadecimal digits."""
-        content = hashlib.sha256(f"{self.num_tokens} {self.scale}".encode())
-        for name, tensor in sorted(self.inputs.items()):
-            content.update(f"\0{name} {tensor.dtype} {tensor.shape}\0".encode())
-            content.update(tensor.data)
-        return content.hexdigest()
+    scale: tuple[float, tuple[float, ...], tuple[float, ...]] | None = None
 
     @property
     def num_bytes(self) -> int:
         return sum(len(tensor.data) for tensor in self.inputs.values())
+
+
+def digest_of(num_tokens: int, inputs: dict[str, TensorData], scale: object) -> str:
+    content = hashlib.sha256(f"{num_tokens} {scale}".encode())
+    for name, tensor in sorted(inputs.items()):
+        content.update(f"\0{name} {tensor.dtype} {tensor.shape}\0".encode())
+        content.update(tensor.data)
+    return content.hexdigest()
 
 
 def content_ids(digest: str, num_tokens: int) -> list[int]:
@@ -48,17 +51,20 @@ def content_ids(digest: str, num_tokens: int) -> list[int]:
     return [FIRST_ID | (number >> 2) for number in ids]
 
 
-def with_content_ids(token_ids: list[int], token_id: int, digests: list[tuple[str, int]]) -> list[int]:
-    """`token_ids` with those of images in the place of `token_id`. digests: of each image, with the number of its tokens, which
-    together are as many as there are tokens `token_id`.
-    """
-    own = iter([each for digest, count in digests for each in content_ids(digest, count)])
-    return [next(own) if each == token_id else each for each in token_ids]
+def with_content_ids(token_ids: list[int], images: Sequence[ImageInput]) -> list[int]:
+    """Token ids with those of images in the place of the model's, of which there are as many as the images have tokens."""
+    if not images:
+        return token_ids
+    own = iter([each for image in images for each in content_ids(image.digest, image.num_tokens)])
+    return [next(own) if each == images[0].token_id else each for each in token_ids]
 
 
-def packed_ids(token_ids: list[int]) -> bytes:
-    """Token ids as bytes: 4 each, or 8 each where there are some of images."""
-    try:
-        return array("i", token_ids).tobytes()
-    except OverflowError:
-        return array("q", token_ids).tobytes()
+def with_model_ids(token_ids: list[int], images: Sequence[ImageInput]) -> list[int]:
+    """The reverse."""
+    return [images[0].token_id if each >= FIRST_ID else each for each in token_ids] if images else list(token_ids)
+
+
+def packed_ids(token_ids: Iterable[int]) -> array[int]:
+    """Token ids in 4 bytes each, or in 8 bytes each where there are some of images."""
+    ids = list(token_ids)
+    return array("q" if ids and max(ids) >= FIRST_ID else "i", ids)

@@ -16,6 +16,7 @@ from backend.api.config.schema import LimitsConfig
 from backend.api.draft_limits import check_drafts
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.guide import NOT_SET_UP, check_guide, check_thinking
+from backend.api.image_limits import NO_IMAGES, ImageLimits, check_images
 from backend.api.lora import check_lora
 from backend.api.output_limits import (
     check_needs_no_head,
@@ -56,6 +57,7 @@ class RequestLimits(Struct, frozen=True):
     has_head: bool = True  # False if the model makes hidden states only
     marked_outputs: tuple[str, ...] = ()  # the tensors that the model can give besides tokens
     reads_whole_texts: bool = False  # True if each token attends to all of its text; then there is no head
+    images: ImageLimits = NO_IMAGES
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -69,6 +71,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
             f"(the model's own, or model.max_seq_len); shorten it"
         )
     check_prompt_inputs(request, limits.prompt_embedding_width, limits.max_seq_len, limits.caps.max_extra_bytes)
+    check_images(request, limits.images)
     check_ids("input token", prompt, limits.vocab_size + num_virtual_ids(request))
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
     if len(request.end_ids) > MAX_END_IDS:

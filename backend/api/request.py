@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.guide import Guide, Thinking
+from backend.api.images import ImageInput, with_content_ids
 from backend.api.lora import LoraConfig
 from backend.api.outputs import OutputConfig
 from backend.api.sampling import SamplingConfig
@@ -117,6 +118,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
     Models that take none refuse them. KV is shared only between requests that agree in these four fields; zeros at the end of
     `extra_ids` do not count.
+    `images`: in the order in which their tokens stand in the prompt. KV is shared by their content, wherever they stand.
     `lora`: the adapter that it runs with; KV is shared only between requests with the same one.
     """
 
@@ -149,6 +151,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     max_draft_tokens: int | None = None
     context_only: bool = False
     kv_state: bytes = b""
+    images: tuple[ImageInput, ...] = ()
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 
@@ -156,6 +159,11 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     def adapter(self) -> str:
         """Content hash of the adapter, once the engine knows it; empty without an adapter."""
         return "" if self.lora is None else self.lora.content
+
+    @property
+    def content_ids(self) -> list[int]:
+        """The prompt's token ids as the engine knows them: those of an image follow from its content."""
+        return with_content_ids(self.input_token_ids, self.images)
 
     @property
     def namespace(self) -> str:

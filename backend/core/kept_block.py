@@ -19,10 +19,12 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-MAGIC = b"everbatch-block1"
+from backend.api.images import packed_ids
+
+MAGIC = b"everbatch-block2"
 _FIXED = struct.Struct("<16s32s32s32s16sQI")
 _CHECKSUM_BYTES = 16
-ROOM_FOR_TOKENS = 4  # bytes of a token id
+ROOM_FOR_TOKENS = 8  # bytes of a token id
 
 
 class Miss(Enum):
@@ -59,7 +61,7 @@ class BlockRecord(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        return hashlib.blake2b(self.prefix + array("i", self.token_ids).tobytes(), digest_size=32).digest()
+        return hashlib.blake2b(self.prefix + packed_ids(self.token_ids).tobytes(), digest_size=32).digest()
 
 
 class KeptRecord(NamedTuple):
@@ -90,7 +92,7 @@ class RecordFormat:
     def encode_record(self, block: BlockRecord, checksum: bytes, stamp: int) -> bytes:
         """The record of a block whose KV has this checksum."""
         fixed = _FIXED.pack(MAGIC, *block[:3], checksum, stamp, len(block.token_ids))
-        body = fixed + array("i", block.token_ids).tobytes()
+        body = fixed + array("q", block.token_ids).tobytes()
         return (body + checksum_of(body)).ljust(self.num_bytes, b"\0")
 
     def decode(self, record: bytes) -> KeptRecord | None:
@@ -102,7 +104,7 @@ class RecordFormat:
         magic, fingerprint, namespace, prefix, checksum, stamp, num_tokens = _FIXED.unpack_from(body)
         if magic != MAGIC or num_tokens != self.block_size:
             return None
-        token_ids = tuple(array("i", body[_FIXED.size :]))
+        token_ids = tuple(array("q", body[_FIXED.size :]))
         return KeptRecord(BlockRecord(fingerprint, namespace, prefix, token_ids), checksum, stamp)
 
     def check(self, place: bytes, wanted: BlockRecord) -> bytes | Miss:

@@ -179,7 +179,7 @@ class Sequence:
         self.sequence_index = 0
         self.group = None
         self.status = Status.WAITING
-        self.begin_turn(request_id, request, list(request.input_token_ids), arrival, arrival_ns)
+        self.begin_turn(request_id, request, list(request.content_ids), arrival, arrival_ns)
 
     def begin_turn(
         self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int

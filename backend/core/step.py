@@ -34,6 +34,7 @@ from msgspec import Struct
 
 from backend.api.errors import EverbatchError
 from backend.api.guide import NOT_SET_UP, Guide, Thinking
+from backend.api.images import ImageInput
 from backend.api.lora import LoraConfig
 from backend.api.request import RequestId
 from backend.api.sampling import SamplingConfig
@@ -81,6 +82,7 @@ class NewRow(Struct, frozen=True):
     client_id: int | None = None
     num_beams: int = 1  # rows of the same beam search; a post-processor is called once for all of them
     adapter: str = ""  # content hash of the LoRA adapter that the row uses; empty = none
+    images: list[tuple[str, int]] = []  # (digest, tokens) of each image, whose tokens have the model's id in the prompt
 
     @property
     def is_guided(self) -> bool:
@@ -200,6 +202,8 @@ class ModelInfo(Struct, frozen=True):
     kv_layers: int = 0  # layers of a pool that may lie in memory which the engine gives; 0: it may not
     default_sampling: dict[str, float] = {}  # of fields that requests of the JSON wire leave out
     state_bytes: int = 0  # size of a sequence's state in all recurrent layers, on one rank; 0: there are none
+    image_token_id: int = -1  # the id that stands for images in prompts; -1: the model takes none
+    image_refusal: str = ""  # why it takes none, where it could otherwise
 
 
 class MemoryUse(Struct, frozen=True):
@@ -215,6 +219,11 @@ class WorkersLost(Exception):
 
 class WorkerGroup(Protocol):
     """The fan-out of one step to the ranks. The engine knows the workers only through this."""
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """The encoder of images; None before `load`, and for a model that takes none."""
+        ...
 
     @property
     def guides(self) -> Guides | None:
@@ -301,6 +310,31 @@ class PreparedAdapter:
 
 # Called with a request, and why its guide cannot be used; None: it can be used.
 OnCompiled = Callable[[RequestId, EverbatchError | None], None]
+
+
+OnEncoded = Callable[[RequestId, EverbatchError | None], None]
+
+
+class ImageEncoder(Protocol):
+    """The encoder of images, as the engine sees it.
+
+    A request whose images have no features yet waits outside the queue, so that it delays no other request. Features are kept
+    until the last request that uses them has ended, and longer as long as there is room.
+    """
+
+    def on_encoded(self, tell: OnEncoded) -> None:
+        """`tell` is called from other threads, once for each live request whose `begin` returned False."""
+        ...
+
+    def begin(self, request_id: RequestId, images: Sequence[ImageInput], namespace: str) -> bool:
+        """Encode images for a request of a namespace. Returns True if all are encoded already. Raises Overloaded where the
+        features of live requests leave no room.
+        """
+        ...
+
+    def end(self, request_id: RequestId) -> None:
+        """Note that a request has ended. Unknown ids are ignored."""
+        ...
 
 
 class Guides(Protocol):

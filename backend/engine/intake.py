@@ -14,6 +14,7 @@ import msgspec
 
 from backend.api.config.schema import EngineConfig, max_beam_width
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
+from backend.api.image_limits import ImageLimits
 from backend.api.limits import RequestLimits, check_request
 from backend.api.lora import LoraConfig
 from backend.api.request import Request, RequestId
@@ -71,6 +72,7 @@ class Intake:
             model.has_head,
             tuple(model.output_widths),
             model.reads_whole_texts,
+            ImageLimits(model.image_token_id, model.image_refusal, config.images),
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)

@@ -1,6 +1,6 @@
-"""Preparation: requests wait here until their guide is compiled and their LoRA adapter is read.
+"""Preparation: requests wait here until their guide is compiled, their images are encoded and their LoRA adapter is read.
 
-Both take up to seconds, on threads of the compiler (guided/) and of read_ahead.py, while other requests run. Requests of one LoRA
+All take up to seconds, on threads of the compiler (guided/), of the encoder and of read_ahead.py, while other requests run. Requests of one LoRA
 task id leave in the order of their arrival, because a later one that gives only the id means the adapter of an earlier one. A
 request also waits while the adapters in use leave no room for its own.
 
@@ -33,6 +33,7 @@ class Waiting:
     deadline_ns: int
     resume: Resume | None = None
     lacks_guide: bool = False
+    lacks_images: bool = False
     lacks_trial: bool = False  # it is to run alone (engine/trials.py), and its turn has not come
     adapter: Coming | None = None  # the adapter that it brings
     error: EverbatchError | None = None  # why it cannot be queued
@@ -46,6 +47,11 @@ class Waiting:
         return self.request_id if lora is None else (self.request.cache_salt, lora.task_id)
 
     @property
+    def lacks_parts(self) -> bool:
+        """True if its guide is not compiled, or its images are not encoded."""
+        return self.lacks_guide or self.lacks_images
+
+    @property
     def lacks_adapter(self) -> bool:
         """True if the adapter that it brings has not been read."""
         return self.adapter is not None and self.adapter.outcome is None
@@ -57,7 +63,7 @@ class Preparation:
         num_readers: threads that read adapters
         max_size: requests that may wait here
         """
-        self._guides = workers.guides
+        self._guides, self._images = workers.guides, workers.images
         self._adapters = adapters
         self._max_size = max_size
         self._waiting: dict[RequestId, Waiting] = {}
@@ -69,6 +75,8 @@ class Preparation:
         post = self._callbacks.post
         if self._guides is not None:
             self._guides.on_compiled(lambda *outcome: post(lambda: self._note_guide(*outcome)))
+        if self._images is not None:
+            self._images.on_encoded(lambda *outcome: post(lambda: self._note_images(*outcome)))
         self._reading = ReadAhead(
             *(workers.prepare_adapter, num_readers, adapters.host.capacity),
             lambda *outcome: post(lambda: self._note_adapter(*outcome)),
@@ -103,14 +111,16 @@ class Preparation:
         comes_behind = waiting.line in self._lines
         if request.guide is not None and self._guides is not None:
             waiting.lacks_guide = not self._guides.begin(request_id, request.guide, request.cache_salt)
+        if request.images and self._images is not None:
+            waiting.lacks_images = not self._images.begin(request_id, request.images, request.cache_salt)
         if request.lora is not None and request.lora.brings_weights:
             waiting.adapter = Coming(request.cache_salt, request.lora)
-        if not (waiting.lacks_guide or waiting.lacks_trial or waiting.adapter is not None or comes_behind):
+        if not (waiting.lacks_parts or waiting.lacks_trial or waiting.adapter is not None or comes_behind):
             return False
         if len(self._waiting) >= self._max_size and not (resume is not None and resume.is_again):
             self.end(request_id, request)
             raise Overloaded(
-                f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides or adapters, Maximum queue "
+                f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides, images or adapters, Maximum queue "
                 f"size of {self._max_size} is reached (limits.max_queue_size); try again later"
             )
         self._waiting[request_id] = waiting
@@ -147,7 +157,7 @@ class Preparation:
     def begin_trial(self) -> Waiting | None:
         """Let the first request go on that lacks nothing but its trial, and return it; None if there is none."""
         for waiting in self._suspects.values():
-            if not (waiting.lacks_guide or waiting.lacks_adapter) and self._lines[waiting.line][0] is waiting:
+            if not (waiting.lacks_parts or waiting.lacks_adapter) and self._lines[waiting.line][0] is waiting:
                 del self._suspects[waiting.request_id]
                 waiting.lacks_trial = False
                 self._due[waiting.line] = None
@@ -176,7 +186,9 @@ class Preparation:
         return None
 
     def end(self, request_id: RequestId, request: Request) -> None:
-        """Let the guide of a request go that has ended, whether it has waited here or not."""
+        """Let the guide and the images of a request go that has ended, whether it has waited here or not."""
+        if self._images is not None and request.images:
+            self._images.end(request_id)
         if self._guides is not None and request.guide is not None:
             self._guides.end(request_id)
 
@@ -206,7 +218,13 @@ class Preparation:
     def _note_guide(self, request_id: RequestId, error: EverbatchError | None) -> None:
         waiting = self._waiting.get(request_id)
         if waiting is not None:
-            waiting.lacks_guide, waiting.error = False, error
+            waiting.lacks_guide, waiting.error = False, waiting.error or error
+            self._due[waiting.line] = None
+
+    def _note_images(self, request_id: RequestId, error: EverbatchError | None) -> None:
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.lacks_images, waiting.error = False, waiting.error or error
             self._due[waiting.line] = None
 
     def _note_adapter(self, adapter: Coming, outcome: Outcome) -> None:
@@ -219,7 +237,7 @@ class Preparation:
         ranks = self._lines.get(line, [])
         while ranks:
             first = ranks[0]
-            if ((first.lacks_guide or first.lacks_trial) and not first.has_left) or first.lacks_adapter:
+            if ((first.lacks_parts or first.lacks_trial) and not first.has_left) or first.lacks_adapter:
                 return
             if first.adapter is not None and not self._put(first, first.adapter):
                 self._due[line] = None

@@ -67,6 +67,7 @@ def workers_of(
         speculation=config.speculation,
         kv_transfer=config.kv_transfer,
         keeps_pool=keeps_pool,
+        images=config.images,
     )
 
 

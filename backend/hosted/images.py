@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -23,6 +23,7 @@ from backend.api.errors import ConfigError, InvalidRequest
 from backend.api.images import ImageInput
 from backend.architectures.description import ModelConfig
 from backend.hosted.checkpoint import quiet
+from backend.hosted.features import Features
 from backend.hosted.layers import replace_linears
 from backend.hosted.model import sentence_of
 from backend.hosted.sizes import check_elements
@@ -32,17 +33,6 @@ _SMALLEST = 8  # tokens of the decoder that stands in for the real one and is th
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
 
 
-class Features(NamedTuple):
-    """The features of an image, in the type that the model computes in."""
-
-    vectors: Tensor  # [tokens, hidden]: in the place of embeddings
-    added: tuple[Tensor, ...] = ()  # each [tokens, hidden]: what the first layers add to their results (deepstack)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.numel() * each.element_size() for each in (self.vectors, *self.added))
-
-
 class ImageTower:
     """Not thread-safe: one thread encodes."""
 
@@ -50,6 +40,7 @@ class ImageTower:
         assert config.images is not None
         self._images, self._hidden = config.images, config.hidden_size
         self._module, self._dtype, self._device = module, dtype, device
+        self.bytes_per_token = (1 + config.images.added_layers) * config.hidden_size * dtype.itemsize
         self._takes = inspect.signature(module.get_image_features).parameters
 
     @torch.inference_mode()
@@ -68,7 +59,9 @@ class ImageTower:
                 f"the image has {image.num_tokens} tokens, and the model's vision tower yields features of the shape "
                 f"{list(vectors.shape)}; the checkpoint's processor is of another model"
             )
-        return Features(*((vectors.to(self._dtype), tuple(each.to(self._dtype) for each in added))))
+        grid = image.inputs.get("image_grid_thw")
+        rows, columns = (0, 0) if grid is None else (int(each) // self._images.merge for each in inputs["image_grid_thw"][0, 1:])
+        return Features(vectors.to(self._dtype), (rows, columns), tuple(each.to(self._dtype) for each in added))
 
 
 def build_tower(
@@ -103,7 +96,7 @@ def build_tower(
 
 def normalised(pixels: Tensor, image: ImageInput) -> Tensor:
     """Pixels [..., channels, height, width], or patches [n, channels * rest], scaled and normalised in float32."""
-    if not image.scale:
+    if image.scale is None:
         return pixels
     factor, means, deviations = image.scale
     shape = pixels.shape

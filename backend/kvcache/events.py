@@ -7,10 +7,10 @@ TensorRT-LLM's KVCacheEventManager.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import deque
 from collections.abc import Iterable
 
+from backend.api.images import packed_ids
 from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, BlockUpdated, KvEvent
 
 
@@ -50,7 +50,7 @@ def root_hash(namespace: str) -> int:
 
 def block_hash(parent_hash: int, token_ids: Iterable[int]) -> int:
     """BLAKE2b, 64 bits, over the parent's hash and the tokens as 32-bit integers."""
-    return _number(parent_hash.to_bytes(8, "little") + array("i", token_ids).tobytes())
+    return _number(parent_hash.to_bytes(8, "little") + packed_ids(token_ids).tobytes())
 
 
 def _number(data: bytes) -> int:

@@ -149,27 +149,33 @@ class Decoder:
         cells: Tensor,
         plans: Mapping[int | None, Plan],
         pools: Sequence[KVPool],
-        embedded: tuple[Tensor, Tensor] | None = None,
+        embedded: tuple[Tensor, Tensor, Sequence[Tensor]] | None = None,
         adapted: AdaptedTokens | None = None,
         states: StepStates | None = None,
+        tables: RotaryTables | None = None,
     ) -> Tensor:
         """Run a flat batch of tokens and write their KV, and the states of their sequences.
 
         token_ids, positions, cells are int64 [num_tokens]. plans holds the attention plan of each window; pools has one pool for
         each layer with KV. states: where the model has recurrent layers. embedded: the tokens [n] int64 of the batch whose
-        embeddings are given, and these, [n, hidden], which embedding_scale does not multiply. adapted: the tokens' LoRA
-        adapters, if any has one. Returns the hidden states before the last norm, [num_tokens, hidden].
+        embeddings are given, and these, [n, hidden], which embedding_scale does not multiply; third, for some of the first
+        layers, what is added to their results for these tokens. adapted: the tokens' LoRA adapters, if any has one. tables:
+        cos and sin of each token, in the place of the model's; `positions` are places in them. Returns the hidden states before the last norm, [num_tokens, hidden].
         """
         block = self.config.block
         assert isinstance(self.embedding, Tensor), "LinearOptions.holds_super_blocks is for native kernels"
         x = embedding(self.embedding, token_ids, None if block.embedding_scale == 1 else block.embedding_scale)
         if embedded is not None:
-            x.index_copy_(0, *embedded)
+            x.index_copy_(0, *embedded[:2])
+        added = () if embedded is None else embedded[2]
         delta: Tensor | None = None  # like x, and still to be added to it
         run = self._parallel if block.parallel else self._sequential
         of_layers = zip(self.layers, self.config.held_settings, self.rotary, strict=True)
         kv_pools, state_pools = iter(pools), iter(() if states is None else states.pools)
-        for index, (layer, settings, tables) in enumerate(of_layers):
+        for index, (layer, settings, own_tables) in enumerate(of_layers):
+            if embedded is not None and 0 < index <= len(added):
+                x, delta = add(x, delta, block), None
+                x.index_add_(0, embedded[0], added[index - 1])
             adapt = None if adapted is None else partial(adapted.add, index)
             if layer.attention is None:
                 x, delta = run(x, delta, layer, None, adapt)
@@ -189,12 +195,15 @@ class Decoder:
                 plan=plans[window],
                 positions=positions,
                 cells=cells,
-                tables=tables,
+                tables=own_tables if tables is None or own_tables is None else tables,
                 query_scales=self.query_scales,
                 adapt=adapt,
             )
             x, delta = run(x, delta, layer, attend, adapt)
-        return add(x, delta, block)
+        x = add(x, delta, block)
+        if embedded is not None and len(added) == len(self.layers):
+            x.index_add_(0, embedded[0], added[-1])
+        return x
 
     def _sequential(
         self, x: Tensor, delta: Tensor | None, layer: LayerWeights, attend: Attend | None, adapt: Adapt | None

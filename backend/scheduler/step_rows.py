@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from backend.api.images import ImageInput, with_model_ids
 from backend.api.sampling import SamplingConfig
 from backend.core.sequence import BeamSequence, Sequence
 from backend.core.step import BlockId, NewRow, Row, SequenceId
@@ -57,7 +58,7 @@ def new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         return _new_beam_row(seq, kv)
     return NewRow(
         slot=seq.slot,
-        token_ids=list(seq.token_ids),
+        token_ids=with_model_ids(seq.token_ids, seq.request.images),
         num_prompt_tokens=seq.num_prompt_tokens,
         num_sampled_before=seq.num_sampled_before,
         block_ids=kv.block_ids(seq),
@@ -77,6 +78,7 @@ def new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         request_id=seq.request_id,
         client_id=request.client_id,
         adapter=seq.adapter,
+        images=_images(seq.request.images),
     )
 
 
@@ -85,7 +87,7 @@ def _new_beam_row(seq: BeamSequence, kv: KVCacheManager) -> NewRow:
     assert seq.slot is not None  # it runs
     return NewRow(
         slot=seq.slot,
-        token_ids=list(seq.token_ids),
+        token_ids=with_model_ids(seq.token_ids, seq.request.images),
         num_prompt_tokens=seq.num_prompt_tokens,
         num_sampled_before=0,
         block_ids=kv.block_ids(seq),
@@ -104,4 +106,9 @@ def _new_beam_row(seq: BeamSequence, kv: KVCacheManager) -> NewRow:
         prompt_embeddings=seq.request.prompt_embeddings,
         position_ids=seq.request.position_ids,
         adapter=seq.adapter,
+        images=_images(seq.request.images),
     )
+
+
+def _images(images: tuple[ImageInput, ...]) -> list[tuple[str, int]]:
+    return [(image.digest, image.num_tokens) for image in images]

@@ -290,7 +290,7 @@ class DeviceRunner(Runner):
         adapted = self._adapted(rows)
         states = None if self.states is None else StepStates(self.states.pools, self.states.rows(rows))
         hidden = self._model.forward(
-            flat.token_ids, flat.positions, flat.cells, plans, self._views, flat.embedded, adapted, states
+            flat.token_ids, flat.positions, flat.cells, plans, self._views, flat.embedded, adapted, states, flat.tables
         )
         return hidden, flat
 

@@ -18,6 +18,7 @@ from backend.api.checkpoint.gguf_parts import model_name, title
 from backend.api.checkpoint.recommended import default_sampling
 from backend.api.config.schema import (
     GuidedConfig,
+    ImagesConfig,
     KvCacheConfig,
     KvTransferConfig,
     LoraSection,
@@ -45,6 +46,8 @@ from backend.worker.extra_outputs import ExtraOutputs, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.guided_rows import GuidedRows
 from backend.worker.input_batch import InputBatch, SlotMemory
+from backend.worker.image_features import ImageFeatures
+from backend.worker.image_setup import ImageParts, make_images
 from backend.worker.kv_fingerprint import kv_fingerprint
 from backend.worker.lane import Lane
 from backend.worker.loaded_model import LoadedModel, load_draft_model
@@ -82,6 +85,7 @@ class InProcessWorkerGroup:
         speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (immutable)
         kv_transfer: KvTransferConfig = KvTransferConfig(),  # noqa: B008 (immutable)
         keeps_pool: bool = False,
+        images: ImagesConfig = ImagesConfig(),  # noqa: B008 (immutable)
     ) -> None:
         """`progress` gets a line before slow work. `processors` come besides those that the configuration names.
         `debug`: what is kept of every step. `guided`: None for no guided decoding.
@@ -96,6 +100,7 @@ class InProcessWorkerGroup:
         self._debug = debug
         self._guided = guided
         self.guides: GuideCompiler | None = None
+        self._images_config, self._images = images, ImageParts()
         self._lora = lora
         self._speculation = speculation
         self._kv_transfer = kv_transfer
@@ -170,6 +175,7 @@ class InProcessWorkerGroup:
         if self._lora.enabled:
             loaded.model.takes_adapters = True
             self._adapter_reader = AdapterReader(loaded.whole_projections, dtype, self._lora.max_rank, self._pack)
+        self._images = self._make_images(checkpoint, loaded)
         return ModelInfo(
             name=title(model_name(self.model_path.name)) or config.architecture,
             vocab_size=config.vocab_size,
@@ -203,11 +209,22 @@ class InProcessWorkerGroup:
             if self._keeps_pool and tier_name == "native" and not config.state_bytes
             else 0,
             state_bytes=config.state_bytes,
+            image_token_id=-1 if self.images is None or config.images is None else config.images.token_id,
+            image_refusal=self._images.refusal,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
             default_sampling={}
             if self._buffers is not None
             else default_sampling(self.model_path, section.default_sampling),
         )
+
+    @property
+    def images(self) -> ImageFeatures | None:
+        return self._images.features
+
+    def _make_images(
+        self, checkpoint: loader.CheckpointReader | HostedCheckpoint, loaded: LoadedModel
+    ) -> ImageParts:
+        return make_images(checkpoint, loaded, None if self._buffers is not None else self.model_path, self._images_config)
 
     def _make_guides(self, vocab_size: int, eos_ids: tuple[int, ...]) -> str:
         """Returns why requests with guides are refused, or ''."""
@@ -303,6 +320,9 @@ class InProcessWorkerGroup:
         self._loaded = self._draft = None
         if self.guides is not None:
             self.guides.close()
+        if self.images is not None:
+            self.images.close()
+            self._images = ImageParts()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -352,7 +372,7 @@ class InProcessWorkerGroup:
         storage = loaded.storage(block_size, num_blocks, layers)
         states = loaded.states(slots + num_snapshots)
         extras = ExtraOutputs(self._processors, self._debug, cuts_prompts=not loaded.is_encoder)
-        prompts = PromptInputs(vocab_size, model.dtype, device)
+        prompts = PromptInputs(vocab_size, model.dtype, device, self._images.setting)
         if loaded.tier_name == "triton":
             batch = InputBatch(slots + 1, max_len, block_size, device, prompts)
             parameters = SlotParameters(slots, vocab_size, device)

@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
+from backend.layers.rotary import RotaryTables
 from backend.worker.prompt_inputs import Embedded, PromptInputs
 from kernels.common.transfer import even, place
 from kernels.paged_attention import AttentionRows
@@ -35,6 +36,7 @@ class FlatBatch:
     rows: AttentionRows
     logits_index: Tensor  # int64 into the flat batch: the tokens whose logits are wanted
     embedded: Embedded | None = None  # tokens whose embeddings the requests give
+    tables: RotaryTables | None = None  # cos and sin of each token, in which `positions` are places; None: the model's own
 
 
 def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: DTypeLike) -> NDArray[Any]:
@@ -131,8 +133,8 @@ class InputBatch:
         """True if a row's prompt has embeddings or positions of its own."""
         return self._prompt_inputs is not None and self._prompt_inputs.has_any(rows)
 
-    def own_inputs(self, rows: Sequence[Row]) -> tuple[Tensor, Embedded | None]:
-        """The positions of a step's tokens, and the embeddings that requests give."""
+    def own_inputs(self, rows: Sequence[Row]) -> tuple[Tensor, Embedded | None, RotaryTables | None]:
+        """The positions of a step's tokens, and what requests give, as PromptInputs.apply returns it."""
         assert self._prompt_inputs is not None, "ask brings_inputs first"
         places = torch.cat([torch.arange(row.num_computed, row.num_computed + row.num_tokens) for row in rows])
         return self._prompt_inputs.apply(rows, places)
@@ -172,9 +174,9 @@ class InputBatch:
         numbers = np.zeros((3, even(len(positions))), dtype=np.int64)
         numbers[:, : len(positions)] = slot_of_token * self.max_seq_len + positions, positions, cells
         placed = place(numbers, self._device)[:, : len(positions)]
-        moved, embedded = placed[1], None
+        moved, embedded, tables = placed[1], None, None
         if self._prompt_inputs is not None:
-            moved, embedded = self._prompt_inputs.apply(rows, placed[1])
+            moved, embedded, tables = self._prompt_inputs.apply(rows, placed[1])
         return FlatBatch(
             token_ids=self.token_ids.view(-1).index_select(0, placed[0]),
             positions=moved,
@@ -182,4 +184,5 @@ class InputBatch:
             rows=AttentionRows(starts, lengths, self.block_tables[slots, :width]),
             logits_index=place(logits_index, self._device),
             embedded=embedded,
+            tables=tables,
         )

@@ -254,7 +254,7 @@ def _remarks(
 ) -> tuple[str, ...]:
     """Sentences for the operator about how the model runs, where the configuration alone does not say it."""
     remarks = []
-    if config.is_part:
+    if config.is_part and config.images is None:
         remarks.append(
             f"the checkpoint is a {config.architecture}, of which the text model alone is served: what it has for images is "
             f"left out, and requests with images are refused"

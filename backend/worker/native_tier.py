@@ -15,6 +15,7 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.core.step import Row
 from backend.layers.linear import QuantizedWeight, Weight
+from backend.layers.rotary import RotaryTables
 from backend.models.decoder import Decoder
 from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
@@ -113,6 +114,7 @@ class NativeRows(NamedTuple):
     adapters: Sequence[str] = ()  # the content of each row's LoRA adapter, empty for none; no entries: no row has one
     positions: Tensor | None = None  # int64, one for each token of all rows
     embedded: Embedded | None = None
+    tables: RotaryTables | None = None  # cos and sin of each token; `positions` are places in them
 
 
 class NativeCall(NamedTuple):
@@ -189,7 +191,7 @@ class NativeTier:
         numbers = batch.row_numbers(rows, num_logits)
         hidden = torch.empty(sum(num_logits), self._hidden_size) if outputs else None
         wants_logits = wants_logits or bool(outputs)
-        own = batch.own_inputs(rows) if batch.brings_inputs(rows) else (None, None)
+        own = batch.own_inputs(rows) if batch.brings_inputs(rows) else ()
         of_layers, of_rows = self._of_layers(pools), None
         if states is not None:
             read = states.rows(rows)
@@ -239,7 +241,7 @@ class NativeTier:
     ) -> tuple[NDArray[np.int64], Tensor | None]:
         rows, tokens = part.rows, part.tokens
         if given is not None:
-            given = Given(_part(given.embedded, tokens), _part(given.positions, tokens), given.vectors)
+            given = given._replace(embedded=_part(given.embedded, tokens), positions=_part(given.positions, tokens))
         hidden = None if call.hidden is None else call.hidden[part.logits]
         entering, leaving = (None if states is None else states[tokens] for states in (ranks.entering, ranks.leaving))
         return self._decoder.step(
@@ -256,13 +258,15 @@ class NativeTier:
         positions, embedded = rows.positions, rows.embedded
         if positions is None:
             return None
+        tables = None if rows.tables is None else (rows.tables[0], rows.tables[1])
         if embedded is None:
-            return Given(None, positions.numpy())
-        vectors = embedded.vectors.float().contiguous()
-        addresses = np.zeros(len(positions), dtype=np.uintp)
-        row_bytes = vectors.element_size() * self._hidden_size
-        addresses[embedded.where.numpy()] = vectors.data_ptr() + np.arange(len(vectors), dtype=np.uintp) * row_bytes
-        return Given(addresses, positions.numpy(), vectors)
+            return Given(None, positions.numpy(), tables=tables)
+        layers = [each.float().contiguous() for each in (embedded.vectors, *embedded.added)]
+        addresses = np.zeros((len(layers), len(positions)), dtype=np.uintp)
+        row_bytes, where = layers[0].element_size() * self._hidden_size, embedded.where.numpy()
+        for of_layer, vectors in zip(addresses, layers):
+            of_layer[where] = vectors.data_ptr() + np.arange(len(vectors), dtype=np.uintp) * row_bytes
+        return Given(addresses[0], positions.numpy(), layers, addresses[1:], tables)
 
 
 def _part(array: NDArray[T] | None, tokens: slice) -> NDArray[T] | None:

@@ -19,8 +19,10 @@ from backend.models.cut import adapter_of_rank
 from backend.models.lora import Layers
 from backend.worker.debug_tensors import DebugFetch
 from backend.worker.group import InProcessWorkerGroup
+from backend.worker.image_setup import ImageParts
 from backend.worker.input_batch import SlotMemory
 from backend.worker.leading import LeadingRunner, LeadingTier, SharedAdapter
+from backend.worker.loaded_model import LoadedModel
 from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner
 from backend.worker.post_processors import PostProcessors
@@ -74,6 +76,11 @@ class RankedWorkerGroup(InProcessWorkerGroup):
         self._mapped_bytes = 0
 
     @property
+    def _make_images(self, checkpoint: object, loaded: LoadedModel) -> ImageParts:
+        if loaded.config.images is None:
+            return ImageParts()
+        return ImageParts(refusal="images are not read by several ranks in this version; start the server with one")
+
     def _asked(self) -> str:
         """The beginning of a sentence: how many ranks the configuration asks for."""
         size, stages = self._workers.tensor_parallel_size, self._workers.pipeline_parallel_size

@@ -117,7 +117,9 @@ class Given(NamedTuple):
 
     embedded: NDArray[np.uintp] | None  # address of a token's embedding, float32 [hidden]; 0: that of its id
     positions: NDArray[np.int64] | None  # by which queries and keys are rotated
-    vectors: Tensor | None = None  # owns the memory that `embedded` points to
+    vectors: Sequence[Tensor] = ()  # own the memory that `embedded` and `added` point to
+    added: NDArray[np.uintp] | None = None  # [layers, tokens]: address of what the first layers' results get, float32 [hidden]
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin, float32 [tokens, rotary_dim / 2], for all layers
 
 
 class Passing(NamedTuple):
@@ -280,6 +282,9 @@ class NativeDecoder:
         batch.num_rows = len(rows)
         batch.embedded = None if given is None or given.embedded is None else given.embedded.ctypes.data
         batch.positions = None if given is None or given.positions is None else given.positions.ctypes.data
+        added = None if given is None else given.added
+        batch.added, batch.added_layers = (None, 0) if added is None else (added.ctypes.data, len(added))
+        batch.cos, batch.sin = (None, None) if given is None or given.tables is None else map(_address, given.tables)
 
     def _make_room(self, num_rows: int, num_logits: int) -> None:
         """Make the arrays that C reads rows from and writes tokens to. They are kept, because numpy's address lookup is slow."""

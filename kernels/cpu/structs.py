@@ -255,4 +255,8 @@ class BatchStruct(Structure):
         ("state_rows", c_void_p),
         ("saves", c_void_p),
         ("num_saves", c_int64),
+        ("added", c_void_p),
+        ("added_layers", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
     ]

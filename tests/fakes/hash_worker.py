@@ -138,7 +138,7 @@ class HashWorkerGroup:
 
         `is_recurrent`: a cell follows from the state of its sequence, not from the cell before it.
         """
-        self.guides = guides
+        self.guides, self.images = guides, None
         self.info = ModelInfo(
             "hash",
             vocab_size,

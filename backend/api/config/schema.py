@@ -282,6 +282,16 @@ class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_shared_tokens: int = 100_000  # outputs kept to guess from, of conversations of the same namespace; 0 = none
 
 
+class ImagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Images in prompts, for models that read them (docs/images.md)."""
+
+    max_images: int = 16  # of one request
+    max_bytes: int = 20_971_520  # of one image as it is encoded (PNG, JPEG, WebP, GIF, BMP, TIFF)
+    max_pixels: int = 33_554_432  # of one image, before the model's processor resizes it
+    read_timeout_s: float = 20.0  # for decoding and resizing one image; a request whose image takes longer is refused
+    cache_bytes: int = 1_073_741_824  # features that are held, those of live requests included
+
+
 class WorkersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The processes that run the model (docs/scale.md)."""
 
@@ -351,6 +361,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora: LoraSection = LoraSection()
     prompt_adapters: PromptAdaptersSection = PromptAdaptersSection()
     speculation: SpeculationConfig = SpeculationConfig()
+    images: ImagesConfig = ImagesConfig()
     workers: WorkersConfig = WorkersConfig()
     triton: TritonConfig = TritonConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

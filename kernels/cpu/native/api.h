@@ -150,6 +150,9 @@ struct everbatch_batch {
                                 // behind its first `count` tokens goes, -1 = nowhere. They may be the same one.
     const int32_t* saves;       // [num_saves][row, count, state]: where else the state behind so many tokens goes; sorted
     int64_t num_saves;
+    const float* const* added;  // [added_layers][tokens of all rows]: what is added to a token's result [hidden] of each of the first layers;
+    int64_t added_layers;       // null: nothing
+    const float *cos, *sin;     // [tokens of all rows][rotary_dim / 2], in the place of the layers' own; then `positions` are not read
 };
 
 }  // extern "C"

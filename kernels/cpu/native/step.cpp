@@ -242,6 +242,16 @@ private:
         if (m_.form.is_parallel) mlp(team, l, half);
         out(team, l, half);
         if (!m_.form.is_parallel) mlp(team, l, half);
+        if (index < b_.added_layers) add_given(team, index, picked);
+    }
+
+    // x += what the step gives for the layer's results.
+    void add_given(Team& team, int64_t index, const std::vector<int64_t>& picked) {
+        team.for_each(int64_t(picked.size()), [&](int64_t r) {
+            const float* given = b_.added[index * tokens_ + picked[size_t(r)]];
+            float* x = w_.x.data() + picked[size_t(r)] * x_ld_;
+            for (int64_t i = 0; given && i < m_.hidden; i++) x[i] += given[i];
+        });
     }
 
     Recurrence recurrence(const everbatch_recurrence& r, int64_t index) {
@@ -351,7 +361,7 @@ private:
         const Step& step;
         const everbatch_layer& layer;
 
-        int64_t angle(int64_t token, int64_t position) const { return step.b_.positions ? step.b_.positions[token] : position; }
+        int64_t angle(int64_t token, int64_t position) const { return step.b_.cos ? token : step.b_.positions ? step.b_.positions[token] : position; }
         const float* of(int64_t token, int64_t head) const { return step.w_.y.data() + token * step.y_ld_ + head * step.m_.kv.head_dim; }
 
         void query(int64_t token, int64_t position, int64_t head, float* out) const {
@@ -373,7 +383,8 @@ private:
         const int64_t d = m_.kv.head_dim, half = l.rotary_dim / 2, turned = l.cos ? l.rotary_dim : 0;
         alignas(64) float normed[MAX_HEAD_DIM];
         if (norm.weight && !m_.form.norms_rows) normalise(norm, x, d, normed), x = normed;
-        if (turned) (m_.form.is_interleaved ? rotate_neighbours : rotate_halves)(x, l.cos + angle * half, l.sin + angle * half, half, out);
+        const float *cos = (b_.cos ? b_.cos : l.cos), *sin = (b_.cos ? b_.sin : l.sin);
+        if (turned) (m_.form.is_interleaved ? rotate_neighbours : rotate_halves)(x, cos + angle * half, sin + angle * half, half, out);
         if (turned < d) memcpy(out + turned, x + turned, size_t(d - turned) * sizeof(float));
     }
 
@@ -515,7 +526,7 @@ int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
         for (int64_t t = row.num_computed; t < int64_t(row.num_computed) + row.num_tokens; t++, flat++) {
             const int64_t id = b.token_ids[row.slot * m.max_seq_len + t];
             if ((id < 0 || id >= m.vocab) && !(b.embedded && b.embedded[flat])) return r;
-            if (b.positions && (b.positions[flat] < 0 || b.positions[flat] >= m.max_seq_len)) return r;
+            if (b.positions && !b.cos && (b.positions[flat] < 0 || b.positions[flat] >= m.max_seq_len)) return r;
         }
     }
     return has_states ? first_bad_state(b) : -1;
