@@ -39,7 +39,10 @@ def check_images(request: Request, limits: ImageLimits) -> None:
     for is_given, name in (
         (request.session is not None, "a session"),
         (request.context_only or bool(request.kv_state), "context_only or a kv_state"),
-        (request.prompt_embeddings is not None or request.position_ids is not None, "prompt_embeddings or position_ids"),
+        (
+            request.prompt_embeddings is not None or request.position_ids is not None,
+            "prompt_embeddings or position_ids",
+        ),
     ):
         if is_given:
             raise Unsupported(f"images do not go with {name} in this version; send the request without it")

@@ -156,12 +156,18 @@ def _placed(config: ModelConfig, text: Settings, places: TensorNames) -> ModelCo
 
 def _with_images(config: ModelConfig, settings: Settings, default_id: int | None) -> ModelConfig:
     token_id = settings.find("image_token_id", int)
-    token_id = settings.get("image_token_index", int, -1 if default_id is None else default_id) if token_id is None else token_id
+    token_id = (
+        settings.get("image_token_index", int, -1 if default_id is None else default_id)
+        if token_id is None
+        else token_id
+    )
     if not 0 <= token_id < config.vocab_size:
         raise ConfigError(
             f"{FILE}: image_token_id is {shown(token_id)}, allowed is 0 to {config.vocab_size - 1}; {REMEDY}"
         )
-    tower: Mapping[str, Any] = convert(settings.content.get("vision_config") or {}, dict[str, Any], FILE, "vision_config")
+    tower: Mapping[str, Any] = convert(
+        settings.content.get("vision_config") or {}, dict[str, Any], FILE, "vision_config"
+    )
     of_tower = Settings(dict(tower), "vision_config")
     added = of_tower.get("deepstack_visual_indexes", list[int], [])
     if len(added) > config.num_layers:

@@ -1,10 +1,10 @@
 """Preparation: requests wait here until their guide is compiled, their images are encoded and their LoRA adapter is read.
 
-All take up to seconds, on threads of the compiler (guided/), of the encoder and of read_ahead.py, while other requests run. Requests of one LoRA
-task id leave in the order of their arrival, because a later one that gives only the id means the adapter of an earlier one. A
-request also waits while the adapters in use leave no room for its own.
+All take up to seconds, on threads of the compiler (guided/), of the encoder and of read_ahead.py, while other requests run.
+Requests of one LoRA task id leave in the order of their arrival, because a later one that gives only the id means the adapter of
+an earlier one. A request also waits while the adapters in use leave no room for its own.
 
-    enter -> (compiled and read by other threads, which post a callback) -> take_ready -> Intake.accept
+    enter -> (compiled, encoded and read by other threads, which post a callback) -> take_ready -> Intake.accept
 
 A waiting request is live, but no session, queue or cache knows it: it ends with an answer alone. This file runs on the engine's
 thread.
@@ -120,8 +120,8 @@ class Preparation:
         if len(self._waiting) >= self._max_size and not (resume is not None and resume.is_again):
             self.end(request_id, request)
             raise Overloaded(
-                f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides, images or adapters, Maximum queue "
-                f"size of {self._max_size} is reached (limits.max_queue_size); try again later"
+                f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides, images or adapters, Maximum "
+                f"queue size of {self._max_size} is reached (limits.max_queue_size); try again later"
             )
         self._waiting[request_id] = waiting
         if waiting.lacks_trial:

@@ -30,7 +30,13 @@ from backend.hosted.sizes import check_elements
 from backend.models.linears import LinearOptions
 
 _SMALLEST = 8  # tokens of the decoder that stands in for the real one and is thrown away
-_DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
+_DTYPES = {
+    "uint8": torch.uint8,
+    "float32": torch.float32,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "bool": torch.bool,
+}
 
 
 class ImageTower:
@@ -60,7 +66,9 @@ class ImageTower:
                 f"{list(vectors.shape)}; the checkpoint's processor is of another model"
             )
         grid = image.inputs.get("image_grid_thw")
-        rows, columns = (0, 0) if grid is None else (int(each) // self._images.merge for each in inputs["image_grid_thw"][0, 1:])
+        rows, columns = (
+            (0, 0) if grid is None else (int(each) // self._images.merge for each in inputs["image_grid_thw"][0, 1:])
+        )
         return Features(vectors.to(self._dtype), (rows, columns), tuple(each.to(self._dtype) for each in added))
 
 
@@ -84,7 +92,9 @@ def build_tower(
         except ConfigError:
             raise
         except Exception as error:  # the library checks shapes and settings by exceptions of all kinds
-            raise ConfigError(f"the vision tower of {config.architecture} cannot be loaded: {sentence_of(error)}") from None
+            raise ConfigError(
+                f"the vision tower of {config.architecture} cannot be loaded: {sentence_of(error)}"
+            ) from None
         _check(found)
         whole = module.model
         for name in ("language_model", "text_model"):
@@ -138,11 +148,16 @@ def _check(found: dict[str, Any]) -> None:
     missing = [name for name in found["missing_keys"] if not any(part in name for part in parts)]
     for names, text in (
         (missing, "the checkpoint lacks the tensor {}; its config.json describes another vision tower"),
-        (found["mismatched_keys"], "tensor {} has another shape than config.json asks for; they are of different models"),
+        (
+            found["mismatched_keys"],
+            "tensor {} has another shape than config.json asks for; they are of different models",
+        ),
         (found["unexpected_keys"], "tensor {} of the checkpoint is not used; its config.json describes another model"),
     ):
         if names:
-            raise ConfigError(text.format(shown(min(str(each[0] if isinstance(each, tuple) else each) for each in names))))
+            raise ConfigError(
+                text.format(shown(min(str(each[0] if isinstance(each, tuple) else each) for each in names)))
+            )
 
 
 def _whole(found: Any) -> Tensor:

@@ -160,7 +160,9 @@ class Decoder:
         each layer with KV. states: where the model has recurrent layers. embedded: the tokens [n] int64 of the batch whose
         embeddings are given, and these, [n, hidden], which embedding_scale does not multiply; third, for some of the first
         layers, what is added to their results for these tokens. adapted: the tokens' LoRA adapters, if any has one. tables:
-        cos and sin of each token, in the place of the model's; `positions` are places in them. Returns the hidden states before the last norm, [num_tokens, hidden].
+        cos and sin of each token, in the place of the model's; `positions` are places in them.
+
+        Returns the hidden states before the last norm, [num_tokens, hidden].
         """
         block = self.config.block
         assert isinstance(self.embedding, Tensor), "LinearOptions.holds_super_blocks is for native kernels"

@@ -23,6 +23,7 @@ from backend.api.processes.setup import calm_garbage_collector, set_up_logging
 from backend.executor import Executor
 from backend.serving import pb
 from backend.serving.intake.batch import Batch
+from backend.serving.intake.images import ImageReader
 from backend.serving.intake.rendering import RenderProcess
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.lifecycle.environment import (
@@ -155,6 +156,7 @@ class ToolsLoader:
         self._chat_template = chat_template
         self._is_for_chats = is_for_chats
         self._renderer: RenderProcess | None = None
+        self._images: ImageReader | None = None
         self._tools: TextTools | None = None
         self._lock = threading.Lock()
 
@@ -170,7 +172,9 @@ class ToolsLoader:
             return self._tools is not None
 
     def close(self) -> None:
-        """End the process that renders chats."""
+        """End the processes that render chats and read images."""
+        if self._images is not None:
+            self._images.close()
         if self._renderer is not None:
             self._renderer.close()
 
@@ -182,7 +186,21 @@ class ToolsLoader:
         """Raises EngineUnavailable before they are there."""
         if self._tools is None:
             raise EngineUnavailable("the tokenizer is not loaded yet; try again in a few seconds")
+        if self._is_for_chats and self._images is None:
+            self._add_images()
         return self._tools
+
+    def _add_images(self) -> None:
+        """Let images be read, once the engine has said that the model takes some."""
+        hello = self._executor.hello
+        if hello is None or hello.model.image_token_id < 0:
+            return
+        directory = local_path(self._directory or hello.model_path)
+        with self._lock:
+            if self._images is None and self._tools is not None:
+                self._images = ImageReader(directory, hello.config.images)
+                self._tools = self._tools._replace(images=self._images)
+                self._images.start()
 
 
 def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:

@@ -45,9 +45,9 @@ from backend.worker.draft_model import DraftModel
 from backend.worker.extra_outputs import ExtraOutputs, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.guided_rows import GuidedRows
-from backend.worker.input_batch import InputBatch, SlotMemory
 from backend.worker.image_features import ImageFeatures
 from backend.worker.image_setup import ImageParts, make_images
+from backend.worker.input_batch import InputBatch, SlotMemory
 from backend.worker.kv_fingerprint import kv_fingerprint
 from backend.worker.lane import Lane
 from backend.worker.loaded_model import LoadedModel, load_draft_model
@@ -221,10 +221,10 @@ class InProcessWorkerGroup:
     def images(self) -> ImageFeatures | None:
         return self._images.features
 
-    def _make_images(
-        self, checkpoint: loader.CheckpointReader | HostedCheckpoint, loaded: LoadedModel
-    ) -> ImageParts:
-        return make_images(checkpoint, loaded, None if self._buffers is not None else self.model_path, self._images_config)
+    def _make_images(self, checkpoint: loader.CheckpointReader | HostedCheckpoint, loaded: LoadedModel) -> ImageParts:
+        return make_images(
+            checkpoint, loaded, None if self._buffers is not None else self.model_path, self._images_config
+        )
 
     def _make_guides(self, vocab_size: int, eos_ids: tuple[int, ...]) -> str:
         """Returns why requests with guides are refused, or ''."""

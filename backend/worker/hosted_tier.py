@@ -64,7 +64,12 @@ class HostedTier:
         with torch.inference_mode(), _same_for_all_sizes():
             try:
                 logits, hidden = self.model.run(
-                    flat.token_ids, flat.positions, flat.logits_index, self._attention, flat.embedded and flat.embedded[:2], adapted
+                    flat.token_ids,
+                    flat.positions,
+                    flat.logits_index,
+                    self._attention,
+                    flat.embedded,
+                    adapted,
                 )
             except UnknownCell as error:
                 raise IndexError(

@@ -140,7 +140,9 @@ class ImageFeatures:
             return self._tower.features(image), None
         except EverbatchError as error:
             return None, error
-        except Exception as error:  # module code of any family: it ends the requests that have the image, and nothing else
+        except (
+            Exception
+        ) as error:  # module code of any family: it ends the requests that have the image, and nothing else
             log.exception("an image cannot be encoded")
             return None, EngineFault(f"the image cannot be encoded ({type(error).__name__}); the engine's log says why")
 

@@ -36,7 +36,9 @@ class FlatBatch:
     rows: AttentionRows
     logits_index: Tensor  # int64 into the flat batch: the tokens whose logits are wanted
     embedded: Embedded | None = None  # tokens whose embeddings the requests give
-    tables: RotaryTables | None = None  # cos and sin of each token, in which `positions` are places; None: the model's own
+    tables: RotaryTables | None = (
+        None  # cos and sin of each token, in which `positions` are places; None: the model's own
+    )
 
 
 def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: DTypeLike) -> NDArray[Any]:

@@ -3,8 +3,8 @@
 Token id `vocab + n` of a prompt stands for row n of the request's table. The model's id for images stands for the next feature of
 the sequence's images. Behind the positions that a request gives, they go on by one for each token.
 
-With M-RoPE (arXiv:2409.12191) a token has three positions: frame, row and column. Those of text are alike; those of an image count
-from the position behind the text ahead of it, and the text behind it goes on behind the largest of them.
+With M-RoPE (arXiv:2409.12191) a token has three positions: frame, row and column. Those of text are alike; those of an image
+count from the position behind the text ahead of it, and the text behind it goes on behind the largest of them.
 """
 
 from __future__ import annotations
@@ -147,9 +147,7 @@ class PromptInputs:
         return cos.gather(0, at).contiguous(), sin.gather(0, at).contiguous()
 
 
-def rope_positions(
-    num_tokens: int, places: NDArray[np.int64], grids: Sequence[tuple[int, int]]
-) -> NDArray[np.int64]:
+def rope_positions(num_tokens: int, places: NDArray[np.int64], grids: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
     """The positions [3, tokens] of a prompt of which `places` are images of rows and columns `grids`, in the same order."""
     positions = np.empty((3, num_tokens), dtype=np.int64)
     at = position = taken = 0

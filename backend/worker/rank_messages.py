@@ -197,7 +197,11 @@ class RunRows(Struct, frozen=True, tag=True):
     @classmethod
     def of(cls, rows: NativeRows, wants_logits: bool, slots: SlotContents | None = None) -> RunRows:
         positions = None if rows.positions is None else Numbers.of(rows.positions)
-        given = (None, None) if rows.embedded is None else map(Numbers.of, rows.embedded)
+        given = (
+            (None, None)
+            if rows.embedded is None
+            else (Numbers.of(rows.embedded.where), Numbers.of(rows.embedded.vectors))
+        )
         embedded_at, embedded = given
         names = list(rows.adapters)
         return cls(rows.numbers.tobytes(), wants_logits, names, positions, embedded_at, embedded, slots)

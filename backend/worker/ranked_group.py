@@ -75,12 +75,12 @@ class RankedWorkerGroup(InProcessWorkerGroup):
         self._memory: RanksMemory | None = None
         self._mapped_bytes = 0
 
-    @property
-    def _make_images(self, checkpoint: object, loaded: LoadedModel) -> ImageParts:
+    def _make_images(self, checkpoint: loader.CheckpointReader | HostedCheckpoint, loaded: LoadedModel) -> ImageParts:
         if loaded.config.images is None:
             return ImageParts()
         return ImageParts(refusal="images are not read by several ranks in this version; start the server with one")
 
+    @property
     def _asked(self) -> str:
         """The beginning of a sentence: how many ranks the configuration asks for."""
         size, stages = self._workers.tensor_parallel_size, self._workers.pipeline_parallel_size

@@ -55,7 +55,9 @@ class TorchTier:
         views = [self._layout.view(pool) for pool in pools]
         adapted = self.adapters.of_tokens(batch, rows)
         own = None if states is None else StepStates(states.pools, states.rows(rows))
-        hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded, adapted, own, flat.tables)
+        hidden = model.forward(
+            flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded, adapted, own, flat.tables
+        )
         if len(flat.logits_index) == 0:
             return None, torch.empty(0, config.vocab_size)
         logits, marked = model.logits_and(list(outputs or ()), hidden[flat.logits_index])

@@ -118,7 +118,9 @@ class Given(NamedTuple):
     embedded: NDArray[np.uintp] | None  # address of a token's embedding, float32 [hidden]; 0: that of its id
     positions: NDArray[np.int64] | None  # by which queries and keys are rotated
     vectors: Sequence[Tensor] = ()  # own the memory that `embedded` and `added` point to
-    added: NDArray[np.uintp] | None = None  # [layers, tokens]: address of what the first layers' results get, float32 [hidden]
+    added: NDArray[np.uintp] | None = (
+        None  # [layers, tokens]: address of what the first layers' results get, float32 [hidden]
+    )
     tables: tuple[Tensor, Tensor] | None = None  # cos and sin, float32 [tokens, rotary_dim / 2], for all layers
 
 

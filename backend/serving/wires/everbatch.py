@@ -27,6 +27,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import InvalidRequest, OutputConfig, Request
 from backend.api.guide import Guide
+from backend.api.images import ImageInput
 from backend.api.limits import check_ids
 from backend.api.response import PromptLogProb
 from backend.core.messages import Delivered
@@ -41,6 +42,7 @@ from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.serving.wires.choices import choices_output, chosen
 from backend.serving.wires.commands import is_command, is_look, read_command, read_look, read_metrics
 from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.image_files import place_images
 from backend.serving.wires.limits import (
     MAX_TOKEN_BYTES,
     check_length,
@@ -97,6 +99,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompt_adapter_name: str | None = None  # one of prompt_adapters.adapters
     tell_prompt: Literal["counts", "token_ids"] | None = None  # facts in the first object of each sequence
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
+    images: list[str] = []  # files in base64, in the order of their places in the prompt
     tell_tokenizer: bool = False  # with `tokenize`: its special tokens and the chat template
     resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
 
@@ -159,12 +162,18 @@ class Generated(Struct, frozen=True):
 class _Prompt(NamedTuple):
     text: str
     ids: list[int]
+    images: tuple[ImageInput, ...] = ()
 
 
 def check(batch: Batch, context: ServingContext) -> None:
     """Raise InvalidRequest for a request of more bytes than any prompt of this model has."""
     most = MAX_TOKEN_BYTES * MAX_ESCAPED * context.model.max_seq_len
-    batch.check_texts("request", 0, 1, most, "384 for each token of model.max_seq_len")
+    what = "384 for each token of model.max_seq_len"
+    if context.model.image_token_id >= 0:
+        images = context.config.images
+        most += images.max_images * -(-4 * images.max_bytes // 3)
+        what += ", and images.max_images of images.max_bytes in base64"
+    batch.check_texts("request", 0, 1, most, what)
 
 
 def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
@@ -207,6 +216,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         cache_salt=parameters.namespace,
         guide=asked.guide,
         thinking=None if reasoning is None else reasoning.for_engine(asked.guide is not None),
+        images=prompt.images,
         lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
     )
     if table is not None:
@@ -301,6 +311,10 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         ids = prompt_ids(tools.tokenizer, text, context, add_special_tokens=False)  # the template writes its own
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")
+    if asked.images:
+        placed = place_images(asked.images, ids, context, tools)
+        check_length(len(placed.ids), context)
+        return _Prompt(text, placed.ids, placed.images)
     return _Prompt(text, ids)
 
 

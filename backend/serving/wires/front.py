@@ -16,6 +16,7 @@ from backend.api.output_limits import NO_HEAD
 from backend.core.step import ModelInfo
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.intake.batch import Batch
+from backend.serving.intake.images import ImageReader
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.served_model import AtOnce, not_at_once
 from backend.serving.tensors import ModelTensors
@@ -31,6 +32,7 @@ class TextTools(NamedTuple):
     tokenizer: Tokenizer
     template: ChatTemplate
     pooling: Pooling = Pooling()
+    images: ImageReader | None = None  # None: the model takes none
 
     @classmethod
     def from_directory(cls, path: str, chat_template: str = "", make_renderer: MakeRenderer = Renderer) -> TextTools:
