@@ -53,7 +53,7 @@ _Result = TypeVar("_Result")
 
 
 class Facts(NamedTuple):
-    """What a model has said of itself. `max_model_len`: tokens of prompt and answer together."""
+    """A model's facts, told by itself. `max_model_len`: tokens of prompt and answer together."""
 
     max_model_len: int | None
     takes_images: bool
@@ -162,7 +162,7 @@ class Gateway:
     async def translated(
         self, context: RequestContext, model: str, function: Callable[..., translate.Asked], *arguments: Any
     ) -> translate.Asked:
-        """What the function makes of a request to the model, with the bytes of its images. Raises GatewayError."""
+        """The request that the function makes for the model, with the bytes of its images. Raises GatewayError."""
         asked = await self.aside(context, function, *arguments)
 
         async def takes_images() -> bool | None:

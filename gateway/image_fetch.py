@@ -1,4 +1,4 @@
-"""Fetches images from the hosts that whoever starts the server has allowed (gateway/image_hosts.py has the rules).
+"""Fetches images from the hosts that the operator of the server has allowed (gateway/image_hosts.py has the rules).
 
 A name is resolved once for each connection, its addresses are looked at, and the connection goes to one of these: there is no
 second look-up whose answer could be another. TLS is verified by the name. Redirects are followed here, each like a new URL.
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from yarl import URL
 
 MOST_REDIRECTS = 3
-AT_ONCE = 16  # fetches of all requests
-AT_ONCE_OF_ONE = 4  # of one request
+AT_ONCE = 16  # fetches for all requests
+AT_ONCE_OF_ONE = 4  # fetches for one request
 _CHUNK = 1 << 16
 _AGENT = "everbatch"
 _REDIRECTS = (301, 302, 303, 307, 308)

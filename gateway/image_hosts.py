@@ -1,7 +1,7 @@
 """Which URLs of images may be fetched: pure rules for hosts, URLs and addresses.
 
-A server that fetches what its clients name can be made to ask programs that only it reaches. So hosts are named by whoever
-starts it, and an address is looked at whatever name it belongs to.
+A server that fetches what its clients name can be made to ask programs that only it reaches. So the operator names the hosts,
+and each address is looked at, whatever name it belongs to.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALSO_REFUSED = tuple(
 
 
 class UrlFault(ValueError):
-    """What is wrong with a URL: the part of a sentence that follows its name."""
+    """A fault of a URL: the part of a sentence that follows its name."""
 
 
 class Target(NamedTuple):
@@ -90,7 +90,7 @@ class AllowedHosts:
 
 
 def fault_of_hosts(entries: Sequence[str]) -> str | None:
-    """What is wrong with the values of the option; None if nothing is."""
+    """A sentence about the first wrong value of the option; None if there is none."""
     try:
         AllowedHosts(entries)
     except ValueError as error:

@@ -24,8 +24,8 @@ class ImageIntake:
     async def filled(
         self, request: dict[str, Any], model: str, takes_images: Callable[[], Awaitable[bool | None]], aside: Aside
     ) -> dict[str, Any]:
-        """The request with its images in the field `images`; the request itself where it has none. `takes_images`: None while
-        nobody knows. Raises GatewayError.
+        """The request with its images in the field `images`; the request itself where it has none. `takes_images` says None
+        while the model cannot be asked. Raises GatewayError.
         """
         if "messages" not in request:
             return request

@@ -42,31 +42,11 @@ KEYS = {
     *(field.name for field in PLAIN),
     *("seed", "presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
-    *(
-        "n",
-        "best_of",
-        "use_beam_search",
-        "length_penalty",
-        "early_stopping",
-        "guide",
-        "tools",
-        "lora_name",
-        "prompt_adapter_name",
-    ),
+    *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
+    "prompt_adapter_name",
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
-    *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
-    *(
-        "images",
-        "embed",
-        "rank",
-        "dimensions",
-        "resume",
-        "reasoning",
-        "visible_tokens",
-        "look",
-        "tell_prompt",
-        "tell_tokenizer",
-    ),
+    *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters", "images"),
+    *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt", "tell_tokenizer"),
 }
 
 
@@ -92,7 +72,7 @@ class Seen:
 
     def text(self) -> str:
         if "messages" in self.body:
-            content = self.body["messages"][-1]["content"]
+            content = self.body["messages"][-1]["content"] if self.body["messages"] else ""
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
             return str("".join(texts))
         return str(self.body.get("prompt", self.body.get("embed", "")))
