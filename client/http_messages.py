@@ -15,7 +15,7 @@ from client.messages import GenerateRequest, TextChunk
 
 Tensor = tuple[str, list[Any]]  # Triton's name of a type, and a value for each row
 _OURS = frozenset(
-    "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
+    "response text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
     " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs sequence_index".split()
 )
 # HTTP statuses with a meaning of their own, from Triton or from a gateway or proxy in front of it -> code.
@@ -101,7 +101,7 @@ def comes_in_parts(request: GenerateRequest) -> bool:
 
 def request_path(request: GenerateRequest, model: str) -> str:
     verb = "generate_stream" if comes_in_parts(request) else "generate"
-    return f"/v2/models/{urllib.parse.quote(model, safe='')}/{verb}"
+    return f"/v2/models/{urllib.parse.quote(request.model(model), safe='')}/{verb}"
 
 
 def request_headers(api_key: str) -> dict[str, str]:
