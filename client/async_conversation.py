@@ -62,9 +62,10 @@ class AsyncConversation(History):
     async def _send(self) -> AsyncGenerator[TextChunk, None]:
         while True:
             try:
-                async with aclosing(self._client.send(self._request())) as chunks:
+                request = self._request()
+                async with aclosing(self._client.send(request)) as chunks:
                     async for chunk in chunks:
-                        self._known = True
+                        self._known |= request.session is not None
                         yield chunk
                 return
             except ClientError as error:

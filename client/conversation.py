@@ -66,9 +66,10 @@ class Conversation(History):
     def _send(self) -> Generator[TextChunk, None, None]:
         while True:
             try:
-                with closing(self._client.send(self._request())) as chunks:
+                request = self._request()
+                with closing(self._client.send(request)) as chunks:
                     for chunk in chunks:
-                        self._known = True
+                        self._known |= request.session is not None
                         yield chunk
                 return
             except ClientError as error:

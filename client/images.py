@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from client.messages import GenerateRequest
 
 FORMATS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
-MOST_BYTES = 20 << 20  # of one file
+MOST_BYTES = 20 << 20  # in one file
 MODEL = "everbatch"  # the Triton model whose requests may have images; NAME.everbatch on a server of several models
 _STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")
 # Field of the JSON request -> attribute of GenerateRequest.
@@ -30,7 +30,11 @@ def read_image(path: str | os.PathLike[str]) -> str:
     try:
         with Path(name).expanduser().open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-    except (OSError, RuntimeError, ValueError) as error:  # of a name with a zero byte, or of a home that nobody has
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # ValueError: a zero byte in the name; RuntimeError: ~NAME of nobody
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no name of a file"
         raise ValueError(f"{name!r} cannot be read: {reason}") from None
     if len(data) > MOST_BYTES:
