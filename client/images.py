@@ -34,7 +34,7 @@ def read_image(path: str | os.PathLike[str]) -> str:
         OSError,
         RuntimeError,
         ValueError,
-    ) as error:  # ValueError: a zero byte in the name; RuntimeError: ~NAME of nobody
+    ) as error:  # ValueError: a zero byte in the name; RuntimeError: an unknown ~NAME
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no name of a file"
         raise ValueError(f"{name!r} cannot be read: {reason}") from None
     if len(data) > MOST_BYTES:

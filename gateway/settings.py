@@ -45,7 +45,7 @@ class Settings:
     max_body_bytes: int = 4 * MIB
     max_image_body_bytes: int = 32 * MIB  # the same where a model takes images, and all images of one request together
     max_image_bytes: int = 20 * MIB  # one image
-    max_images: int = 32  # in one request, those of earlier turns included
+    max_images: int = 16  # in one request, those of earlier turns included; the engine's own default, too
     allow_image_hosts: tuple[str, ...] = ()  # from which images are fetched: HOST, HOST:PORT, *.HOST
     image_timeout_s: float = 10.0  # for all images of a request to be fetched
     body_timeout_s: float = 30.0  # for the whole body to arrive

@@ -318,7 +318,7 @@ def test_the_number_and_size_of_images_have_limits(serve: Serve, triton: FakeTri
 
 def test_thousands_of_images_and_huge_texts_are_refused_soon(ask: Ask) -> None:
     status, answer = ask("v1/chat/completions", messages=[{"role": "user", "content": [IMAGE] * 5000}])
-    assert status == 400 and "has 5000 images, the limit is 32" in answer["error"]["message"]
+    assert status == 400 and "has 5000 images, the limit is 16" in answer["error"]["message"]
     status, answer = ask("v1/chat/completions", messages=image(f"data:image/png;base64,{HUGE}"))
     assert status == 400 and f"is none of the formats {FORMATS}" in answer["error"]["message"]
     status, answer = ask("v1/chat/completions", messages=image("data:image/png;base64," + "A" * (100 << 20)))
