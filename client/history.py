@@ -54,9 +54,7 @@ class History:
 
     def _request(self) -> GenerateRequest:
         messages, images = lifted(self.messages)
-        if (
-            images
-        ):  # There are no sessions beside images: a namespace of its own is what keeps the KV of the turns before.
+        if images:  # They go without a session, and a namespace of their own keeps the KV of the turns before.
             own = {**self._options, "namespace": self._options.get("namespace") or f"chat-{self._session_id}"}
             return GenerateRequest(messages=messages, images=images, **own)
         session = Session(self._session_id, start=not self._known)
