@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Unpack
 
@@ -26,13 +26,15 @@ class AsyncConversation(History):
         self._client = client
         super().__init__(system, dict(options))
 
-    async def say(self, text: str) -> AsyncGenerator[TextChunk, None]:
+    async def say(self, text: str, images: Sequence[str] = ()) -> AsyncGenerator[TextChunk, None]:
         """Send a turn, yield the reply. Closing the iterator or cancelling the task cancels; what had come by then stays.
+
+        `images`: encoded files in base64 (client/images.py), which stand ahead of the text.
 
         A turn that fails, or was cancelled before its first text, is taken back: the conversation is as before. Raises
         ClientError.
         """
-        self._begin(text)
+        self._begin(text, images)
         reply: list[str] = []
         keep = False
         try:
@@ -60,9 +62,10 @@ class AsyncConversation(History):
     async def _send(self) -> AsyncGenerator[TextChunk, None]:
         while True:
             try:
-                async with aclosing(self._client.send(self._request())) as chunks:
+                request = self._request()
+                async with aclosing(self._client.send(request)) as chunks:
                     async for chunk in chunks:
-                        self._known = True
+                        self._known |= request.session is not None
                         yield chunk
                 return
             except ClientError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -129,6 +129,12 @@ def chat_command(
     seed: Seed = None,
     lora_name: LoraName = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Send this image with the first turn, to a model that takes images; several."
+        ),
+    ] = None,
     url: Url = None,
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
@@ -136,17 +142,18 @@ def chat_command(
     api_key: ApiKey = None,
     ca_file: CaFile = None,
 ) -> None:
-    """Talk with the model; every turn reuses the KV cache of those before. /help, /reset, /exit; Ctrl-C ends a reply."""
+    """Talk with the model; every turn reuses the KV cache of those before. /help, /image, /reset, /exit; Ctrl-C ends a reply."""
     from client.chat import run_chat
 
     options = GenerateOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, lora_name=lora_name
     )
+    images = _images(image or ())
     server = Server(url, protocol, model_name)
     _run(
         server,
         lambda: server.connect(namespace, api_key, ca_file),
-        lambda client: run_chat(client, system, options, server.introduction()),
+        lambda client: run_chat(client, system, options, server.introduction(), images),
     )
 
 
@@ -233,6 +240,16 @@ def _prompt(given: str | None) -> str:
     if not text:
         raise _refusal("there is no prompt; name one, or send one to standard input (- reads that from a terminal too)")
     return text
+
+
+def _images(names: Sequence[str]) -> list[str]:
+    """The images of these files. Exits where one cannot be sent."""
+    from client.images import read_image
+
+    try:
+        return [read_image(name) for name in names]
+    except ValueError as error:
+        raise _refusal(f"--image {error}") from None
 
 
 def _guide(json_schema: Path | None, regex: str | None) -> Guide | None:

@@ -8,7 +8,7 @@ longer fits loses its oldest turns.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Unpack
 
@@ -29,13 +29,15 @@ class Conversation(History):
         self._client = client
         super().__init__(system, dict(options))
 
-    def say(self, text: str) -> Generator[TextChunk, None, None]:
+    def say(self, text: str, images: Sequence[str] = ()) -> Generator[TextChunk, None, None]:
         """Send a turn, yield the reply. Closing the iterator or Ctrl-C cancels; what had come by then stays.
+
+        `images`: encoded files in base64 (client/images.py), which stand ahead of the text.
 
         A turn that fails, or was cancelled before its first text, is taken back: the conversation is as before. Raises
         ClientError.
         """
-        self._begin(text)
+        self._begin(text, images)
         reply: list[str] = []
         keep = False
         try:
@@ -64,9 +66,10 @@ class Conversation(History):
     def _send(self) -> Generator[TextChunk, None, None]:
         while True:
             try:
-                with closing(self._client.send(self._request())) as chunks:
+                request = self._request()
+                with closing(self._client.send(request)) as chunks:
                     for chunk in chunks:
-                        self._known = True
+                        self._known |= request.session is not None
                         yield chunk
                 return
             except ClientError as error:

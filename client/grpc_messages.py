@@ -105,15 +105,15 @@ def decode_outputs(message: Any) -> dict[str, list[Any]]:
 
 
 def encode_request(request: GenerateRequest, model: str, request_id: str, timeout_s: float) -> Any:
-    """The ModelInferRequest, rank-2 tensors throughout, with the deadline and the namespace as parameters."""
-    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    """The ModelInferRequest, rank-2 tensors but for that of images, with the deadline and the namespace as parameters."""
+    message = service_pb2.ModelInferRequest(model_name=request.model(model), id=request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     for key, parameter in request.parameters(timeout_s).items():
         setattr(message.parameters[key], "string_param" if isinstance(parameter, str) else "int64_param", parameter)
     for name, (datatype, values) in request.tensors().items():
         tensor = message.inputs.add()
         tensor.name, tensor.datatype = name, datatype
-        tensor.shape.extend([1, len(values)])
+        tensor.shape.extend(request.shape(len(values)))
         message.raw_input_contents.append(encode_values(datatype, values))
     return message
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from client.errors import ClientError
+from client.images import content, lifted, num_characters
 from client.messages import GenerateRequest, Message, Session
 from client.options import check_names
 
@@ -38,10 +40,10 @@ class History:
         self._session_id = secrets.randbelow(2**63 - 1) + 1
         self._known = False
 
-    def _begin(self, text: str) -> None:
+    def _begin(self, text: str, images: Sequence[str] = ()) -> None:
         self._before = (list(self.messages), self.left_out)
         self._retries = 0
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": content(text, images)})
 
     def _finish(self, reply: str, *, keep: bool) -> None:
         """Add the reply, or take the turn back."""
@@ -51,8 +53,12 @@ class History:
             self.messages, self.left_out = self._before
 
     def _request(self) -> GenerateRequest:
+        messages, images = lifted(self.messages)
+        if images:  # They go without a session, and a namespace of their own keeps the KV of the turns before.
+            own = {**self._options, "namespace": self._options.get("namespace") or f"chat-{self._session_id}"}
+            return GenerateRequest(messages=messages, images=images, **own)
         session = Session(self._session_id, start=not self._known)
-        return GenerateRequest(messages=list(self.messages), session=session, **self._options)
+        return GenerateRequest(messages=messages, session=session, **self._options)
 
     def _pause_after(self, error: ClientError) -> float:
         """Seconds after which the turn is sent again. Raises the error where that is of no use."""
@@ -69,10 +75,10 @@ class History:
     def _leave_out(self) -> bool:
         """Drop the oldest turns, a quarter of the text at least. False when only the newest is left."""
         first = 1 if self._system else 0
-        too_much = LEFT_OUT_SHARE * sum(len(message["content"]) for message in self.messages[first:])
+        too_much = LEFT_OUT_SHARE * sum(map(num_characters, self.messages[first:]))
         last, dropped = first, 0
         while last < len(self.messages) - 1 and dropped < max(too_much, 1):
-            dropped += len(self.messages[last]["content"]) + len(self.messages[last + 1]["content"])
+            dropped += sum(map(num_characters, self.messages[last : last + 2]))
             last += 2
         del self.messages[first:last]
         self.left_out += (last - first) // 2

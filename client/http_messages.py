@@ -18,6 +18,7 @@ _OURS = frozenset(
     "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
     " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs sequence_index".split()
 )
+_READ = _OURS | {"response"}  # `everbatch` answers requests with images so
 # HTTP statuses with a meaning of their own, from Triton or from a gateway or proxy in front of it -> code.
 _CODES = {404: "NOT_FOUND", 413: "INVALID_ARGUMENT", 429: "UNAVAILABLE", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
 _CODES[504] = "DEADLINE_EXCEEDED"
@@ -25,7 +26,7 @@ _CODES[504] = "DEADLINE_EXCEEDED"
 
 def decode_answer(answer: dict[str, Any], final: bool) -> TextChunk:
     """A TextChunk from the JSON object of one response (one element is a scalar, several are a list)."""
-    outputs = {name: value if isinstance(value, list) else [value] for name, value in answer.items() if name in _OURS}
+    outputs = {name: value if isinstance(value, list) else [value] for name, value in answer.items() if name in _READ}
     return TextChunk.from_outputs(outputs, final)
 
 
@@ -101,7 +102,7 @@ def comes_in_parts(request: GenerateRequest) -> bool:
 
 def request_path(request: GenerateRequest, model: str) -> str:
     verb = "generate_stream" if comes_in_parts(request) else "generate"
-    return f"/v2/models/{urllib.parse.quote(model, safe='')}/{verb}"
+    return f"/v2/models/{urllib.parse.quote(request.model(model), safe='')}/{verb}"
 
 
 def request_headers(api_key: str) -> dict[str, str]:

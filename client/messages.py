@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from client import images
 from client.checks import check_messages, check_namespace, check_texts, check_type, check_value
 from client.guide import Guide
 
@@ -69,7 +70,7 @@ class Session:
 @dataclass(frozen=True)
 class GenerateRequest:
     """The request of one generation. Exactly one of `prompt` and `messages` is given; the server applies the chat template to the
-    latter.
+    latter. With `images` the model `everbatch` beside the text model is asked (client/images.py).
     """
 
     prompt: str | None = None
@@ -96,6 +97,7 @@ class GenerateRequest:
     guide: Guide | None = None
     session: Session | None = None
     namespace: str | None = None  # None stands for the client's own namespace
+    images: Sequence[str] = ()  # encoded files in base64, one for each {"type": "image"} in the messages
 
     @property
     def num_streams(self) -> int:
@@ -136,6 +138,10 @@ class GenerateRequest:
         """
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("exactly one of prompt and messages is needed")
+        if self.images:
+            check_texts("images", self.images)
+            self._messages_json()
+            return {"request": ("BYTES", [json.dumps(images.json_request(self))])}
         found: dict[str, tuple[str, list[Any]]] = {}
         for name, (datatype, attribute) in INPUTS.items():
             values = self._values(datatype, attribute)
@@ -157,6 +163,14 @@ class GenerateRequest:
             check_type("session", self.session, Session, "a Session")
             found |= self.session.tensors()
         return found
+
+    def model(self, text_model: str) -> str:
+        """The Triton model that is asked."""
+        return images.model_beside(text_model) if self.images else text_model
+
+    def shape(self, count: int) -> list[int]:
+        """The shape of a tensor of so many values."""
+        return [count] if self.images else [1, count]
 
     def json_body(self) -> dict[str, Any]:
         """Body of HTTP generate: one-element tensors as scalars, word lists as lists."""
@@ -215,6 +229,8 @@ class TextChunk:
         """`outputs`: wire name -> flat list of values; outputs that were not sent are absent. No text = an empty
         chunk.
         """
+        if "response" in outputs:  # the answer to a request with images
+            outputs = images.outputs_of(json.loads(outputs["response"][0]))
         reason, texts = _first(outputs, "finish_reason"), outputs.get("text_output", [])
         return cls(
             text=texts[0] if texts else "",

@@ -105,6 +105,13 @@ def serve_command(
             metavar="NAME", help="Further name of this server, which that endpoint answers to without keys; several."
         ),
     ] = None,
+    allow_image_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST[,HOST]",
+            help="That endpoint fetches images of requests from there: images.example.org, *.example.org; several.",
+        ),
+    ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template for chats, in place of the model's own.")
     ] = None,
@@ -163,6 +170,7 @@ def serve_command(
             api_keys=api_keys,
             allow_origins=tuple(allow_origin or ()),
             allow_hosts=tuple(allow_host or ()),
+            allow_image_hosts=tuple(allow_image_hosts or ()),
             chat_template=chat_template,
             tool_format=tool_format,
             reasoning_format=reasoning_format,

@@ -57,7 +57,7 @@ class GatewayOptions:
     `prompt_adapters`: names of such that clients may send there, too. `others`: further models of the server. `metrics_label`:
     what the metrics of the first one's engine call it, where there are several. `api_keys`: the file of keys; None: no key is
     needed. `tool_format` and `reasoning_format`: how the model writes tool calls and marks its reasoning; AUTO: as its
-    chat template shows. `allow_origins`, `allow_hosts`: see gateway/browsers.py.
+    chat template shows. `allow_origins`, `allow_hosts`: see gateway/browsers.py. `allow_image_hosts`: gateway/image_hosts.py.
     """
 
     port: int
@@ -72,6 +72,7 @@ class GatewayOptions:
     reasoning_format: str = AUTO
     allow_origins: tuple[str, ...] = ()
     allow_hosts: tuple[str, ...] = ()
+    allow_image_hosts: tuple[str, ...] = ()
 
     def check(self, taken: tuple[int, ...]) -> None:
         """Raise UserError when it could not listen, or lacks what it needs. `taken`: ports that the server is to have."""
@@ -97,6 +98,7 @@ class GatewayOptions:
         self._check_keys()
         self._check_formats()
         self._check_browsers()
+        self._check_image_hosts()
 
     def with_formats_of(self, template: str) -> GatewayOptions:
         """These options with the formats that a chat template shows, where none are given."""
@@ -126,6 +128,14 @@ class GatewayOptions:
             from gateway.browsers import fault_of  # here, because the server can do without the package
 
             if (fault := fault_of(self.allow_origins, self.allow_hosts, self.api_keys is not None)) is not None:
+                raise UserError(fault)
+
+    def _check_image_hosts(self) -> None:
+        """Raise UserError for a host that is none."""
+        if self.allow_image_hosts:
+            from gateway.image_hosts import fault_of_hosts, split  # here, because the server can do without the package
+
+            if (fault := fault_of_hosts(split(self.allow_image_hosts))) is not None:
                 raise UserError(fault)
 
     def _check_keys(self) -> None:
@@ -232,6 +242,7 @@ class ServerWithGateway:
         named += [word for name in self.options.adapters for word in ("--lora", name)]
         named += [f"--allow-origin={origin}" for origin in self.options.allow_origins]
         named += [f"--allow-host={name}" for name in self.options.allow_hosts]
+        named += [f"--allow-image-hosts={hosts}" for hosts in self.options.allow_image_hosts]
         named += [
             word for each in self.options.others for word in ("--other-model", msgspec_json.encode(each).decode())
         ]

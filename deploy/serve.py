@@ -63,6 +63,7 @@ class ServeOptions:
     api_keys: Path | None = None
     allow_origins: tuple[str, ...] = ()  # origins of the web pages that may use the OpenAI endpoint
     allow_hosts: tuple[str, ...] = ()  # further names that it answers to without keys
+    allow_image_hosts: tuple[str, ...] = ()  # hosts from which it fetches images of requests
     chat_template: Path | None = None
     tool_format: str = "auto"  # how the model writes tool calls
     reasoning_format: str = "auto"  # how it marks its reasoning
@@ -82,6 +83,7 @@ class ServeOptions:
             reasoning_format=self.reasoning_format,
             allow_origins=self.allow_origins,
             allow_hosts=self.allow_hosts,
+            allow_image_hosts=self.allow_image_hosts,
         )
 
     @property

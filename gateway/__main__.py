@@ -11,6 +11,7 @@ import typer
 
 from gateway.browsers import fault_of
 from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
+from gateway.image_hosts import fault_of_hosts, split
 from gateway.keys import FORM, KeysError
 from gateway.log_lines import set_up_logging
 from gateway.served import Served, served_of
@@ -80,6 +81,20 @@ def _read(
     server_version: Annotated[str, _option("what /version tells", "VERSION")] = D.server_version,
     metrics_url: Annotated[str | None, _option("Triton's metrics page, passed on at /metrics", "URL")] = None,
     max_body_bytes: Annotated[int, _option("of one request")] = D.max_body_bytes,
+    max_image_body_bytes: Annotated[
+        int, _option("the same where a model takes images, and all images of one request together")
+    ] = D.max_image_body_bytes,
+    max_image_bytes: Annotated[int, _option("of one image")] = D.max_image_bytes,
+    max_images: Annotated[int, _option("of one request, those of earlier turns included")] = D.max_images,
+    allow_image_hosts: Annotated[
+        list[str] | None,
+        _several(
+            "--allow-image-hosts",
+            "images of requests are fetched from there, such as images.example.org, *.example.org",
+            "HOST[,HOST]",
+        ),
+    ] = None,
+    image_timeout_s: Annotated[float, _option("for the images of a request to be fetched")] = D.image_timeout_s,
     body_timeout_s: Annotated[float, _option("for a body to arrive")] = D.body_timeout_s,
     request_timeout_s: Annotated[float, _option("for a reply to be complete")] = D.request_timeout_s,
     resume_timeout_s: Annotated[
@@ -100,9 +115,12 @@ def _read(
         name: tuple(value) if isinstance(value, list) else value for name, value in locals().items()
     }
     values["model_names"] = values["model_names"] or D.model_names
-    for key in ("adapters", "others", "prompt_adapters", "allow_origins", "allow_hosts"):
+    for key in ("adapters", "others", "prompt_adapters", "allow_origins", "allow_hosts", "allow_image_hosts"):
         values[key] = values[key] or ()
+    values["allow_image_hosts"] = split(values["allow_image_hosts"])
     if (fault := fault_of(values["allow_origins"], values["allow_hosts"], api_keys is not None)) is not None:
+        raise typer.BadParameter(fault)
+    if (fault := fault_of_hosts(values["allow_image_hosts"])) is not None:
         raise typer.BadParameter(fault)
     for kind, key in (("LoRA", "adapters"), ("prompt", "prompt_adapters")):
         if same := set(values["model_names"]) & set(values[key]):

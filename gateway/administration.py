@@ -69,7 +69,7 @@ async def _operate(gateway: Gateway, operation: str, name: str) -> list[dict[str
     try:
         return await _ask(gateway, operation, name)
     finally:
-        gateway.forget_lengths()  # a replacement may take longer or shorter texts
+        gateway.forget_facts()  # a replacement may take other lengths, or images
 
 
 async def _ask(gateway: Gateway, operation: str, name: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Messages of clients to /v1/messages: Anthropic's Messages API, text in and text out.
+"""Messages of clients to /v1/messages: Anthropic's Messages API, text and images in and text out.
 
 Its client sends back what it got, with the keys of newer versions of the API, which are null; these are passed over.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from gateway.messages import TAG, ModelRequest, Nothing, Text, Tree, Wire, Words
+from gateway.messages import TAG, ImageUrl, ModelRequest, Nothing, Text, Tree, Wire, Words, kind_of
 from gateway.response_messages import Item
 
 MOST_TOOLS = 512  # agents with several tool servers send hundreds
@@ -68,14 +68,31 @@ class ToolUseBlock(_Block):
     caller: dict[str, Any] | None = None
 
 
-def _kind_of(block: Any) -> str | None:
-    found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return f"{found}{TAG}" if isinstance(found, str) else None
+class Base64Source(Item):
+    """`media_type`: not looked at, for the bytes say what they are."""
+
+    type: Literal["base64"]
+    data: ImageUrl
+    media_type: Annotated[str, Field(max_length=256)]
+
+
+class UrlSource(Item):
+    type: Literal["url"]
+    url: ImageUrl
+
+
+class ImageBlock(_Block):
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("base64" + TAG)] | Annotated[UrlSource, Tag("url" + TAG)], Discriminator(kind_of)
+    ]
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text" + TAG)] | Annotated[SearchResultBlock, Tag("search_result" + TAG)],
-    Discriminator(_kind_of),
+    Annotated[TextBlock, Tag("text" + TAG)]
+    | Annotated[SearchResultBlock, Tag("search_result" + TAG)]
+    | Annotated[ImageBlock, Tag("image" + TAG)],
+    Discriminator(kind_of),
 ]
 
 
@@ -88,15 +105,18 @@ class ToolResultBlock(_Block):
     is_error: bool | None = None
 
 
-AnyBlock = TextBlock | SearchResultBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+AnyBlock = (
+    TextBlock | SearchResultBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+)
 Block = Annotated[
     Annotated[TextBlock, Tag("text" + TAG)]
     | Annotated[SearchResultBlock, Tag("search_result" + TAG)]
+    | Annotated[ImageBlock, Tag("image" + TAG)]
     | Annotated[ThinkingBlock, Tag("thinking" + TAG)]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking" + TAG)]
     | Annotated[ToolUseBlock, Tag("tool_use" + TAG)]
     | Annotated[ToolResultBlock, Tag("tool_result" + TAG)],
-    Discriminator(_kind_of),
+    Discriminator(kind_of),
 ]
 
 

@@ -27,10 +27,11 @@ def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def create_message(request: Request) -> Response:
         message, context = await gateway.read(MessagesRequest, request), visit_of(request.scope)
-        chat = anthropic_turns.as_chat(message, gateway.dialect(message.model))
-        asked = await gateway.aside(context, anthropic_turns.messages, message, chat, gateway.dialect(message.model))
+        dialect = gateway.dialect(message.model)
+        chat = anthropic_turns.as_chat(message, dialect)
+        asked = await gateway.translated(context, message.model, anthropic_turns.messages, message, chat, dialect)
         (job,) = gateway.jobs([asked], context, message.model)
-        writer = MessageWriter(message, gateway.dialect(message.model).reader(chat) or PlainReader(), context)
+        writer = MessageWriter(message, dialect.reader(chat) or PlainReader(), context)
 
         async def work(out: Outlet) -> None:
             async with aclosing(pieces(gateway.link, [job], context, out.waiting)) as source:
@@ -53,7 +54,8 @@ def add_message_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def count_tokens(request: Request) -> Response:
         message, context = await gateway.read(CountTokensRequest, request), visit_of(request.scope)
-        asked = await gateway.aside(context, anthropic_turns.counting, message, gateway.dialect(message.model))
+        dialect = gateway.dialect(message.model)
+        asked = await gateway.translated(context, message.model, anthropic_turns.counting, message, dialect)
         (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:

@@ -1,6 +1,7 @@
 """Requests of /v1/messages as chats. Pure functions; GatewayError(400) names what cannot be served.
 
 blocks of text             one text, an empty line between two of them; those of an answer follow each other directly
+image                      an image between the texts
 tool_use                   a call of the answer that it stands in
 tool_result                a turn of role tool; with is_error its text begins with "Error: "
 thinking                   the reasoning of the answer
@@ -10,15 +11,16 @@ an answer as last turn     the model goes on with its text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway import translate
 from gateway.anthropic_messages import (
     AnyBlock,
+    Base64Source,
     CountTokensRequest,
     CustomTool,
+    ImageBlock,
     MessagesRequest,
     RedactedThinkingBlock,
     SearchResultBlock,
@@ -29,6 +31,7 @@ from gateway.anthropic_messages import (
 )
 from gateway.dialect import Dialect
 from gateway.errors import GatewayError
+from gateway.images import Picture, content_of
 from gateway.messages import ChatRequest, Function, FunctionChoice, JsonSchema, JsonSchemaFormat, Tool, ToolChoice
 from gateway.origin import GuideOrigin
 from gateway.translate import Asked
@@ -37,7 +40,7 @@ PARAGRAPH = "\n\n"  # between blocks of text of one turn
 ACCOUNTS = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ONLY_OF = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", RedactedThinkingBlock: "assistant"}
-_ONLY_OF |= {ToolResultBlock: "user", SearchResultBlock: "user"}
+_ONLY_OF |= {ToolResultBlock: "user", SearchResultBlock: "user", ImageBlock: "user"}
 _FIELDS = {
     "response_format.json_schema.schema": "output_config.format.schema"
 }  # one thing in chat completions and here
@@ -136,15 +139,16 @@ class _Turn:
     """A turn that grows. Its texts are joined once, so that many small blocks cost no more than a large one."""
 
     role: str
-    texts: list[str] = field(default_factory=list)
+    parts: list[str | Picture] = field(default_factory=list)  # texts and images
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     answers: str | None = None  # the id of the call whose result it is
 
-    def add(self, block: AnyBlock) -> None:
+    def add(self, block: AnyBlock, where: str) -> None:
+        """`where`: the field that holds the block."""
         match block:
-            case TextBlock() | SearchResultBlock():
-                self.texts.append(_text(block))
+            case TextBlock() | SearchResultBlock() | ImageBlock():
+                self.parts.append(_part(block, where))
             case ThinkingBlock():
                 self.reasoning.append(block.thinking)
             case ToolUseBlock():
@@ -154,7 +158,7 @@ class _Turn:
     def shown(self) -> dict[str, Any]:
         """As chat templates know it: an answer's calls follow its text."""
         own: dict[str, Any] = {"role": self.role}
-        own["content"] = ("" if self.role == "assistant" else PARAGRAPH).join(self.texts)
+        own["content"] = content_of(self.parts, "" if self.role == "assistant" else PARAGRAPH)
         if self.reasoning:
             own["reasoning_content"] = "".join(self.reasoning)
         if self.calls:
@@ -169,16 +173,17 @@ def turns_of(message: CountTokensRequest) -> list[dict[str, Any]]:
         turns.append(_Turn("system", [system]))
     for index, given in enumerate(message.messages):
         if isinstance(given.content, str):
-            _open(turns, given.role).texts.append(given.content)
+            _open(turns, given.role).parts.append(given.content)
             continue
         if given.role == "assistant" and not given.content:
             _open(turns, given.role)
         for number, block in enumerate(given.content):
-            _check_role(block, given.role, f"messages[{index}].content[{number}]")
+            where = f"messages[{index}].content[{number}]"
+            _check_role(block, given.role, where)
             if isinstance(block, ToolResultBlock):
-                turns.append(_Turn("tool", [_result(block)], answers=block.tool_use_id))
+                turns.append(_Turn("tool", _result(block, where), answers=block.tool_use_id))
             else:
-                _open(turns, given.role).add(block)
+                _open(turns, given.role).add(block, where)
     return [turn.shown() for turn in turns]
 
 
@@ -187,7 +192,9 @@ def _system(message: CountTokensRequest) -> str:
     with each request, so that no request would find the KV of the one before.
     """
     given = message.system or ""
-    return given if isinstance(given, str) else _joined([one for one in given if not one.text.startswith(ACCOUNTS)])
+    if isinstance(given, str):
+        return given
+    return PARAGRAPH.join(one.text for one in given if not one.text.startswith(ACCOUNTS))
 
 
 def _open(turns: list[_Turn], role: str) -> _Turn:
@@ -203,18 +210,26 @@ def _check_role(block: AnyBlock, role: str, where: str) -> None:
         raise _refused(text, where)
 
 
-def _result(block: ToolResultBlock) -> str:
-    text = _joined(block.content or "")
-    return f"Error: {text}" if block.is_error else text
+def _result(block: ToolResultBlock, where: str) -> list[str | Picture]:
+    """The texts and images of a result."""
+    if block.content is None or isinstance(block.content, str):
+        parts: list[str | Picture] = [block.content or ""]
+    else:
+        parts = [_part(one, f"{where}.content[{number}]") for number, one in enumerate(block.content)]
+    if block.is_error:
+        first = parts[0] if parts and isinstance(parts[0], str) else None
+        parts = ["Error: ", *parts] if first is None else [f"Error: {first}", *parts[1:]]
+    return parts
 
 
-def _joined(content: str | Sequence[TextBlock | SearchResultBlock]) -> str:
-    return content if isinstance(content, str) else PARAGRAPH.join(map(_text, content))
-
-
-def _text(block: TextBlock | SearchResultBlock) -> str:
+def _part(block: TextBlock | SearchResultBlock | ImageBlock, where: str) -> str | Picture:
     if isinstance(block, TextBlock):
         return block.text
+    if isinstance(block, ImageBlock):
+        source = block.source
+        if isinstance(source, Base64Source):
+            return Picture(f"{where}.source.data", data=source.data)
+        return Picture(f"{where}.source.url", source.url)
     return "\n".join((block.title, block.source, *(part.text for part in block.content)))
 
 

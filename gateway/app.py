@@ -81,7 +81,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
     _answer_head(api)
-    return Middleware(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters, gateway.requests)
+    own = (gateway.settings, gateway.keys, gateway.counters, gateway.requests, gateway.body_limit)
+    return Middleware(api, RouteNames(api.routes), *own)
 
 
 def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
@@ -91,15 +92,13 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     async def chat_completions(request: Request) -> Response:
         message, context = await gateway.read(ChatRequest, request), visit_of(request.scope)
         places = gateway.places(message)
-        jobs = gateway.jobs(
-            [await gateway.aside(context, translate.chat, message, gateway.dialect(message.model))],
-            context,
-            message.model,
-        )
+        dialect = gateway.dialect(message.model)
+        asked = await gateway.translated(context, message.model, translate.chat, message, dialect)
+        jobs = gateway.jobs([asked], context, message.model)
         name, count = f"chatcmpl-{context.request_id}", message.n or 1
         kind = "chat.completion.chunk" if message.stream else "chat.completion"
         head = Head(name, kind, message.model, message.service_tier is not None, bool(message.return_token_ids))
-        readers = [gateway.dialect(message.model).reader(message) or PlainReader() for _ in range(count)]
+        readers = [dialect.reader(message) or PlainReader() for _ in range(count)]
 
         async def work(out: Outlet) -> None:
             if message.stream:
@@ -137,9 +136,8 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def create_response(request: Request) -> Response:
         message, context = await gateway.read(ResponseRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(
-            context, translate.response, message, before.items, items, gateway.dialect(message.model)
-        )
+        arguments = (message, before.items, items, gateway.dialect(message.model))
+        asked = await gateway.translated(context, message.model, translate.response, *arguments)
         (job,) = gateway.jobs([asked], context, message.model)
         writer = ResponseWriter(message, gateway.turns, gateway.dialect(message.model).reader(message))
 
@@ -152,9 +150,8 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
     async def input_tokens(request: Request) -> Response:
         message, context = await gateway.read(InputTokensRequest, request), visit_of(request.scope)
         before, items = gateway.before(message, context.namespace), items_of(message.input)
-        asked = await gateway.aside(
-            context, translate.counting, message, before.items, items, gateway.dialect(message.model)
-        )
+        arguments = (message, before.items, items, gateway.dialect(message.model))
+        asked = await gateway.translated(context, message.model, translate.counting, *arguments)
         (job,) = gateway.jobs([asked], context, message.model)
 
         async def work(out: Outlet) -> None:

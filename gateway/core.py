@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from gateway.chunks import DONE, Chunks
 from gateway.counters import Counters
 from gateway.dialect import Dialect
 from gateway.errors import GatewayError
+from gateway.image_intake import ImageIntake
 from gateway.invalid import parse
 from gateway.items import Item
 from gateway.keys import THIS_MACHINE, Client, Keys, Right
@@ -40,7 +42,7 @@ from gateway.triton_client import Job, Piece, TritonLink
 from gateway.turns import Turns
 from gateway.without_effect import IGNORED
 
-MODEL_LEN_TIMEOUT_S = 2.0
+FACTS_TIMEOUT_S = 2.0
 MOST_NAMED = 20  # models that an error lists
 MOST_VIEWERS = 32  # streams of /everbatch/live at once
 MARGIN_S = 10.0  # the link and the model give up first: they know the reason
@@ -48,6 +50,13 @@ _log = logging.getLogger("everbatch.gateway")
 _Body = TypeVar("_Body", bound=Wire)
 _Message = TypeVar("_Message", bound=ModelRequest)
 _Result = TypeVar("_Result")
+
+
+class Facts(NamedTuple):
+    """A model's facts, told by itself. `max_model_len`: tokens of prompt and answer together."""
+
+    max_model_len: int | None
+    takes_images: bool
 
 
 class Before(NamedTuple):
@@ -90,7 +99,8 @@ class Gateway:
         self._told: set[str] = set()  # keys without effect that the log has named
         self._is_private = is_loopback(settings.host)
         self.turns = Turns()
-        self._lengths: dict[str, asyncio.Task[int | None]] = {}  # by Triton models
+        self._facts: dict[str, asyncio.Task[Facts | None]] = {}  # by Triton models
+        self.images = ImageIntake(settings)
         self._thread = ThreadPoolExecutor(1, "large-bodies")
         self.link: TritonLink
 
@@ -114,6 +124,7 @@ class Gateway:
         self.link = TritonLink(settings.triton, settings.triton_model, timeout_s, self.turns, patience_s)
         yield
         self._thread.shutdown(wait=False, cancel_futures=True)
+        await self.images.close()
         await self.link.close()
 
     async def read(self, kind: type[_Message], request: Request) -> _Message:
@@ -147,6 +158,30 @@ class Gateway:
         if context.body_bytes <= LARGE_BODY:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def translated(
+        self, context: RequestContext, model: str, function: Callable[..., translate.Asked], *arguments: Any
+    ) -> translate.Asked:
+        """The request that the function makes for the model, with the bytes of its images. Raises GatewayError."""
+        asked = await self.aside(context, function, *arguments)
+
+        async def takes_images() -> bool | None:
+            facts = await self.facts(self.served_as(model))
+            return None if facts is None else facts.takes_images
+
+        aside = partial(self.aside, context)
+        return asked._replace(request=await self.images.filled(asked.request, model, takes_images, aside))
+
+    async def body_limit(self, size: int) -> int:
+        """The most bytes of a body, of which so many have come or are announced: more where a model takes images. The models
+        are asked only where that makes a difference.
+        """
+        settings = self.settings
+        if size <= settings.max_body_bytes or settings.max_image_body_bytes <= settings.max_body_bytes:
+            return settings.max_body_bytes
+        found = await asyncio.gather(*map(self.facts, self.served))
+        takes_images = any(facts is not None and facts.takes_images for facts in found)
+        return settings.max_image_body_bytes if takes_images else settings.max_body_bytes
 
     def check_right(self, right: Right, context: RequestContext) -> None:
         """Raise GatewayError(403) for a client that does not have it."""
@@ -215,8 +250,10 @@ class Gateway:
         created_at = datetime.fromtimestamp(self.created, UTC).isoformat()
         card |= {"type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active"}
         served = self.served_as(name)
-        if (length := await self.max_model_len(served)) is not None:
+        if (facts := await self.facts(served)) is not None:
+            length = facts.max_model_len
             card |= {"max_model_len": length, "max_input_tokens": length, "max_tokens": length}
+            card["input_modalities"] = ["text", "image"] if facts.takes_images else ["text"]
         return card if name in served.names else card | {"parent": served.names[0]}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:
@@ -261,24 +298,23 @@ class Gateway:
             if isinstance(found, Conversation):
                 self.store.put(namespace, found.with_items((*asked.items, *writer.items())))
 
-    async def max_model_len(self, served: Served) -> int | None:
-        """Tokens of prompt and answer together; None while the model cannot be asked. Whoever asks meanwhile waits for the same
-        answer.
-        """
-        asked = self._lengths.get(served.triton_model)
+    async def facts(self, served: Served) -> Facts | None:
+        """None while the model cannot be asked. Whoever asks meanwhile waits for the same answer."""
+        asked = self._facts.get(served.triton_model)
         if asked is None or (asked.done() and asked.result() is None):
-            asked = self._lengths[served.triton_model] = asyncio.ensure_future(self._ask_model_len(served))
+            asked = self._facts[served.triton_model] = asyncio.ensure_future(self._ask_facts(served))
         return await asyncio.shield(asked)
 
-    def forget_lengths(self) -> None:
-        self._lengths.clear()
+    def forget_facts(self) -> None:
+        self._facts.clear()
 
-    async def _ask_model_len(self, served: Served) -> int | None:
+    async def _ask_facts(self, served: Served) -> Facts | None:
         request = {"prompt_token_ids": [0], "tokenize": True}
         job = Job(request, f"{secrets.token_hex(12)}-0", "", triton_model=served.triton_model)
         try:
-            async with asyncio.timeout(MODEL_LEN_TIMEOUT_S):
-                return (await self.tokens_of(job)).max_model_len
+            async with asyncio.timeout(FACTS_TIMEOUT_S):
+                found = await self.tokens_of(job)
+                return Facts(found.max_model_len, found.takes_images)
         except (GatewayError, TimeoutError):
             return None
 

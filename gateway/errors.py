@@ -64,6 +64,7 @@ _SAME_NAME = (
     ),
 )
 _PARAMETERS = {name: name for name in _SAME_NAME} | {
+    "images": "messages",
     "prompt_token_ids": "prompt",
     "lora_name": "model",
     "prompt_adapter_name": "model",

@@ -114,7 +114,8 @@ async def _answer(
 ) -> None:
     """Generate a turn, tell the client of it, and keep it in its session. Raises GatewayError."""
     session, added = _session(gateway, context, message.session_id), _items(message)
-    (job,) = gateway.jobs([translate.Asked(_request(message, [*session.items, *added]), None)], context, model)
+    asked = await gateway.translated(context, model, _asked, message, [*session.items, *added])
+    (job,) = gateway.jobs([asked], context, model)
     reply, tokens, history, held = Reply(), 0, session.tokens, ""
 
     async def waiting() -> None:
@@ -198,6 +199,10 @@ def _items_of(turn: ChatMessage, index: int) -> list[Item]:
     calls = [call_item(call.id, call.function.name, call.function.arguments) for call in turn.tool_calls or []]
     ahead = [] if reasoning is None else [reasoning_item(reasoning)]
     return [*ahead, message_item(shown["role"], shown["content"]), *calls]
+
+
+def _asked(message: InteractiveRequest, items: list[Item]) -> translate.Asked:
+    return translate.Asked(_request(message, items), None)
 
 
 def _request(message: InteractiveRequest, items: list[Item]) -> dict[str, Any]:

@@ -53,7 +53,10 @@ _REFUSED_OF = {
         **dict.fromkeys(("response_format", "structured_outputs", *OLDER_FORMS), _FORMAT),
     },
 }
-_REFUSED_IN_MESSAGES = ("function_call", "audio")
+_REFUSED_IN_MESSAGES = {
+    **{name: REFUSED[name] for name in ("function_call", "audio")},
+    "file_id": "is not served: this server keeps no files; send image_url with a data: URL",
+}
 # Names of one thing in this API's endpoints and in others; where several are known, the first one is meant.
 _SAME = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
@@ -66,7 +69,8 @@ _FORM = re.compile(
     r"str|int|float|bool|none|literal|message|function_call(?:_output)?|constrained-\w+|[\w-]+\[.*\]|function-.*|\w+-block|[A-Z]\w+"
 )
 _OBJECT = re.compile(r"a valid dictionary(?: or instance of \w+)?")
-_TEXT_ONLY_FORMS = ("image", "document", "container_upload")  # types of content that is no text
+# Types of content that is neither text nor image, in all APIs.
+_NOT_READ = ("document", "container_upload", "file", "input_file", "input_audio", "audio_url", "video_url", "video")
 _IT = "it should be "
 _PLAIN = {
     "a valid string": "a text",
@@ -119,7 +123,7 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
     is_unknown = worst["type"] == "extra_forbidden"
     refused = _refused(path, is_unknown, fields)
     if refused is not None:
-        text = f"{refused} {fields.refused[refused]}"
+        text = f"{refused} {(_REFUSED_IN_MESSAGES | fields.refused)[refused]}"
         return GatewayError(400, text, name, "unsupported_parameter", logged=refused)
     if is_unknown:
         nearest = _nearest(path, fields)
@@ -147,8 +151,10 @@ def _other_form(name: str, context: dict[str, Any]) -> GatewayError:
     if "tag" not in context:
         return GatewayError(400, f"{place} is missing", place, "missing_required_parameter")
     tag = context["tag"].removesuffix(TAG)
-    if tag in _TEXT_ONLY_FORMS:
-        text = f"{place} is {_shown(tag)}, which is not served: the models read and write text only; send text"
+    if tag in _NOT_READ and not name.endswith(".source"):  # a source names where an image comes from
+        text = (
+            f"{place} is {_shown(tag)}, which is not served: models read text, and some read images; send one of these"
+        )
         return GatewayError(400, text, place, "unsupported_parameter")
     forms = context["expected_tags"].replace("'", "").replace(TAG, "")
     text = f"{place} is {_shown(tag)}; it is one of {forms}"

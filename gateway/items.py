@@ -9,11 +9,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway.errors import GatewayError
-from gateway.response_messages import FunctionCallItem, FunctionOutputItem, InputMessage, ReasoningItem
+from gateway.images import Content, Picture, check_image_role, content_of, parts_of
+from gateway.response_messages import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputImage,
+    InputMessage,
+    InputText,
+    ReasoningItem,
+)
 from gateway.tools import called_function
 
 Item = dict[str, Any]
 AnyItem = InputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem
+PLACE = "input"  # in errors about an image, which may be one of an earlier turn
 MOST_LISTED, LISTED = 100, 20  # items of one page: at most, and unless asked for
 
 
@@ -27,24 +36,53 @@ def items_of(given: str | Sequence[AnyItem]) -> list[Item]:
 def _item(given: AnyItem) -> Item:
     match given:
         case InputMessage():
-            text = given.content if isinstance(given.content, str) else "".join(part.text for part in given.content)
-            return message_item(given.role, text, given.id)
+            return message_item(given.role, _content(given.content, given.role), given.id)
         case FunctionCallItem():
             return call_item(given.call_id, given.name, given.arguments, given.id)
         case FunctionOutputItem():
-            output = given.output if isinstance(given.output, str) else "".join(part.text for part in given.output)
-            return output_item(given.call_id, output, given.id)
+            return output_item(given.call_id, _content(given.output, "tool"), given.id)
         case ReasoningItem():
             return reasoning_item("".join(part.text for part in given.content or []), given.id)
 
 
-def message_item(role: str, text: str, item_id: str | None = None) -> Item:
-    is_answer = role == "assistant"
-    part: Item = {"type": "output_text" if is_answer else "input_text", "text": text}
-    if is_answer:
-        part |= {"annotations": [], "logprobs": []}
+def _content(given: str | Sequence[InputText | InputImage], role: str) -> Content:
+    """Raises GatewayError for an image in a message that may have none."""
+    if isinstance(given, str):
+        return given
+    parts: list[str | Picture] = []
+    for part in given:
+        if isinstance(part, InputImage):
+            check_image_role(role, PLACE)
+            parts.append(Picture(PLACE, part.image_url))
+        else:
+            parts.append(part.text)
+    return content_of(parts)
+
+
+def message_item(role: str, content: Content, item_id: str | None = None) -> Item:
     own = {"id": item_id or new_id("msg"), "type": "message", "status": "completed"}
+    if role != "assistant":
+        return {**own, "role": role, "content": _shown(content)}
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {**own, "role": role, "content": [part]}
+
+
+def _shown(content: Content) -> list[Item]:
+    """The parts of an item."""
+    return [
+        {"type": "input_text", "text": part}
+        if isinstance(part, str)
+        else {"type": "input_image", "image_url": part.url, "file_id": None, "detail": "auto"}
+        for part in parts_of(content)
+    ]
+
+
+def _of_turn(parts: Sequence[Item]) -> Content:
+    """The content of a turn from the parts of an item."""
+    return content_of(
+        Picture(PLACE, part["image_url"]) if part["type"] == "input_image" else part["text"] for part in parts
+    )
 
 
 def call_item(call_id: str, name: str, arguments: str, item_id: str | None = None, status: str = "completed") -> Item:
@@ -52,8 +90,9 @@ def call_item(call_id: str, name: str, arguments: str, item_id: str | None = Non
     return {**own, "call_id": call_id, "name": name, "arguments": arguments}
 
 
-def output_item(call_id: str, output: str, item_id: str | None = None) -> Item:
+def output_item(call_id: str, output: Content, item_id: str | None = None) -> Item:
     """The result of a call."""
+    output = output if isinstance(output, str) else _shown(output)
     own = {"id": item_id or new_id("fco"), "type": "function_call_output", "status": "completed"}
     return {**own, "call_id": call_id, "output": output}
 
@@ -83,10 +122,11 @@ def turns_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             call = called_function(item["call_id"], item["name"], item["arguments"])
             turns[-1].setdefault("tool_calls", []).append(call)
         elif item["type"] == "function_call_output":
-            turns.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
+            output = item["output"] if isinstance(item["output"], str) else _of_turn(item["output"])
+            turns.append({"role": "tool", "content": output, "tool_call_id": item["call_id"]})
         else:
             role = "system" if item["role"] == "developer" else item["role"]
-            turns.append({"role": role, "content": "".join(part["text"] for part in item["content"])})
+            turns.append({"role": role, "content": _of_turn(item["content"])})
         if reasoning and turns[-1]["role"] == "assistant":
             turns[-1]["reasoning_content"] = reasoning
         reasoning = ""

@@ -71,12 +71,12 @@ def add_load_routes(api: FastAPI, gateway: Gateway) -> None:
     async def server_info(request: Request) -> Response:
         names = gateway.models(visit_of(request.scope).client)
         name = names[0] if names else ""
-        length = await gateway.max_model_len(gateway.served_as(name))
+        facts = await gateway.facts(gateway.served_as(name))
         told = {
             "version": gateway.settings.server_version,
             "model_path": name,
             "served_model_name": name,
-            "max_model_len": length,
+            "max_model_len": None if facts is None else facts.max_model_len,
         }
         return as_json({**told, "tp_size": 1, "dp_size": 1})
 

@@ -196,6 +196,22 @@ class TextPart(Wire):
     text: Text
 
 
+ImageUrl = Annotated[str, Field(max_length=1 << 27)]  # data: with base64, or https: of an allowed host
+
+
+class ImageAt(Wire):
+    url: ImageUrl
+
+
+class ImagePart(Wire):
+    type: Literal["image_url"]
+    image_url: ImageUrl | ImageAt
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -243,6 +259,15 @@ def kind_of_choice(choice: Any) -> str:
     return f"{found}{TAG}" if isinstance(found, str) else f"function{TAG}"
 
 
+def kind_of(part: Any) -> str | None:
+    """The tag of a part of a content, a block or a source."""
+    found = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return f"{found}{TAG}" if isinstance(found, str) else None
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("text" + TAG)] | Annotated[ImagePart, Tag("image_url" + TAG)], Discriminator(kind_of)
+]
 ChosenTools = Annotated[
     Annotated[ToolChoice, Tag("function" + TAG)] | Annotated[AllowedToolsChoice, Tag("allowed_tools" + TAG)],
     Discriminator(kind_of_choice),
@@ -267,7 +292,7 @@ class ChatMessage(Wire):
     """One turn. What an answer's message carries besides its text is taken back when it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None

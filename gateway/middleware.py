@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import traceback
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.datastructures import Headers
@@ -47,9 +48,12 @@ class Middleware:
         keys: Keys | None,
         counters: Counters,
         places: Places,
+        body_limit: Callable[[int], Awaitable[int]],
     ) -> None:
+        """`body_limit`: the most bytes of a body that has so many, asked for each that is not small."""
         self._app, self._names, self._settings, self._keys = app, names, settings, keys
         self._counters, self._places = counters, places
+        self._body_limit = body_limit
         self._wall = Wall(settings)
         self._behind_wall = with_cors(self._answer, settings.allow_origins)
 
@@ -110,8 +114,8 @@ class Middleware:
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body. Raises GatewayError 408 or 413; ConnectionResetError when the client leaves."""
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:18]) > self._settings.max_body_bytes:
-            raise self._too_large()
+        if length.isdecimal():
+            await self._check_size(int(length[:18]))
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 return await self._received(receive)
@@ -126,14 +130,16 @@ class Middleware:
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             data += message.get("body", b"")
-            if len(data) > self._settings.max_body_bytes:
-                raise self._too_large()
+            await self._check_size(len(data))
             if not message.get("more_body", False):
                 return bytes(data)
 
-    def _too_large(self) -> GatewayError:
-        text = f"the body has more than {self._settings.max_body_bytes} bytes, the limit; send less"
-        return GatewayError(413, text, code="body_too_large")
+    async def _check_size(self, size: int) -> None:
+        """Raise GatewayError(413) for a body that is too large."""
+        if size > self._settings.max_body_bytes and size > (limit := await self._body_limit(size)):
+            raise GatewayError(
+                413, f"the body has more than {limit} bytes, the limit; send less", code="body_too_large"
+            )
 
     def _note(self, scope: Scope, context: RequestContext, began: float) -> None:
         route = self._names.of(scope)

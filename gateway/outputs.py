@@ -33,6 +33,7 @@ class ModelCard(BaseModel):
     max_model_len: int | None = None  # tokens of prompt and answer together; absent while the model cannot be asked
     max_input_tokens: int | None = None  # the same by Anthropic's names
     max_tokens: int | None = None
+    input_modalities: list[Literal["text", "image"]] | None = None  # absent while the model cannot be asked
     parent: str | None = None  # the model that a LoRA adapter belongs to; None for a model
 
 

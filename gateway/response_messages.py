@@ -1,4 +1,4 @@
-"""Messages of clients to /v1/responses: OpenAI's Responses API, text in and text out."""
+"""Messages of clients to /v1/responses: OpenAI's Responses API, text and images in and text out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gateway.messages import (
     Effort,
     Function,
     FunctionChoice,
+    ImageUrl,
     JsonObjectFormat,
     JsonSchema,
     Metadata,
@@ -24,6 +25,7 @@ from gateway.messages import (
     Thinking,
     Verbosity,
     Wire,
+    kind_of,
     kind_of_choice,
 )
 
@@ -73,9 +75,27 @@ class InputText(Item):
     logprobs: list[Any] | None = None
 
 
+class InputImage(Item):
+    """`file_id` names a file of OpenAI's own, which this server has not."""
+
+    type: Literal["input_image"]
+    file_id: None = None  # ahead of the URL, which is missing where this one stands
+    image_url: ImageUrl
+
+
+InputPart = Annotated[
+    Annotated[InputText, Tag("input_text" + TAG)]
+    | Annotated[InputText, Tag("output_text" + TAG)]
+    | Annotated[InputText, Tag("text" + TAG)]
+    | Annotated[InputImage, Tag("input_image" + TAG)],
+    Discriminator(kind_of),
+]
+InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
+
+
 class InputMessage(Item):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[InputText], Field(fail_fast=True)]
+    content: Text | InputParts
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
@@ -98,7 +118,7 @@ class FunctionOutputItem(Item):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Text | Annotated[list[InputText], Field(fail_fast=True)]
+    output: Text | InputParts
     id: str | None = None
     status: str | None = None
 

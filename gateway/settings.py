@@ -43,6 +43,11 @@ class Settings:
     server_version: str = "unknown"  # as /version and the routes for routers tell it
     metrics_url: str | None = None  # Triton's metrics page; None: only the gateway's own counters are served
     max_body_bytes: int = 4 * MIB
+    max_image_body_bytes: int = 32 * MIB  # the same where a model takes images, and all images of one request together
+    max_image_bytes: int = 20 * MIB  # one image
+    max_images: int = 16  # in one request, those of earlier turns included; the engine's own default, too
+    allow_image_hosts: tuple[str, ...] = ()  # from which images are fetched: HOST, HOST:PORT, *.HOST
+    image_timeout_s: float = 10.0  # for all images of a request to be fetched
     body_timeout_s: float = 30.0  # for the whole body to arrive
     request_timeout_s: float = 600.0  # for the whole reply
     resume_timeout_s: float = 120.0  # a reply whose server ends waits so long for the next one; 0: it gets an error

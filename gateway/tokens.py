@@ -26,7 +26,7 @@ def add_token_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.post("/tokenize", openapi_extra=body_of(TokenizeRequest), responses=answer_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         message, context = await gateway.read(TokenizeRequest, request), visit_of(request.scope)
-        asked = await gateway.aside(context, tokenizing, message)
+        asked = await gateway.translated(context, message.model, tokenizing, message)
         return _answer(gateway, asked, context, message, _tokens)
 
     @api.post("/detokenize", openapi_extra=body_of(DetokenizeRequest), responses=answer_of(DetokenizeBody))

@@ -8,8 +8,9 @@ from backend.api.sampling import PLAIN
 from gateway.dialect import DEFAULT, Dialect
 from gateway.errors import GatewayError
 from gateway.formats import asked_form
+from gateway.images import Content, Picture, check_image_role, content_of
 from gateway.items import Item, turns_of
-from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
+from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling, TextPart
 from gateway.origin import Form, GuideOrigin
 from gateway.response_messages import LOGPROBS, Asking, ResponseRequest
 from gateway.tools import form_of_answer, form_of_tools, shown_tools, template_fields
@@ -107,10 +108,24 @@ def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
     if turn.content is None and turn.role != "assistant":
         text = f"a message of role {turn.role} has no content; give it some, or leave the message out"
         raise GatewayError(400, text, f"messages[{index}].content", "invalid_value")
-    content = turn.content or ""
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
     name = {} if turn.name is None else {"name": turn.name}
-    return {"role": _template_role(turn.role), "content": text, **name, **template_fields(turn)}
+    content = _content(turn, index)
+    return {"role": _template_role(turn.role), "content": content, **name, **template_fields(turn)}
+
+
+def _content(turn: ChatMessage, index: int) -> Content:
+    """Raises GatewayError for an image that the user has not sent."""
+    if turn.content is None or isinstance(turn.content, str):
+        return turn.content or ""
+    parts: list[str | Picture] = []
+    for number, part in enumerate(turn.content):
+        if isinstance(part, TextPart):
+            parts.append(part.text)
+            continue
+        place = f"messages[{index}].content[{number}]"
+        check_image_role(turn.role, place)
+        parts.append(Picture(f"{place}.image_url", part.url))
+    return content_of(parts)
 
 
 def completions(message: CompletionRequest) -> list[Asked]:

@@ -87,6 +87,7 @@ class Piece(msgspec.Struct):
     usage: Usage | None = None
     prompt: PromptReport | None = None  # in the first piece, where it is asked for
     max_model_len: int | None = None  # in the answer to a request that only tokenises
+    takes_images: bool = False  # there too: whether the model reads images (`images` of a request)
     tokenizer: dict[str, str] | None = None  # there too, where it is asked for: special tokens and the chat template
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed

@@ -16,7 +16,7 @@ from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.errors import THREAD_NOT_FOUND, GatewayError
 from gateway.interactive_messages import InteractiveRequest
 from gateway.messages import MOST_KEYS, ChatRequest, CompletionRequest, Wire
-from gateway.response_messages import InputTokensRequest, ResponseRequest
+from gateway.response_messages import ConversationItems, InputTokensRequest, NewConversation, ResponseRequest
 from gateway.token_messages import TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
 
@@ -72,6 +72,11 @@ TABLE: tuple[Key, ...] = (
     *_keys("OpenAI", GENERATE, {"include_obfuscation": bool}, place="stream_options"),
     *_keys("OpenAI", CHAT, {"prompt_cache_breakpoint": dict}, place="messages.content"),
     *_keys("OpenAI", RESPONSES, {"prompt_cache_breakpoint": dict}, place="input.content"),
+    *_keys("OpenAI", WITH_CHATS, {"detail": str}, place="messages.content.image_url"),
+    *_keys("OpenAI", (InteractiveRequest,), {"detail": str}, place="prompt.content.image_url"),
+    *_keys("OpenAI", RESPONSES, {"detail": str}, place="input.content"),
+    *_keys("OpenAI", RESPONSES, {"detail": str}, place="input.output"),
+    *_keys("OpenAI", (NewConversation, ConversationItems), {"detail": str}, place="items.content"),
     *_keys("OpenAI", CHAT, {"strict": bool}, place="tools"),
     *_keys("vLLM", (*BOTH, *VECTORS), {"request_id": str, "priority": int}),
     *_keys("vLLM", RESPONSE, {"request_id": str, "priority": int}),

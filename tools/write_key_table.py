@@ -30,6 +30,8 @@ ROUTES: dict[str, str] = {
     "RerankRequest": "rerank",
     "TokenizeRequest": "tokenize",
     "InteractiveRequest": "interactive",
+    "NewConversation": "conversations",
+    "ConversationItems": "",
 }
 TYPES = {str: "a text", int: "an integer", float: "a number", bool: "true, false", dict: "an object", list: "a list"}
 

@@ -39,10 +39,13 @@ async function reached(promise) {
   }
 }
 
-/** The names that requests may give as their model. */
+/** The models that requests may name: { name, takesPictures }. */
 export async function models() {
   const response = await request("v1/models");
-  return (await reached(response.json())).data.map((card) => card.id);
+  return (await reached(response.json())).data.map(({ id, input_modalities: kinds }) => ({
+    name: id,
+    takesPictures: Boolean(kinds?.includes("image")),
+  }));
 }
 
 /** Yields the chunks of a chat completion, and { waiting } while the server is started again. Throws as `request` does. */

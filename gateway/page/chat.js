@@ -1,11 +1,10 @@
 // The messages of one conversation, and the form below them.
 
+import { Attachments } from "./attachments.js";
 import { byId, count, duration, el } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { isPlain } from "./settings.js";
 
-const LARGEST_FILE = 1 << 20; // bytes; the server takes bodies of 4 MiB unless it is set otherwise
-const MOST_FILES = 8;
 const NEAR_END = 80; // pixels: so near to its end the list follows what is added
 
 export class Chat {
@@ -14,7 +13,7 @@ export class Chat {
     this.turns = turns;
     this.actions = actions;
     this.conversation = null;
-    this.files = [];
+    this.attachments = new Attachments((text) => this.say(text));
     this.list = byId("messages");
     this.question = byId("question");
     this.isDrawing = false;
@@ -57,7 +56,7 @@ export class Chat {
     const isLast = index === this.conversation.messages.length - 1;
     const item = el("li", { class: message.role }, el("h2", { class: "unseen" }, isUser ? "You" : "Model"));
     if (isUser) {
-      item.append(el("p", { class: "text" }, message.content), ...fileChips(message.files ?? []));
+      item.append(el("p", { class: "text" }, message.content), ...filesOf(message.files ?? []));
       return item;
     }
     const runs = isLast && this.turns.isRunning(this.conversation.id);
@@ -105,52 +104,15 @@ export class Chat {
       this.actions.stop();
       this.question.focus();
     });
-    byId("attach").addEventListener("click", () => byId("file").click());
-    byId("file").addEventListener("change", (event) => this.#attach([...event.target.files]));
-    form.addEventListener("dragover", (event) => event.preventDefault());
-    form.addEventListener("drop", (event) => {
-      event.preventDefault();
-      this.#attach([...event.dataTransfer.files]);
-    });
   }
 
   #send() {
     const text = this.question.value.trim();
-    if ((!text && !this.files.length) || this.turns.isRunning(this.conversation.id)) return;
+    if ((!text && !this.attachments.files.length) || this.turns.isRunning(this.conversation.id)) return;
     if (byId("model").disabled) return; // The server has not said yet what it serves; the field says why.
-    const { files } = this;
-    this.files = [];
     this.question.value = "";
     this.#fit();
-    this.#showFiles();
-    this.actions.send(text, files);
-  }
-
-  async #attach(files) {
-    let refused = "";
-    for (const file of files) {
-      const text = file.size <= LARGEST_FILE ? await file.text() : "";
-      if (file.size > LARGEST_FILE) refused = `${file.name} has more than 1 MiB, the limit`;
-      else if (text.includes("\0") || text.includes("\ufffd")) refused = `${file.name} is not text in UTF-8`;
-      else if (this.files.length === MOST_FILES) refused = `${MOST_FILES} files are attached, the limit`;
-      else this.files.push({ name: file.name, text });
-    }
-    byId("file").value = ""; // so that the same file can be chosen again
-    this.#showFiles(refused);
-    this.question.focus();
-  }
-
-  #showFiles(refused = "") {
-    const chips = this.files.map((file, index) => {
-      const remove = () => {
-        this.files.splice(index, 1);
-        this.#showFiles();
-      };
-      const button = el("button", { type: "button", "aria-label": `Remove ${file.name}`, onclick: remove }, "×");
-      return el("li", { class: "chip" }, file.name, button);
-    });
-    if (refused) chips.push(el("li", { class: "error", role: "alert" }, refused));
-    byId("files").replaceChildren(...chips);
+    this.actions.send(text, this.attachments.take());
   }
 
   /** Let the field be as high as its text. */
@@ -165,8 +127,10 @@ function welcome() {
   return el("li", { class: "welcome" }, ...lines.map((line) => el("p", {}, line)));
 }
 
-function fileChips(files) {
-  return files.map(({ name, text }) => {
+/** What is attached to a question: texts folded, pictures as they are. */
+function filesOf(files) {
+  return files.map(({ name, text, url }) => {
+    if (url) return el("img", { class: "picture", src: url, alt: `Picture ${name}` });
     const content = el("pre", { tabindex: 0 }, text);
     return el("details", { class: "file" }, el("summary", {}, `${name} (${count(text.length)} characters)`), content);
   });

@@ -79,14 +79,20 @@ function watch() {
 async function loadModels() {
   const select = byId("model");
   try {
-    const names = await models();
-    select.replaceChildren(...names.map((name) => el("option", {}, name)));
+    const found = await models();
+    select.replaceChildren(...found.map(({ name, takesPictures }) => el("option", { "data-pictures": takesPictures }, name)));
     select.disabled = false;
+    allowPictures();
     byId("question").placeholder = "Ask the model";
   } catch (error) {
     byId("question").placeholder = error.message;
     if (error.status !== 401) setTimeout(loadModels, RETRY_MS); // The dialog for the key asks again.
   }
+}
+
+/** The chat takes pictures where the model that is chosen does. */
+function allowPictures() {
+  chat.attachments.allowPictures("pictures" in (byId("model").selectedOptions[0]?.dataset ?? {}));
 }
 
 function connectKey() {
@@ -114,6 +120,7 @@ function connect() {
   connectClosing();
   connectKey();
   byId("new").addEventListener("click", () => open(store.create()));
+  byId("model").addEventListener("change", allowPictures);
   byId("toggle-live").addEventListener("click", ({ target }) => {
     target.setAttribute("aria-pressed", String(target.getAttribute("aria-pressed") !== "true"));
     watch();

@@ -5,7 +5,7 @@ const TITLE = 60; // characters
 
 /**
  * A conversation: { id, title, updated (ms), messages }. A message: { role, content }, of the user also `files`
- * ([{ name, text }]), of the assistant also `reasoning`, `usage`, `firstS`, `rate`, `stopped` and `error`.
+ * ([{ name, text }], or { name, url } of a picture), of the assistant also `reasoning`, `usage`, `firstS`, `rate`, `stopped` and `error`.
  */
 export class Conversations extends EventTarget {
   constructor() {

@@ -90,8 +90,15 @@ export function messagesOf(conversation) {
   return system ? [{ role: "system", content: system }, ...turns] : turns;
 }
 
-/** A question with its attached files, each in a fence that its text cannot close. */
+/** A question: its pictures, and its text with the attached texts, each in a fence that it cannot close. */
 function questionOf({ content, files = [] }) {
+  const pictures = files.filter(({ url }) => url).map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  const text = textOf(content, files.filter(({ url }) => !url));
+  if (!pictures.length) return text;
+  return text ? [...pictures, { type: "text", text }] : pictures;
+}
+
+function textOf(content, files) {
   const blocks = files.map(({ name, text }) => {
     const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
     const fence = "`".repeat(longest + 1);

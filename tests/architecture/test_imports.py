@@ -72,6 +72,7 @@ ROOT_ARROWS = {
         "client",
         "gateway.browsers",
         "gateway.detected",
+        "gateway.image_hosts",
         "gateway.keys",
     },
     "model_repository": {"backend.serving"},

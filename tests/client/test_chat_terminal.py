@@ -119,7 +119,11 @@ def test_a_paste_during_an_answer_waits_whole_for_the_next_prompt() -> None:
 
 def test_commands_are_answered_and_a_pasted_path_in_many_lines_is_none() -> None:
     with http_server(ANSWER) as server, chatting(server.url) as chat:
-        for typed, shown in (("/help", "forgotten"), ("/nope", "there are /reset, /help and /exit"), ("one", "fine")):
+        for typed, shown in (
+            ("/help", "forgotten"),
+            ("/nope", "there are /image, /reset, /help and /exit"),
+            ("one", "fine"),
+        ):
             chat.prompt()
             chat.type(typed + "\r")
             chat.wait_for(shown)

@@ -69,7 +69,13 @@ def make(server: TritonServer, tmp_path: Path) -> Iterator[Make]:
     def build(program: str) -> ServerWithGateway:
         (tmp_path / "endpoint.py").write_text(program)
         keys = tmp_path / "keys"
-        options = GatewayOptions(Ports.free().http, api_keys=keys, names=("everbatch", "own"), adapters=("doll",))
+        options = GatewayOptions(
+            Ports.free().http,
+            api_keys=keys,
+            names=("everbatch", "own"),
+            adapters=("doll",),
+            allow_image_hosts=("a.example,*.b.example",),
+        )
         made.append(ServerWithGateway(server, options, (sys.executable, str(tmp_path / "endpoint.py"))))
         return made[-1]
 
@@ -96,7 +102,7 @@ def test_the_endpoint_is_told_where_the_server_is_and_whom_it_may_serve(make: Ma
     start(both)
     said = both.log_path.read_text()
     assert f"--triton {server.grpc_url} --host 127.0.0.1 --port {both.options.port}" in said
-    assert f"--server-version {__version__}" in said
+    assert f"--server-version {__version__}" in said and "--allow-image-hosts=a.example,*.b.example" in said
     assert f"--metrics-url {server.metrics_url}" in said and "--shutdown-grace-s 7" in said
     assert (
         f"--api-keys {both.options.api_keys}" in said and "--model-name everbatch --model-name own --lora doll" in said
@@ -212,6 +218,11 @@ def test_a_port_out_of_range_or_given_twice_is_refused(free: int) -> None:
         GatewayOptions(70000).check(())
     with pytest.raises(UserError, match=f"port {free} is given twice"):
         GatewayOptions(free).check((1, free))
+
+
+def test_a_host_of_images_that_is_none_is_refused(free: int) -> None:
+    with pytest.raises(UserError, match="--allow-image-hosts 'https://b' is no host; write it as"):
+        GatewayOptions(free, allow_image_hosts=("a.example,https://b",)).check(())
 
 
 def test_a_key_file_that_is_not_there_is_refused(free: int, tmp_path: Path) -> None:

@@ -324,9 +324,9 @@ def test_what_of_it_is_not_for_clients_does_not_exist(proxy: Proxy, path: str) -
 
 
 def test_it_takes_bodies_up_to_its_own_limit(proxy: Proxy) -> None:
-    assert proxy.ask("POST", "/v1/completions", b"[" * (4 << 20), port=proxy.openai)[0] == 200
-    assert proxy.ask("POST", "/v1/completions", b"[" * ((4 << 20) + 1), port=proxy.openai)[0] == 413
-    assert (4 << 20) == Settings().max_body_bytes
+    assert proxy.ask("POST", "/v1/completions", b"[" * (32 << 20), port=proxy.openai)[0] == 200
+    assert proxy.ask("POST", "/v1/completions", b"[" * ((32 << 20) + 1), port=proxy.openai)[0] == 413
+    assert (32 << 20) == Settings().max_image_body_bytes
 
 
 def test_a_refusal_for_the_moment_reaches_the_client_where_there_is_no_other_server(proxy: Proxy) -> None:

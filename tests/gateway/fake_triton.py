@@ -42,19 +42,10 @@ KEYS = {
     *(field.name for field in PLAIN),
     *("seed", "presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
-    *(
-        "n",
-        "best_of",
-        "use_beam_search",
-        "length_penalty",
-        "early_stopping",
-        "guide",
-        "tools",
-        "lora_name",
-        "prompt_adapter_name",
-    ),
+    *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
+    "prompt_adapter_name",
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
-    *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters"),
+    *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters", "images"),
     *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt", "tell_tokenizer"),
 }
 
@@ -81,7 +72,9 @@ class Seen:
 
     def text(self) -> str:
         if "messages" in self.body:
-            return str(self.body["messages"][-1]["content"])
+            content = self.body["messages"][-1]["content"] if self.body["messages"] else ""
+            texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            return str("".join(texts))
         return str(self.body.get("prompt", self.body.get("embed", "")))
 
     def end(self) -> None:
@@ -101,6 +94,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.early_stops = 0  # stops that find no request, as when they overtake it
         self.stops = 0  # commands that end a request
         self.losses = 0  # connections that break under "lose"
+        self.takes_images: bool | None = None  # what the model says of itself; None: nothing, as older ones
         self.live: dict[str, Any] | None = view()  # the answer to a look
         self.ready = True  # the server
         self.model_ready = True
@@ -197,13 +191,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
         if seen.body.get("tokenize"):
-            tokenizer = {"tokenizer": TOKENIZER} if seen.body.get("tell_tokenizer") else {}
-            seen.words[0] = 0
-            ids = seen.body.get("prompt_token_ids", [7, 8, 9])
-            text = "its text" if seen.body.get("echo") else ""
-            yield response(
-                seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, "max_model_len": 2048, **tokenizer}]
-            )
+            yield self._tokens(seen)
             return
         if {"load_adapter", "unload_adapter", "list_adapters", "look"} & seen.body.keys():
             yield self._obey(seen)
@@ -238,6 +226,18 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield response(seen, [vector(seen)])
         else:
             yield from plain(seen)
+
+    def _tokens(self, seen: Seen) -> Any:
+        """The answer to a request that only tokenises; each image is a token."""
+        tokenizer = {"tokenizer": TOKENIZER} if seen.body.get("tell_tokenizer") else {}
+        seen.words[0] = 0
+        ids = seen.body.get("prompt_token_ids", [7, 8, 9])
+        ids = [*ids, *range(100, 100 + len(seen.body.get("images", [])))]
+        text = "its text" if seen.body.get("echo") else ""
+        facts = {"max_model_len": 2048, **tokenizer}
+        if self.takes_images is not None:
+            facts["takes_images"] = self.takes_images
+        return response(seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, **facts}])
 
     def _losing(self, seen: Seen, context: Any, count: int) -> Iterator[Any]:
         """WORDS, one in a response; after `count` responses the connection breaks, as often as `losses` says."""
@@ -360,7 +360,8 @@ def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> di
     if count is not None:
         value["logprobs"] = [{**logprob(word, -0.5), "top": others(word, count)} for word in words]
     if reason is not None:
-        usage = {"prompt_tokens": 7, "completion_tokens": seen.words[index], "cached_tokens": 6 if index else 3}
+        prompt = 7 + len(seen.body.get("images", []))
+        usage = {"prompt_tokens": prompt, "completion_tokens": seen.words[index], "cached_tokens": 6 if index else 3}
         if index == 0 and (unused := seen.body.get("best_of", 1) - seen.body.get("n", 1)) > 0:
             usage["discarded_tokens"] = 100 * unused
         value |= {"finish_reason": reason, "stop_reason": None, "usage": usage}

@@ -44,10 +44,10 @@ def answer(*blocks: Any) -> Any:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"messages": user(IMAGE)}, "messages[0].content[0].type is 'image', which is not served: the models read"),
+        ({"messages": user(IMAGE)}, "the image at messages[0].content[0].source.data is not served: the model"),
         (
             {"messages": user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]})},
-            "messages[0].content[0].content[0].type is 'image', which is not served",
+            "the image at messages[0].content[0].content[0].source.data is not served: the model",
         ),
         ({"messages": user({"type": "document"})}, "messages[0].content[0].type is 'document', which is not served"),
         ({"messages": user({"type": "txt", "text": "a"})}, "messages[0].content[0].type is 'txt'; it is one of text, "),

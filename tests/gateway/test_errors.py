@@ -18,7 +18,7 @@ from tests.gateway.fake_triton import KEYS, FakeTriton
 CHAT: dict[str, Any] = {"model": "everbatch", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "everbatch", "prompt": "hi"}
 RESPONSE: dict[str, Any] = {"model": "everbatch", "input": "hi"}
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+SOUND = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]
 NO_TEXT = [{"role": "user", "content": [{"type": "text", "text": 5}]}]
 CALLED = [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]
 MISSPELLED = [{"role": "user", "contnt": "hi"}]
@@ -59,7 +59,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"messages": "hi"}, "messages", "messages is 'hi'"),
     ("chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "messages[0].role is 'x'"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "role user has no content; give"),
-    ("chat/completions", {"messages": IMAGE}, "messages[0].content[0].type", "is 'image_url'; it should be 'text'"),
+    (
+        "chat/completions",
+        {"messages": SOUND},
+        "messages[0].content[0].type",
+        "is 'input_audio', which is not served",
+    ),
     (
         "chat/completions",
         {"messages": NO_TEXT},
@@ -276,7 +281,7 @@ def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
             "tell_tokenizer": None,
         },
         **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
-        **{"visible_tokens": None, "reasoning": None, "prompt_adapter_name": "model"},
+        **{"images": "messages", "visible_tokens": None, "reasoning": None, "prompt_adapter_name": "model"},
     }
     # Of gateway/adapters.py and gateway/vectors.py, which calls texts as its clients do: no client sends them.
     # Nor are `resume` and `look` theirs: gateway/resuming.py and gateway/live.py send them.

@@ -26,6 +26,7 @@ BETWEEN_PARAMETERS = (
     *("send it in one of role", "nothing answers it", "has no budget_tokens", "of type tool has no name"),
     *("has no tool_call_id", "there are no tools", "have the same name", "which is none of the tools"),
     "so it cannot have a budget",  # the model of these tests marks no reasoning
+    *("the image at", "images, the limit is"),  # and takes no images
 )
 
 

@@ -248,6 +248,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(browser: Any, serve: Serve
                 page.wait_for_selector("#key[open]")
                 page.fill("#key input", key)
                 page.press("#key input", "Enter")
+                page.wait_for_selector("#model:not([disabled])")  # a question waits for the list of models
                 assert "".join(WORDS) in answered(page, "Hi").inner_text()
                 kept = json.loads(
                     page.evaluate("JSON.stringify([Object.values(localStorage), Object.values(sessionStorage)])")

@@ -74,9 +74,12 @@ def test_places_are_free_and_the_request_is_counted_when_the_last_part_is_sent(i
         if message["type"] == "http.response.body":
             found.append(Found(message["body"], requests.taken, replies.choices, sum(counters.requests.values())))
 
+    async def body_limit(size: int) -> int:
+        return Settings().max_body_bytes
+
     body = asyncio.Queue[Message]()
     body.put_nowait({"type": "http.request", "body": b"", "more_body": False})
-    app = Middleware(Answer(work, replies, 2, 60.0), RouteNames([]), Settings(), None, counters, requests)
+    app = Middleware(Answer(work, replies, 2, 60.0), RouteNames([]), Settings(), None, counters, requests, body_limit)
     scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": [(b"host", b"127.0.0.1")]}
     asyncio.run(app(scope, body.get, send))
     assert found[-1] == Found(b"last" if is_stream else b"{}", 0, 0, 1)

@@ -124,7 +124,7 @@ def test_a_model_that_does_not_answer_delays_the_list_once_whatever_its_names(
             asked.append(time.monotonic())
             await asyncio.sleep(0.2)
 
-        monkeypatch.setattr(served.gateway, "_ask_model_len", silent)
+        monkeypatch.setattr(served.gateway, "_ask_facts", silent)
         assert len(served.request("GET", "/v1/models")[1]["data"]) == 51
     assert len(asked) == 1
 

@@ -18,7 +18,7 @@ from gateway.errors import GatewayError
 from gateway.interactive_messages import InteractiveRequest
 from gateway.invalid import parse, refused_of
 from gateway.messages import ChatRequest, CompletionRequest, Wire
-from gateway.response_messages import InputTokensRequest, ResponseRequest
+from gateway.response_messages import ConversationItems, InputTokensRequest, NewConversation, ResponseRequest
 from gateway.token_messages import TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
 from gateway.without_effect import IGNORED, TABLE, Key, allows, keys_of, take_out
@@ -30,17 +30,29 @@ HI = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 ITEM = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:"}}
+WITH_IMAGE = [{"role": "user", "content": [{"type": "text", "text": "hi"}, IMAGE_PART]}]
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [INPUT_IMAGE]}
 BODIES: dict[type[Wire], dict[str, Any]] = {
-    ChatRequest: {"model": "m", "messages": HI, "tools": [TOOL], "stream": True, "stream_options": {}},
+    ChatRequest: {"model": "m", "messages": WITH_IMAGE, "tools": [TOOL], "stream": True, "stream_options": {}},
     CompletionRequest: {"model": "m", "prompt": "hi", "stream": True, "stream_options": {}},
-    ResponseRequest: {"model": "m", "input": [ITEM], "tools": [FLAT_TOOL], "stream": True, "stream_options": {}},
-    InputTokensRequest: {"model": "m", "input": [ITEM], "tools": [FLAT_TOOL]},
+    ResponseRequest: {
+        "model": "m",
+        "input": [ITEM, OUTPUT],
+        "tools": [FLAT_TOOL],
+        "stream": True,
+        "stream_options": {},
+    },
+    InputTokensRequest: {"model": "m", "input": [ITEM, OUTPUT], "tools": [FLAT_TOOL]},
     MessagesRequest: {"model": "m", "max_tokens": 1, "messages": HI},
     CountTokensRequest: {"model": "m", "messages": HI},
     EmbeddingRequest: {"model": "m", "input": "hi"},
     RerankRequest: {"model": "m", "query": "q", "documents": ["d"]},
-    TokenizeRequest: {"model": "m", "messages": HI, "tools": [TOOL]},
-    InteractiveRequest: {"prompt": "hi"},
+    TokenizeRequest: {"model": "m", "messages": WITH_IMAGE, "tools": [TOOL]},
+    InteractiveRequest: {"prompt": WITH_IMAGE},
+    NewConversation: {"items": [{"role": "user", "content": [INPUT_IMAGE]}]},
+    ConversationItems: {"items": [{"role": "user", "content": [INPUT_IMAGE]}]},
 }
 OF_TYPE = {str: ["a", ""], int: [0, -7, 10**30], float: [0, 0.5, -1e308], bool: [True, False], dict: [{}, {"a": 1}]}
 OF_TYPE |= {list: [[], ["a"]], object: ["5m", 1, [{}]]}
@@ -52,9 +64,10 @@ def with_key(kind: type[Wire], key: Key, value: Any) -> bytes:
     """A request in which the first object at the key's place has it."""
     body: Any = json.loads(json.dumps(BODIES[kind]))
     place = body
-    for name in key.place.split(".") if key.place else ():
+    names = key.place.split(".") if key.place else []
+    for name, after in zip(names, [*names[1:], None]):
         place = place[name]
-        place = place[0] if isinstance(place, list) else place
+        place = next((one for one in place if after in one), place[0]) if isinstance(place, list) else place
     place[key.name] = value
     return json.dumps(body).encode()
 

@@ -139,7 +139,7 @@ MUTANTS = {
         KEYS,
     ),
     "a_length_that_is_not_known_stays_so": (
-        change(core.Gateway, "_ask_model_len", ("return None", "return 0")),
+        change(core.Gateway, "_ask_facts", ("return None", "return Facts(0, False)")),
         ADAPTERS,
     ),
     "alternatives_are_bare_bounds": (change(invalid, "_allowed", ("a number of \\\\g<0>", "\\\\g<0>")), ERRORS),
