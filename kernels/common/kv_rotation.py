@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kernels.common.triton_runtime import jit, tl
 
+KV_NUMBERS = 2  # counts up when a quantised pool comes to hold other numbers for the same tokens
 SHIFT_POSITIONS = 4096  # over so many the rotated bias is averaged
 
 
