@@ -264,7 +264,7 @@ def _kv_append_kernel(
     VALUE_BITS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,  # 0 without cos
     INTERLEAVED: tl.constexpr,
-    ROUNDS: tl.constexpr,  # of turned_halves
+    ROUNDS: tl.constexpr,  # rounds within a half: turned_halves
     QUERY_FACTOR: tl.constexpr,
     KEY_FACTOR: tl.constexpr,
     GROUP: tl.constexpr,  # heads of a program, a power of two

@@ -39,7 +39,7 @@ def rounds_of(head_dim: int) -> tuple[int, int]:
 
 
 def factors_of(head_dim: int) -> tuple[float, float]:
-    """What H q, and H k, are multiplied with."""
+    """The factors of H q and of H k."""
     rounds = rounds_of(head_dim)[1]
     return 0.5 ** (rounds // 2), 0.5 ** (rounds - rounds // 2)
 
@@ -106,7 +106,7 @@ def _turned_once(
     GROUP: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """Of each two numbers DISTANCE apart their sum and their difference."""
+    """Puts the sum and the difference of two numbers DISTANCE apart into their places."""
     pairs = tl.reshape(x, (GROUP, HALF_BLOCK // (2 * DISTANCE), 2, DISTANCE))
     a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (GROUP, HALF_BLOCK))
