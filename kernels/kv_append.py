@@ -3,6 +3,7 @@
     q, k = norm(q), norm(k)                     RMSNorm over head_dim, for models that have it (Qwen3); kernels/norm.py
     q, k = rope(q, position), rope(k, position) for layers that have it                           kernels/rope.py
     q *= query_scales[position]                 for models that have it (Ministral 3)
+    q, k = H q, H (k - key_shift)               where keys are quantised: kernels/common/kv_rotation.py
     pool[cell] = k, v                           as they are or quantised: kernels/common/kv_format.py
 
 for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. Everything is computed in float32, and a value is rounded once,
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from kernels import norm, rope
 from kernels.common.kv_format import KV_FORMATS, KVPool, write_cells
+from kernels.common.kv_rotation import factors_of, rotated_key, rotated_query, rounds_of, turned_halves
 from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (rotary dimensions, interleaved), of heads of 96
@@ -43,6 +45,7 @@ def reference(
     eps: float = 1e-6,
     interleaved: bool = False,
     query_scales: Tensor | None = None,
+    key_shift: Tensor | None = None,
 ) -> Tensor:
     """Like `kv_append`; q is 0 where the cell is -1."""
     heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
@@ -59,6 +62,8 @@ def reference(
         query, key = (rope.reference(x, *factors, interleaved) for x in (query, key))
     if query_scales is not None:
         query = query * query_scales[positions, None, None]
+    if pool.format.is_quantised:
+        query, key = rotated_query(query), rotated_key(key, key_shift)
     write_cells(pool, cells // block_size, cells % block_size, key, value)
     out = qkv.new_zeros(len(qkv), heads, head_dim)
     out[real] = query.to(qkv.dtype)
@@ -77,25 +82,30 @@ def kv_append(
     eps: float = 1e-6,
     interleaved: bool = False,
     query_scales: Tensor | None = None,
+    key_shift: Tensor | None = None,
 ) -> Tensor:
     """Writes the batch's keys and values to `pool`, and returns its q [tokens, heads, head_dim] in qkv's dtype.
 
     qkv [tokens, (heads + 2 * kv_heads) * head_dim]; positions, cells int64 [tokens], cells all different or -1;
     cos, sin float32 [max_seq_len, rotary_dim / 2], or both None: nothing is rotated; q_norm, k_norm [head_dim]; interleaved:
-    which dimensions are pairs (kernels/rope.py); query_scales float32 [max_seq_len].
+    which dimensions are pairs (kernels/rope.py); query_scales float32 [max_seq_len]; key_shift float32 [kv_heads, head_dim].
     """
     if not runs_on(qkv):
-        return reference(qkv, positions, cos, sin, cells, pool, q_norm, k_norm, eps, interleaved, query_scales)
+        return reference(
+            qkv, positions, cos, sin, cells, pool, q_norm, k_norm, eps, interleaved, query_scales, key_shift
+        )
     heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
     q = qkv.new_empty(len(qkv), heads, head_dim)
     config = _config(heads, kv_heads, head_dim)
     cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
     rotary_dim = 0 if cos is None else 2 * cos.shape[1]
+    query_factor, key_factor = factors_of(head_dim)
     _kv_append_kernel[(len(qkv), _num_groups(heads, kv_heads, config["GROUP"]))](
-        qkv.contiguous(), positions.contiguous(), cos, sin, query_scales, cells.contiguous(), q_norm, k_norm,
+        qkv.contiguous(), positions.contiguous(), cos, sin, query_scales, key_shift, cells.contiguous(), q_norm, k_norm,
         q, pool.keys, pool.words, eps, *pool.strides, ROTARY_DIM=rotary_dim, INTERLEAVED=interleaved,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        KEY_BITS=pool.format.key_bits, VALUE_BITS=pool.format.value_bits, **config,
+        KEY_BITS=pool.format.key_bits, VALUE_BITS=pool.format.value_bits, ROUNDS=rounds_of(head_dim)[0],
+        QUERY_FACTOR=query_factor, KEY_FACTOR=key_factor, **config,
     )  # fmt: skip
     return q
 
@@ -229,6 +239,7 @@ def _kv_append_kernel(
     cos,  # [max_seq_len, ROTARY_DIM / 2] float32, or None
     sin,  # like cos
     query_scales,  # [max_seq_len] float32, or None
+    key_shift,  # [KV_HEADS, HEAD_DIM] float32, or None
     cells,  # [tokens] int64
     q_norm,  # [HEAD_DIM], or None
     k_norm,  # [HEAD_DIM], or None
@@ -253,6 +264,9 @@ def _kv_append_kernel(
     VALUE_BITS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,  # 0 without cos
     INTERLEAVED: tl.constexpr,
+    ROUNDS: tl.constexpr,  # rounds within a half: turned_halves
+    QUERY_FACTOR: tl.constexpr,
+    KEY_FACTOR: tl.constexpr,
     GROUP: tl.constexpr,  # heads of a program, a power of two
     HALF_BLOCK: tl.constexpr,  # a power of two, at least HEAD_DIM / 2
 ):
@@ -282,6 +296,8 @@ def _kv_append_kernel(
         if query_scales is not None:
             query_scale = tl.load(query_scales + position)
             a, b = a * query_scale, b * query_scale
+        if words is not None:
+            a, b = turned_halves(a, b, ROUNDS, QUERY_FACTOR, GROUP, HALF_BLOCK)
         out = q + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + columns[None, :]
         tl.store(out, a.to(q.dtype.element_ty), mask)
         tl.store(out + HALF, b.to(q.dtype.element_ty), mask)
@@ -295,6 +311,12 @@ def _kv_append_kernel(
         b = tl.load(source + HALF, mask, other=0).to(tl.float32)
         if side == 0:
             a, b = _rotated(a, b, heads, mask, k_norm, eps, cos, sin, columns, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+            if words is not None:
+                if key_shift is not None:
+                    shift = key_shift + head[:, None] * HEAD_DIM + columns[None, :]
+                    a -= tl.load(shift, mask, other=0)
+                    b -= tl.load(shift + HALF, mask, other=0)
+                a, b = turned_halves(a, b, ROUNDS, KEY_FACTOR, GROUP, HALF_BLOCK)
         block = cell // BLOCK_SIZE
         offset = cell % BLOCK_SIZE
         stride = stride_token
@@ -321,7 +343,12 @@ def variants() -> dict[str, Variant]:
     strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
     strides += ("stride_value", *(f"words_{name}" for name in strides if name != "stride_token"))
     types |= dict.fromkeys(strides, "i32")
-    groups = {"norms": ("q_norm", "k_norm"), "rope": ("cos", "sin"), "scales": ("query_scales",)}
+    groups = {
+        "norms": ("q_norm", "k_norm"),
+        "rope": ("cos", "sin"),
+        "scales": ("query_scales",),
+        "shift": ("key_shift",),
+    }
 
     def variant(heads: int, kv_heads: int, head_dim: int, kv: str, has: tuple[str, ...], rotary_dim: int) -> Variant:
         format = KV_FORMATS[kv]
@@ -337,6 +364,9 @@ def variants() -> dict[str, Variant]:
             "VALUE_BITS": format.value_bits,
             "ROTARY_DIM": rotary_dim,
             "INTERLEAVED": "interleaved" in has,
+            "ROUNDS": rounds_of(head_dim)[0],
+            "QUERY_FACTOR": factors_of(head_dim)[0],
+            "KEY_FACTOR": factors_of(head_dim)[1],
             "words_stride_token": 1,
         }
         its_types = dict(types)
@@ -361,6 +391,8 @@ def variants() -> dict[str, Variant]:
         "plain-interleaved-scales-128": variant(32, 8, 128, "auto", ("interleaved", "scales"), 128),
         "int8-128": variant(32, 8, 128, "int8", (), 128),
         "int8-scales-128": variant(32, 8, 128, "int8", ("scales",), 128),
+        "int8-shift-128": variant(28, 4, 128, "int8", ("shift",), 128),
+        "int4-96": variant(32, 32, 96, "int4", (), 96),
         "int4-128": variant(32, 8, 128, "int4", (), 128),
         "k8v4-128": variant(32, 8, 128, "k8v4", (), 128),
         "int4-norms-128-one-kv-head": variant(4, 1, 128, "int4", ("norms",), 128),

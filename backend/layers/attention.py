@@ -27,6 +27,7 @@ class AttentionWeights:
     q_norm: Tensor | None  # [head_dim]; [heads * head_dim] where Block.qk_norm is row
     k_norm: Tensor | None  # [head_dim]; [kv_heads * head_dim]
     sinks: Tensor | None = None  # float32 [heads]
+    key_shift: Tensor | None = None  # float32 [kv_heads, head_dim]: kernels/common/kv_rotation.py
 
 
 def attention(
@@ -59,7 +60,10 @@ def attention(
         qkv, norms = _with_norms(qkv, weights, block, pool), (None, None)
     cos, sin = tables or (None, None)
     interleaved = block.rope_interleaved
-    q = kv_append(qkv, positions, cos, sin, cells, pool, *norms, block.norm_eps, interleaved, query_scales)
+    q = kv_append(
+        *(qkv, positions, cos, sin, cells, pool, *norms, block.norm_eps, interleaved, query_scales),
+        key_shift=weights.key_shift,
+    )
     scoring = Scoring(block.attention_scale, block.attention_softcap, weights.sinks)
     out = paged_attention(q, pool, plan, scoring)  # [num_tokens, heads, head_dim]
     attended = out.flatten(1)

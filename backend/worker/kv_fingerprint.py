@@ -12,6 +12,7 @@ from backend.models.loader import CheckpointReader
 from backend.worker.fingerprint import content_hash
 from backend.worker.loaded_model import LoadedModel
 from backend.worker.weight_cache import WeightCache
+from kernels.common.kv_rotation import KV_NUMBERS
 from kernels.cpu.isa import supported_isas
 
 
@@ -23,7 +24,7 @@ def kv_fingerprint(checkpoint: object, loaded: LoadedModel, section: ModelConfig
     device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else "cpu"
     kernels = f"torch {torch.__version__} {supported_isas()}" if library is None else library.version
     parts = (
-        *(_content(checkpoint, section), loaded.config, loaded.dtype, section.quantization),
+        *(_content(checkpoint, section), loaded.config, loaded.dtype, section.quantization, KV_NUMBERS),
         *(loaded.tier_name, kernels, device, block_size, block.shape, block.dtype, loaded.kv_format),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -58,6 +58,7 @@ def native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: 
         k_norm=None if attention is None or attention.k_norm is None else NativeNorm(_float(attention.k_norm)),
         rotary=rotary,
         sinks=None if attention is None or attention.sinks is None else _float(attention.sinks),
+        key_shift=None if attention is None else attention.key_shift,
         window=window,
         experts=None if experts is None else native_experts(experts),
         recurrence=native_recurrence(mixer) if isinstance(mixer, RecurrentWeights) else None,

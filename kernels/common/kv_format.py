@@ -1,7 +1,7 @@
 """The formats of keys and values, each plain, int8 or int4, and the layout of a layer's pool on the triton and torch tiers.
 
-For each token and kv head, its key (after RoPE) and its value are each quantised as a row, in float32. What a row becomes
-depends on the tier that runs the model:
+For each token and kv head, its key (after RoPE and the rotation of kv_rotation.py) and its value are each quantised as a row, in
+float32. What a row becomes depends on the tier that runs the model:
 
              native (kernels/cpu)                  triton and torch
     int8     symmetric, one float32 scale          asymmetric, scale and least

@@ -73,6 +73,7 @@ class NativeLayer:
     k_norm: NativeNorm | None = None
     rotary: tuple[Tensor, Tensor] | None = None  # cos and sin, float32 [max_seq_len, rotary_dim / 2]
     sinks: Tensor | None = None  # float32 [heads]
+    key_shift: Tensor | None = None  # float32 [kv_heads, head_dim]: kernels/common/kv_rotation.py
     window: int | None = None  # tokens
     experts: NativeExperts | None = None
     recurrence: NativeRecurrence | None = None  # in the place of attention; `out` reads what it yields
@@ -396,6 +397,7 @@ def _layer_struct(
         _address(sin),
         0 if cos is None else 2 * cos.shape[1],
         _address(layer.sinks),
+        _address(layer.key_shift),
         layer.window or 0,
         None if mixture is None else pointer(mixture),
         None if recurrence is None else pointer(recurrence),

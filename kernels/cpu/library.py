@@ -35,6 +35,7 @@ _FUNCTIONS = {
     ),
     "everbatch_best_ranges": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int32, *[c_void_p] * 3, c_int32]),
     "everbatch_round": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int32, *[c_void_p] * 3, c_int32]),
+    "everbatch_rotate_heads": (None, [c_void_p, c_int64, c_int64, c_int32]),
     "everbatch_rotate": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int32]),
     "everbatch_screen": (None, [POINTER(LinearStruct), POINTER(ScreenStruct), c_int32]),
     "everbatch_read": (c_int64, [c_void_p, c_int64, c_int32, c_int32]),

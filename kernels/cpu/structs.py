@@ -120,6 +120,7 @@ class LayerStruct(Structure):
         ("sin", c_void_p),
         ("rotary_dim", c_int64),
         ("sinks", c_void_p),
+        ("key_shift", c_void_p),
         ("window", c_int64),
         ("mixture", POINTER(MixtureStruct)),
         ("recurrence", POINTER(RecurrenceStruct)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from backend.executor import engine_supervisor
 from backend.kvcache import sizing
+from backend.layers import attention as attention_layer
 from backend.layers.linear import QuantizedLinear
 from backend.worker import fingerprint, kept_parts, native_layers, native_tier, packed_model, tier, weight_cache
 from backend.worker.group import InProcessWorkerGroup
 from deploy import server_log
-from kernels.common import rotation
+from kernels import kv_append
+from kernels.common import kv_rotation, rotation
 from kernels.cpu import attention, decoder, linear, modules
 from tests.mutants.changes import Plant, change, change_everywhere
 
@@ -20,6 +22,7 @@ _LINEAR = "tests/native/test_linear.py::"
 _BLOCKS = "tests/native/test_blocks.py::test_logits_are_those_of_the_torch_tier"
 _ALONE = "tests/native/test_attention.py::"
 _ROTATION = "tests/weight_formats/test_rotation.py::"
+_BIAS = "tests/parity/test_quantised_kv.py::test_a_large_bias_of_keys_costs_next_to_nothing"
 
 
 def _form(*replacement: tuple[str, str]) -> Plant:
@@ -107,6 +110,22 @@ MUTANTS = {
     "groups_are_of_any_number_of_blocks": (
         change_everywhere(rotation.group_of, ("MOST_BLOCKS * block_of(columns), ", "")),
         [_ROTATION + "test_groups_divide_the_columns_and_span_few_blocks[448]"],
+    ),
+    "keys_keep_their_bias": (
+        change_everywhere(native_layers.native_layer, ("else attention.key_shift", "else None")),
+        [_BIAS + "[int8-0.02-native]"],
+    ),
+    "keys_keep_their_bias_on_the_torch_tier": (
+        change_everywhere(attention_layer.attention, ("key_shift=weights.key_shift", "key_shift=None")),
+        [_BIAS + "[int8-0.02-torch]"],
+    ),
+    "only_keys_are_rotated": (
+        change(kv_append, "reference", ("rotated_query(query), rotated_key", "query, rotated_key")),
+        [_BIAS + "[int8-0.02-torch]"],
+    ),
+    "the_shift_is_a_bias_that_no_position_turns": (
+        change_everywhere(kv_rotation.mean_of_rotated, ("a * cos - b * sin, b * cos + a * sin", "a, b")),
+        ["tests/kernels/test_kv_rotation.py::test_the_shift_is_the_mean_of_what_the_positions_make_of_a_bias"],
     ),
     "a_file_is_known_by_its_time_of_change_alone": (
         change(fingerprint, "state_of", ("s.st_mtime_ns, s.st_ctime_ns", "s.st_mtime_ns, 0")),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backend.layers import attention
 from kernels.common.kv_format import KVFormat, KVPool, dequantize_rows, quantize_rows
+from kernels.common.kv_rotation import rotated_key, rotated_query
 from kernels.common.quantize import dequantize, quantize_activations
 from kernels.common.rounding import ROUNDED
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
@@ -78,19 +79,28 @@ def rounded_kv(format: KVFormat) -> Iterator[None]:
     """The torch tier keeps only keys and values that int8 or int4 can hold, as numbers of each token and head are rounded."""
 
     def append(
-        qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, pool: KVPool, *norms: object
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cells: Tensor,
+        pool: KVPool,
+        *norms: object,
+        key_shift: Tensor | None = None,
     ) -> Tensor:
         q = kv_append(qkv, positions, cos, sin, cells, pool, *norms)
         place = cells // pool.keys.shape[1], cells % pool.keys.shape[1]
         for (side, _), bits in zip(pool.sides, format, strict=True):
             written = side[place]
+            if side is pool.keys:
+                written = rotated_key(written.float(), key_shift)
             rows = written.flatten(0, -2)
             if bits == 8:
                 rounded = dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim)
             else:
                 rounded = dequantize_rows(*quantize_rows(rows, bits))
-            side[place] = rounded.view_as(written).to(rows.dtype)
-        return q
+            side[place] = rounded.view_as(written).to(side.dtype)
+        return rotated_query(q.float()).to(q.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "kv_append", append)
@@ -157,7 +167,7 @@ def test_int4_kv_is_that_of_the_torch_tier(kernels: CDLL, isa: str, scenes: Scen
         of_torch = scenes.torch(family, form, play)
         assert distance(of_torch, scenes.torch(family, Format("float32"), play)) > 0.05, "rounding must matter"
         own = distance(scenes.native(kernels, family, form, play), of_torch)
-        assert own <= 0.01, f"family {family}: {own:.4f}"
+        assert own <= 0.02, f"family {family}: {own:.4f}"
 
 
 def test_a_token_s_most_likely_successor_needs_no_logits(best_kernels: CDLL, scenes: Scenes) -> None:

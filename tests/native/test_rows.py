@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import norm
 from kernels.common import quantize
 from kernels.common.kv_format import quantize_rows
+from kernels.common.kv_rotation import rotated_key, rotated_query
 from kernels.cpu.structs import ACTIVATIONS, NORMS, NormStruct
 
 ROUNDING = 1e-6  # relative to 1 + |expected|
@@ -134,6 +135,16 @@ def test_a_group_of_zeros_has_scale_zero_and_tiny_values_stay_tiny(kernels: CDLL
     assert scale[0].tolist() == [0, 0] and scale[1, 1] == 0
     assert not q[0].any() and not q[1, 32:].any()
     assert (q.double() * scale.double().repeat_interleave(32, 1)).abs().max() <= 1.01 * x.abs().max()
+
+
+def test_heads_are_rotated_with_the_bits_of_the_reference(kernels: CDLL) -> None:
+    rng = torch.Generator().manual_seed(6)
+    for columns in (1, 2, 6, 7, 8, 20, 32, 64, 80, 96, 128, 160, 256, 1024):
+        x = random_tensor(rng, 9, columns) * 10 ** torch.linspace(-6, 6, 9)[:, None]
+        for are_keys, expected in ((False, rotated_query(x)), (True, rotated_key(x))):
+            found = x.clone()
+            kernels.everbatch_rotate_heads(found.data_ptr(), *x.shape, are_keys)
+            assert torch.equal(found, expected), f"{columns} columns"
 
 
 @pytest.mark.feature("003-72")

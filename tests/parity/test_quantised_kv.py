@@ -12,11 +12,11 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tests.model.tiers import NATIVE, TORCH, TierCase
 from tests.parity.scenario import BLOCK, Recording, RecordingEngine
-from tests.parity.test_engine_parity import FAMILIES, random_tokens
+from tests.parity.test_engine_parity import FAMILIES, TINY, random_tokens
 
 NUM_TOKENS = 48
 
@@ -45,6 +45,20 @@ def logits(recordings: list[Recording], count: int = NUM_TOKENS) -> Tensor:
 
 def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("tier", [TORCH, NATIVE], ids=lambda case: case.kernels)
+@pytest.mark.parametrize("kv, most", [("int8", 0.02), ("k8v4", 0.2)])
+def test_a_large_bias_of_keys_costs_next_to_nothing(tier: TierCase, kv: str, most: float, native_kernels: None) -> None:
+    """As Qwen2 has it, in a pair that hardly turns: all keys that a query sees have the same."""
+    torch.manual_seed(0)
+    config = Qwen2Config(**TINY, rope_parameters={"rope_type": "default", "rope_theta": 1e7})
+    hf = Qwen2ForCausalLM(config).eval()
+    hf.config.architectures = [type(hf).__name__]
+    for layer in hf.model.layers:
+        layer.self_attn.k_proj.bias.data.view(-1, 8)[:, [3, 7]] = torch.tensor([-150.0, 90.0])
+    exact, found = (logits(run(hf, tier, form, 64, None), 1) for form in ("auto", kv))
+    assert 0 < rms(found - exact) <= most * rms(exact)
 
 
 @pytest.mark.feature("004-14", "004-22", "003-72")

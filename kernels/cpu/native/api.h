@@ -64,6 +64,7 @@ struct everbatch_layer {
     const float *cos, *sin;  // [max_seq_len][rotary_dim / 2]; null: queries and keys are not rotated
     int64_t rotary_dim;      // the first dimensions of a head, which are rotated
     const float* sinks;      // [heads]; null without
+    const float* key_shift;  // [kv heads][head_dim]: what a key that is quantised is written without; null: nothing
     int64_t window;          // tokens; 0 = all
     const everbatch_mixture* mixture;  // in the place of gate_up and down; null without
     const everbatch_recurrence* recurrence;  // in the place of attention and qkv; null without

@@ -78,6 +78,7 @@ private:
     void append(Team& team, char* pool, Source& source) {
         const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(units_.size()) * kv_heads;
         float *vector = memory_.threads[size_t(team.id)].vectors.data(), *value = vector + dim_;
+        const HeadRotation rotation(d);
         std::fill(vector + d, vector + dim_, 0.0f), std::fill(value + d, value + dim_, 0.0f);
         const auto head_of = [&](int64_t item) {
             const Piece& piece = units_[size_t(item / kv_heads)];
@@ -92,9 +93,11 @@ private:
                 const int64_t position = piece.position + t, token = piece.first + t;
                 for (int g = 0; g < group_; g++) {
                     source.query(token, position, h * group_ + g, vector);
+                    if constexpr (BITS<K> <= 8) rotation.query(vector);
                     convert(vector, dim_, queries() + ((h * tokens_ + token) * group_ + g) * dim_);
                 }
                 source.key(token, position, h, vector);
+                if constexpr (BITS<K> <= 8) rotation.key(vector);
                 source.value(token, h, value);
                 write_cell<K, V>(head, int(position % kv_.block_size), vector, value);
             }

@@ -7,6 +7,7 @@
 //                              symmetric, unlike int8 on other tiers (kernels/common/kv_format.py)
 //     int4                     the same as half bytes, then float16 scale and least in place of a scale (kernels/common/kv_format.py)
 //
+// Keys that are quantised are rotated before (HeadRotation, rotation.h), and so are the queries that meet them.
 // Keys and values may differ in their number of bits; the pairs that there are stand in KV_FORMATS of kernels/common/kv_format.py.
 //
 // `dim` is the head dimension rounded up to 32. Cells beyond the head dimension, and cells of a panel not written yet, are zero.

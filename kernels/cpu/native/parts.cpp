@@ -177,6 +177,12 @@ void everbatch_quantize_int4(const float* x, int64_t rows, int64_t n, uint8_t* q
     }
 }
 
+// x [rows][d]: queries, or keys, as they are where keys are quantised.
+void everbatch_rotate_heads(float* x, int64_t rows, int64_t d, int32_t are_keys) {
+    const HeadRotation rotation(d);
+    for (int64_t r = 0; r < rows; r++) are_keys ? rotation.key(x + r * d) : rotation.query(x + r * d);
+}
+
 int64_t everbatch_kv_block_bytes(const KVLayout* layout) { return int64_t(layout->block_bytes()); }
 
 }  // extern "C"

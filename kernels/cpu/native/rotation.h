@@ -40,4 +40,45 @@ inline void rotate(const float* x, int64_t k, float* out) {
             }
 }
 
+// The same for a head of d numbers whose keys are quantised: kernels/common/kv_rotation.py. What belongs together are b neighbours of one
+// half of the head and as many of the other, for the greatest power of two b that divides a half. The two factors are powers of two, so
+// that they lose nothing, and their product undoes what the rotations of a query and of a key add to their product.
+struct HeadRotation {
+    explicit HeadRotation(int64_t d) : half_(d % 2 ? 0 : d / 2), block_(half_ & -half_) {
+        int rounds = half_ ? 1 : 0;
+        for (int64_t h = 1; h < block_; h *= 2) rounds++;
+        of_queries_ = 1.0f / float(1 << rounds / 2), of_keys_ = 1.0f / float(1 << (rounds - rounds / 2));
+    }
+
+    void query(float* x) const { rotate(x, of_queries_); }
+    void key(float* x) const { rotate(x, of_keys_); }
+
+private:
+    void rotate(float* x, float factor) const {
+        int64_t done = 1;
+        if (block_ % LANES == 0 && half_) {
+            for (int64_t i = 0; i < 2 * half_; i += LANES) store(x + i, rotate_lanes(load<Vec>(x + i)));
+            done = LANES;
+        }
+        for (; done < block_; done *= 2)
+            for (int64_t first = 0; first < 2 * half_; first += 2 * done) add_and_subtract(x + first, done, done, 1.0f);
+        add_and_subtract(x, half_, half_, factor);
+    }
+    static void add_and_subtract(float* x, int64_t count, int64_t distance, float factor) {
+        float* partner = x + distance;
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) {
+            const Vec a = load<Vec>(x + i), b = load<Vec>(partner + i);
+            store(x + i, (a + b) * factor), store(partner + i, (a - b) * factor);
+        }
+        for (; i < count; i++) {
+            const float a = x[i], b = partner[i];
+            x[i] = (a + b) * factor, partner[i] = (a - b) * factor;
+        }
+    }
+
+    int64_t half_, block_;
+    float of_queries_, of_keys_;
+};
+
 }  // namespace everbatch

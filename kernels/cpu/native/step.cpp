@@ -371,7 +371,10 @@ private:
                 for (int i = 0; i < step.m_.kv.head_dim; i++) out[i] *= form.query_scales[angle(token, position)];
         }
         void key(int64_t token, int64_t position, int64_t head, float* out) const {
+            const int64_t d = step.m_.kv.head_dim;
             step.turn(layer, of(token, step.m_.heads + head), layer.k_norm, angle(token, position), out);
+            if (!layer.key_shift || !step.m_.kv.is_quantized()) return;
+            for (int64_t i = 0; i < d; i++) out[i] -= layer.key_shift[head * d + i];
         }
         void value(int64_t token, int64_t head, float* out) const {
             memcpy(out, of(token, step.m_.heads + step.m_.kv.kv_heads + head), size_t(step.m_.kv.head_dim) * sizeof(float));

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import kv_append as kernel
 from kernels.common.kv_format import KV_FORMATS, QuantizedPool, dequantize_rows, plain_pool, unpack, write_cells
+from kernels.common.kv_rotation import rotated_key, rotated_query
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 SEQ_LEN = 40
@@ -32,6 +33,7 @@ class Batch:
         self.cos, self.sin = angles.cos(), angles.sin()
         self.interleaved = False
         self.query_scales: Tensor | None = None
+        self.key_shift: Tensor | None = None
         self.cells = torch.randperm(BLOCKS * block_size, generator=generator)[:tokens]
         self.real = torch.arange(tokens) % 3 != 2
         self.cells[~self.real] = -1
@@ -66,7 +68,8 @@ class Batch:
     ) -> Tensor:
         view = layout.view(pool) if layout else plain_pool(pool)
         given = self.qkv, self.positions, self.cos, self.sin, self.cells, view
-        return function(*given, **norms, interleaved=self.interleaved, query_scales=self.query_scales)
+        settings = dict(interleaved=self.interleaved, query_scales=self.query_scales, key_shift=self.key_shift)
+        return function(*given, **norms, **settings)
 
     def place(self) -> tuple[Tensor, Tensor]:
         cells = self.cells[self.real]
@@ -76,9 +79,10 @@ class Batch:
         return self.qkv.unflatten(1, (-1, self.head_dim))[:, -self.kv_heads :]
 
     def written_as(self, pool: Tensor, layout: QuantizedPool, plain: Tensor) -> Tensor:
-        """Returns `pool` with quantize_rows of what `plain` holds in the batch's cells."""
+        """Returns `pool` with quantize_rows of what `plain` holds in the batch's cells, keys rotated."""
         pool = pool.clone()
-        write_cells(layout.view(pool), *self.place(), *plain[self.place()].unbind(1))
+        keys, values = plain[self.place()].unbind(1)
+        write_cells(layout.view(pool), *self.place(), rotated_key(keys, self.key_shift), values)
         return pool
 
 
@@ -161,7 +165,20 @@ def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_a
     expected = batch.written_as(pool, layout, plain)
     assert not torch.equal(pool, expected)
     q = batch.append(pool, layout)
-    assert torch.equal(q[batch.real], q_of_plain[batch.real])
+    assert torch.equal(q[batch.real], rotated_query(q_of_plain[batch.real]))
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("case", kernel.CASES)
+def test_keys_lack_the_shift_of_their_head_in_a_quantised_pool_and_only_there(case: tuple[int, ...], kv: str) -> None:
+    batch = Batch(*case)
+    plain = batch.plain_pool()
+    batch.append(plain)
+    batch.key_shift = 5 * random_tensor(batch.kv_heads, batch.head_dim, seed=7)
+    layout, pool = (None, batch.plain_pool()) if kv == "auto" else batch.quantized_pool(kv)
+    expected = plain if layout is None else batch.written_as(pool, layout, plain)
+    batch.append(pool, layout)
     assert torch.equal(pool, expected)
 
 
