@@ -16,12 +16,11 @@ from backend.architectures.description import (
     LayerNames,
     ModelConfig,
     Recurrence,
-    RecurrentNames,
-    Split,
     StackedExperts,
     TensorNames,
 )
 from backend.architectures.mixtures import QWEN, behind, mixed, read_experts, with_experts
+from backend.architectures.recurrent_names import RecurrentNames, Split
 from backend.architectures.rope import RopeDefaults, read_rope
 from backend.architectures.settings import Epsilon, Factor, Settings, Size
 

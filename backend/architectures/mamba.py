@@ -18,13 +18,12 @@ from backend.architectures.description import (
     LayerNames,
     ModelConfig,
     Recurrence,
-    RecurrentNames,
-    Split,
     TensorNames,
 )
 from backend.architectures.hybrids import read_mixers, with_recurrence
 from backend.architectures.llama import granite_factors
 from backend.architectures.mixtures import GRANITE, behind, mixed, read_experts, with_experts
+from backend.architectures.recurrent_names import RecurrentNames, Split
 from backend.architectures.rope import RopeDefaults, read_rope
 from backend.architectures.settings import MAX_LAYERS, Cap, Epsilon, Factor, HeadDim, Settings, Size
 

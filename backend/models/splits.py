@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.architectures.description import ModelConfig, Split
+from backend.architectures.description import ModelConfig
+from backend.architectures.recurrent_names import Split
 from backend.models.awq import AwqLayers
 from backend.models.gptq import GptqLayers
 from backend.models.qoq import QoqLayers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from backend.api.errors import Unsupported
 from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
 from backend.api.processes.setup import physical_cores
-from backend.core.step import BlockId, MemoryUse, ModelInfo, PreparedAdapter, StepInput, StepOutput, WorkersLost
+from backend.core.step import BlockId, MemoryUse, ModelInfo, PreparedAdapter, StepInput, StepOutput
 from backend.models import loader
 from backend.models.decoder import Decoder
 from backend.models.lora import Layers
@@ -49,7 +48,7 @@ from backend.worker.image_features import ImageFeatures
 from backend.worker.image_setup import ImageParts, make_images
 from backend.worker.input_batch import InputBatch, SlotMemory
 from backend.worker.kv_fingerprint import kv_fingerprint
-from backend.worker.lane import Lane
+from backend.worker.lane import Lane, all_or_nothing
 from backend.worker.loaded_model import LoadedModel, load_draft_model
 from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner, full_step
@@ -209,7 +208,7 @@ class InProcessWorkerGroup:
             if self._keeps_pool and tier_name == "native" and not config.state_bytes
             else 0,
             state_bytes=config.state_bytes,
-            image_token_id=-1 if self.images is None or config.images is None else config.images.token_id,
+            image_token_id=self._images.token_id,
             image_refusal=self._images.refusal,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
             default_sampling={}
@@ -238,8 +237,9 @@ class InProcessWorkerGroup:
             self.guides.start()
         return refusal
 
-    def _open(self) -> tuple[loader.CheckpointReader | HostedCheckpoint, tuple[int, ...]]:
-        """The checkpoint, and the ids that end a text."""
+    def _open(
+        self,
+    ) -> tuple[loader.CheckpointReader | HostedCheckpoint, tuple[int, ...]]:  # and the ids that end a text
         if self._buffers is not None:
             of_buffers = loader.of_buffers(*self._buffers)
             return of_buffers, of_buffers.config.eos_ids
@@ -247,7 +247,6 @@ class InProcessWorkerGroup:
         return checkpoint, read_eos_ids(self.model_path, checkpoint)
 
     def _pack(self, layers: Layers) -> tuple[object, int, int]:
-        """An adapter as `LoadedModel.pack` makes it."""
         return self._ready.pack(layers)
 
     def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
@@ -286,12 +285,12 @@ class InProcessWorkerGroup:
             self._lane = Lane(has_thread=self.can_compute_in_thread)
 
     def submit(self, step: StepInput) -> None:
-        with self._all_or_nothing():
+        with all_or_nothing(self._in_flight, self._lane, self.device):
             assert self.runner is not None  # initialize_kv_cache comes first
             self._in_flight.append(self._lane.start(partial(self.runner.launch, step)))
 
     def collect(self) -> StepOutput:
-        with self._all_or_nothing():
+        with all_or_nothing(self._in_flight, self._lane, self.device):
             return self._in_flight.popleft().wait()
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -323,21 +322,6 @@ class InProcessWorkerGroup:
         if self.images is not None:
             self.images.close()
             self._images = ImageParts()
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """On a failure drop every step in flight, once the device has finished them. WorkersLost if the device is lost."""
-        try:
-            yield
-        except Exception:  # it is raised again below: whatever failed, the steps in flight are lost
-            self._in_flight.clear()
-            self._lane.drain()
-            if self.device.type == "cuda":
-                try:
-                    torch.cuda.synchronize(self.device)
-                except RuntimeError as error:
-                    raise WorkersLost(f"the device {self.device} is lost: {error}") from error
-            raise
 
     @property
     def model(self) -> Decoder | None:

@@ -29,7 +29,7 @@ log = logging.getLogger("everbatch.worker")
 class Tower(Protocol):
     """backend/hosted/images.py has the real one."""
 
-    bytes_per_token: int  # of an image's features
+    bytes_per_token: int  # each token of an image has features of so many
 
     def features(self, image: ImageInput) -> Features: ...
 
@@ -94,7 +94,7 @@ class ImageFeatures:
                 if (held := self._held.get(digest)) is None:
                     continue
                 held.users.discard(request_id)
-                if not held.users and held.features is None:  # nobody waits for it any more
+                if not held.users and held.features is None:  # no request waits for it any more
                     del self._held[digest]
                     self._line.discard(digest)
 

@@ -29,6 +29,11 @@ class ImageParts(NamedTuple):
     setting: ImageSetting | None = None
     refusal: str = ""
 
+    @property
+    def token_id(self) -> int:
+        """The model's token for images; -1: none are taken."""
+        return -1 if self.setting is None else self.setting.images.token_id
+
 
 def make_images(
     checkpoint: loader.CheckpointReader | HostedCheckpoint, loaded: LoadedModel, path: Path | None, config: ImagesConfig

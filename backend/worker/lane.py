@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from backend.core.step import StepOutput
+import torch
+
+from backend.core.step import StepOutput, WorkersLost
 from backend.worker.pipeline import Pending
 
 T = TypeVar("T")
@@ -41,3 +45,19 @@ class _Started(NamedTuple):
 
     def wait(self) -> StepOutput:
         return self.future.result()
+
+
+@contextmanager
+def all_or_nothing(in_flight: deque[Pending], lane: Lane, device: torch.device) -> Iterator[None]:
+    """On a failure drop every step in flight, once the device has finished them. WorkersLost if the device is lost."""
+    try:
+        yield
+    except Exception:  # it is raised again below: whatever failed, the steps in flight are lost
+        in_flight.clear()
+        lane.drain()
+        if device.type == "cuda":
+            try:
+                torch.cuda.synchronize(device)
+            except RuntimeError as error:
+                raise WorkersLost(f"the device {device} is lost: {error}") from error
+        raise

@@ -29,13 +29,8 @@ from kernels import w4a16
 from kernels.common.kv_format import PLAIN, KVFormat
 from kernels.common.rounding import ROUNDED, Rounded, in_blocks
 from kernels.common.super_blocks import SuperBlocks
-from kernels.cpu.decoder import (
-    Given,
-    NativeDecoder,
-    NativeShape,
-    Passing,
-    UnknownCell,
-)
+from kernels.cpu.decoder import NativeDecoder, NativeShape, UnknownCell
+from kernels.cpu.given import Given, Passing
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena

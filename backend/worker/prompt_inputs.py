@@ -42,7 +42,7 @@ class ImageSetting(NamedTuple):
     """How a model's prompts take images."""
 
     images: Images
-    features: Callable[[str], Features]  # of a digest
+    features: Callable[[str], Features]  # gets the digest of an image
     axes: tuple[int, ...] = ()  # RopeConfig.axes
     tables: RotaryTables | None = None  # with M-RoPE: cos and sin of all positions
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.common.kv_format import KV_FORMATS, KVFormat
+from kernels.cpu.given import Given, Passing
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.mixture import NativeExperts, mixture_struct
@@ -111,25 +112,6 @@ class NativeForm:
     logit_softcap: float = 0.0
     query_scales: Tensor | None = None  # float32 [max_seq_len]
     gates_attention: bool = False  # qkv has gates [heads * head_dim] behind; attention is multiplied with their sigmoid
-
-
-class Given(NamedTuple):
-    """Embeddings and positions of a step's tokens (all rows concatenated) that differ from those of their ids and places."""
-
-    embedded: NDArray[np.uintp] | None  # address of a token's embedding, float32 [hidden]; 0: that of its id
-    positions: NDArray[np.int64] | None  # by which queries and keys are rotated
-    vectors: Sequence[Tensor] = ()  # own the memory that `embedded` and `added` point to
-    added: NDArray[np.uintp] | None = (
-        None  # [layers, tokens]: address of what the first layers' results get, float32 [hidden]
-    )
-    tables: tuple[Tensor, Tensor] | None = None  # cos and sin, float32 [tokens, rotary_dim / 2], for all layers
-
-
-class Passing(NamedTuple):
-    """Hidden states of a step of some of the layers, float32 [tokens of all rows, hidden]."""
-
-    entering: Tensor | None = None  # the results of the layers before; None: the tokens' embeddings
-    leaving: Tensor | None = None  # is filled with what the last layer yields; None: norm and output head follow
 
 
 class NativeDecoder:

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from backend.serving.wires.everbatch import Choice, Generate, Generated, Usage
+from backend.serving.wires.everbatch import Generate
+from backend.serving.wires.generated import Choice, Generated, Usage
 from deploy.triton_server import TritonServer
 from tests.docs.pages import examples, text_of
 from tests.e2e.test_page_examples import answers

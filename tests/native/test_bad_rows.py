@@ -17,7 +17,8 @@ from backend.architectures.description import LayerConfig
 from backend.core.step import Row
 from backend.worker.native_tier import NativeTier, PackLinears
 from kernels.common.kv_format import PLAIN
-from kernels.cpu.decoder import Given, NativeDecoder, NativeForm, NativeNorm, NativeShape, UnknownCell
+from kernels.cpu.decoder import NativeDecoder, NativeForm, NativeNorm, NativeShape, UnknownCell
+from kernels.cpu.given import Given
 from tests.model.driver import Driver
 from tests.native.harness import Format, drive, load, native_driver, prompt
 from tools.make_random_model import make_random_model

@@ -17,7 +17,7 @@ from backend.architectures.description import WHOLE, Shard
 from backend.models import loader
 from backend.worker.loaded_model import LoadedModel
 from kernels.cpu.build import NativeLibrary
-from kernels.cpu.decoder import Passing
+from kernels.cpu.given import Passing
 from kernels.cpu.ranks import LostRank, RankPlace, RanksMemory, RanksShape
 from tests.native.harness import CPU
 from tools.make_random_model import TINY, make_random_model

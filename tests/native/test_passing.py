@@ -16,7 +16,8 @@ from backend.architectures.description import WHOLE, Shard
 from backend.models import loader
 from backend.worker.loaded_model import LoadedModel
 from kernels.cpu.build import NativeLibrary
-from kernels.cpu.decoder import NativeDecoder, Passing, UnknownCell
+from kernels.cpu.decoder import NativeDecoder, UnknownCell
+from kernels.cpu.given import Passing
 from tests.native.harness import CPU, Format
 from tools.make_random_model import make_random_model
 

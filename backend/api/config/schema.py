@@ -285,10 +285,9 @@ class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ImagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Images in prompts, for models that read them (docs/images.md)."""
 
-    max_images: int = 16  # of one request
-    max_bytes: int = 20_971_520  # of one image as it is encoded (PNG, JPEG, WebP, GIF, BMP, TIFF)
-    max_pixels: int = 33_554_432  # of one image, before the model's processor resizes it
-    read_timeout_s: float = 20.0  # for decoding and resizing one image; a request whose image takes longer is refused
+    max_images: int = 16  # a request has no more
+    max_bytes: int = 20_971_520  # an image's file (PNG, JPEG, WebP, GIF, BMP, TIFF) is no larger
+    max_pixels: int = 33_554_432  # an image has no more, before the model's processor resizes it
     cache_bytes: int = 1_073_741_824  # features that are held, those of live requests included
 
 

@@ -17,9 +17,10 @@ from msgspec.structs import replace
 
 from backend.api.checkpoint.gguf import GgufHeader
 from backend.api.checkpoint.model_files import shown
-from backend.architectures.description import ModelConfig, RecurrentNames
+from backend.architectures.description import ModelConfig
 from backend.architectures.gguf.routers import SIGMOID, SOFTMAX, Keys, check_router, experts_of
 from backend.architectures.gguf.settings import GgufSettings
+from backend.architectures.recurrent_names import RecurrentNames
 from backend.architectures.settings import Epsilon, Factor, Size
 
 _QKVZ, _BA = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"

@@ -25,18 +25,19 @@ from backend.text.tokenizer import Tokenizer
 
 log = logging.getLogger("everbatch.serving")
 CPU_S = 8.0
-BYTES_PER_PIXEL = 40  # of the image, its copies by channel, and what the processor makes of it
+BYTES_PER_PIXEL = 40  # for the image, its copies by channel, and what the processor makes
 LEAST_BYTES = 256 << 20
 PATIENCE_S = 20.0  # for one image, on a machine whose processors are busy
 MAX_STARTS = 2  # so often a process is started for one image
 SERVER = "server"  # the place of an outcome that is refused because of the server's own files
-KEPT_BYTES = 64 << 20  # of images that were read lately
+MAX_PIXEL_BYTES = 48 << 20  # a request has no more: a frame between processes holds 64 MiB
+KEPT_BYTES = 64 << 20  # images that were read lately are kept so far
 
 
 class ImageSetup(Struct, frozen=True, forbid_unknown_fields=True):
     """The first message to the process."""
 
-    directory: str  # of the checkpoint
+    directory: str  # where the checkpoint is
     max_pixels: int
     limits: Limits  # for each image
 
@@ -80,6 +81,11 @@ class ImageReader:
             raise InvalidRequest(
                 f"the prompt has {found} places for images ({read[0].placeholder}), and the request has {len(read)} images; give "
                 f"one place for each: a chat message's content part of the type image, or the placeholder in a prompt"
+            )
+        if (size := sum(map(_size, read))) > MAX_PIXEL_BYTES:
+            raise InvalidRequest(
+                f"the model's processor makes {size} bytes of the request's images, the limit is {MAX_PIXEL_BYTES} in all; send "
+                f"fewer or smaller ones"
             )
         placed, images, left = list[int](), list[ImageInput](), iter(read)
         for each in ids:

@@ -42,6 +42,7 @@ from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.serving.wires.choices import choices_output, chosen
 from backend.serving.wires.commands import is_command, is_look, read_command, read_look, read_metrics
 from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.generated import Choice, Generated, PromptReport, Usage
 from backend.serving.wires.image_files import place_images
 from backend.serving.wires.limits import (
     MAX_TOKEN_BYTES,
@@ -109,54 +110,6 @@ class Resumed(Struct, frozen=True, forbid_unknown_fields=True):
 
     token_ids: list[int] = []
     ended: bool = False
-
-
-class Choice(Struct, frozen=True):
-    """A token with its log-probability. `bytes`: its own, which may be a part of a character only."""
-
-    token_id: int
-    token: str
-    bytes: list[int]
-    logprob: float | None  # None: the first token of a prompt, which follows nothing
-    top: list[Choice] | UnsetType = UNSET
-
-
-class Usage(Struct, frozen=True):
-    """`discarded_tokens`: tokens of the sequences that `best_of` has left out, reported with the best one."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    discarded_tokens: int | UnsetType = UNSET
-    reasoning_tokens: int | UnsetType = (
-        UNSET  # among the output tokens; set where the request says how reasoning is marked
-    )
-
-
-class PromptReport(Struct, frozen=True):
-    """The prompt, as it is known when the first token comes."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class Generated(Struct, frozen=True):
-    """The reply for one sequence; unset fields are left out."""
-
-    text: str
-    token_ids: list[int]
-    index: int | UnsetType = UNSET
-    logprobs: list[Choice] | UnsetType = UNSET
-    prompt_logprobs: msgspec.Raw | UnsetType = UNSET
-    prompt: PromptReport | UnsetType = UNSET
-    finish_reason: str | UnsetType = UNSET
-    stop_reason: str | int | None | UnsetType = UNSET
-    usage: Usage | UnsetType = UNSET
-    seed: int | UnsetType = UNSET
-    max_model_len: int | UnsetType = UNSET
-    tokenizer: dict[str, str] | UnsetType = UNSET
-    guide_notes: tuple[str, ...] | UnsetType = UNSET  # keywords of the guide that are not held
 
 
 class _Prompt(NamedTuple):
@@ -269,6 +222,7 @@ def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext, tools:
         stop_reason=None,
         usage=Usage(len(prompt.ids), 0, 0),
         max_model_len=most_tokens(context),
+        takes_images=context.model.image_token_id >= 0,
         tokenizer=_of_tokenizer(tools, context) if asked.tell_tokenizer else UNSET,
     )
     return [("response", text_array([msgspec.json.encode(reply)]))]
