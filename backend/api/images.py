@@ -16,7 +16,7 @@ FIRST_ID = 1 << 62
 
 
 class ImageInput(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the model's image processor makes of an image.
+    """The result of the model's image processor for an image.
 
     token_id: the model's for images. num_tokens: how many tokens of the prompt have it because of this image.
     digest: SHA-256 of all that its features depend on, in hexadecimal digits.

@@ -60,7 +60,7 @@ _DECODERS: dict[str, Read] = {
     "qwen3": llama.qwen3,
 }
 
-# What the families themselves call their decoders.
+# Names that the families themselves give their decoders.
 _OWN_KINDS = {
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",

@@ -1,4 +1,4 @@
-"""What a vision tower makes of an image."""
+"""The result of a vision tower for an image."""
 
 from __future__ import annotations
 

@@ -365,20 +365,8 @@ class InProcessWorkerGroup:
             graphs = self._graphs()
             draft = self._make_draft_model(batch, block_size, num_blocks)
             page = loaded.pages.page_bytes
-            return DeviceRunner(
-                loaded.decoder,
-                layout,
-                storage,
-                batch,
-                parameters,
-                graphs,
-                extras,
-                guided,
-                self._lora,
-                page,
-                draft,
-                states,
-            )
+            parts = loaded.decoder, layout, storage, batch, parameters, graphs, extras, guided
+            return DeviceRunner(*parts, self._lora, page, draft, states)
         sampler = Sampler(slots, vocab_size, device, loaded.choice.library)
         guided = GuidedRows(self.guides, slots, vocab_size)
         batch = InputBatch(slots, max_len, block_size, device, prompts, self._slot_memory())

@@ -222,7 +222,7 @@ def test_only_so_many_wait() -> None:
         enqueue(core, request_id)
     (response,) = core.take_responses()
     assert response.request_id == 3 and response.error_code is ErrorCode.UNAVAILABLE
-    assert "2 requests wait for their guides or adapters, Maximum queue size of 2" in response.error_msg
+    assert "2 requests wait for their guides, images or adapters, Maximum queue size of 2" in response.error_msg
     core.cancel(RequestId(1))
     enqueue(core, 4)
     assert list(core.preparation) == [2, 4]
