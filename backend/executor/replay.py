@@ -292,7 +292,8 @@ def _bytes_of(request: Request) -> int:
     inputs = request.extra_inputs.values() if isinstance(request.extra_inputs, dict) else ()
     embeddings, lora = getattr(request.prompt_embeddings, "data", None), request.lora
     adapter = _bytes_of_adapter(lora) if isinstance(lora, LoraConfig) else 0
-    return sum(map(_length, inputs)) + _length(embeddings) + adapter + _length(request.kv_state)
+    pixels = sum(image.num_bytes for image in request.images)
+    return sum(map(_length, inputs)) + _length(embeddings) + adapter + _length(request.kv_state) + pixels
 
 
 def _length(data: object) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from backend.api.errors import EngineFault, EverbatchError, Overloaded
+from backend.api.errors import EngineFault, EverbatchError, InvalidRequest, Overloaded
 from backend.api.images import ImageInput
 from backend.api.request import RequestId
 from backend.core.round_robin import RoundRobin
@@ -51,6 +51,7 @@ class ImageFeatures:
         self._held: OrderedDict[str, _Held] = OrderedDict()  # by digest, the least recently used first
         self._lacks: dict[RequestId, set[str]] = {}  # digests that a request waits for
         self._of_request: dict[RequestId, tuple[str, ...]] = {}
+        self._pixels: dict[RequestId, int] = {}  # bytes that the images of a live request have themselves
         self._line: RoundRobin[str] = RoundRobin(share=1)
         self._changed = threading.Condition()
         self._is_closed = False
@@ -66,12 +67,21 @@ class ImageFeatures:
         with self._changed:
             new = [image for digest, image in own.items() if digest not in self._held]
             in_use = sum(each.num_bytes for digest, each in self._held.items() if each.users or digest in own)
-            needed = sum(image.num_tokens for image in new) * self._tower.bytes_per_token
+            in_use += sum(self._pixels.values())
+            pixels = sum(image.num_bytes for image in images)
+            needed = pixels + sum(image.num_tokens for image in new) * self._tower.bytes_per_token
+            limit = f"{self._capacity} that there are (images.cache_bytes)"
+            if needed > self._capacity:
+                raise InvalidRequest(
+                    f"the features of the request's images need {needed} bytes, pixels included, of the {limit}; send smaller "
+                    f"images"
+                )
             if in_use + needed > self._capacity:
                 raise Overloaded(
-                    f"the features of the request's images need {needed} bytes, those of live requests have {in_use} of the "
-                    f"{self._capacity} that there are (images.cache_bytes); try again later, or send smaller images"
+                    f"the features of the request's images need {needed} bytes, pixels included, those of live requests have "
+                    f"{in_use} of the {limit}; try again later, or send smaller images"
                 )
+            self._pixels[request_id] = pixels
             for image in new:
                 self._held[image.digest] = _Held(image, None, image.num_tokens * self._tower.bytes_per_token)
             for digest in own:
@@ -90,6 +100,7 @@ class ImageFeatures:
     def end(self, request_id: RequestId) -> None:
         with self._changed:
             self._lacks.pop(request_id, None)
+            self._pixels.pop(request_id, None)
             for digest in self._of_request.pop(request_id, ()):
                 if (held := self._held.get(digest)) is None:
                     continue

@@ -110,8 +110,10 @@ def test_features_of_live_requests_are_kept_and_the_oldest_others_go(case: _Case
 
 def test_no_more_than_fits_is_taken(case: _Case) -> None:
     case.begin(1, "x", "y")
-    with pytest.raises(Overloaded, match="need 80 bytes, those of live requests have 80 of the 120"):
+    with pytest.raises(Overloaded, match="need 80 bytes, pixels included, those of live requests have 80 of the 120"):
         case.begin(2, "z", "w")
+    with pytest.raises(InvalidRequest, match="need 160 bytes, pixels included, of the 120"):
+        case.begin(2, "z", "w", "v", "u")
     assert not case.begin(3, "z")  # the refusal has changed nothing
     case.features.end(RequestId(2))  # the engine notes the end of a request that was refused, too
 

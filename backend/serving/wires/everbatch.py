@@ -123,9 +123,8 @@ def check(batch: Batch, context: ServingContext) -> None:
     most = MAX_TOKEN_BYTES * MAX_ESCAPED * context.model.max_seq_len
     what = "384 for each token of model.max_seq_len"
     if context.model.image_token_id >= 0:
-        images = context.config.images
-        most += images.max_images * -(-4 * images.max_bytes // 3)
-        what += ", and images.max_images of images.max_bytes in base64"
+        most += -(-4 * 2 * context.config.images.max_bytes // 3)
+        what += ", and twice images.max_bytes in base64"
     batch.check_texts("request", 0, 1, most, what)
 
 
