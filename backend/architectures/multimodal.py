@@ -161,10 +161,8 @@ def _with_images(config: ModelConfig, settings: Settings, default_id: int | None
         if token_id is None
         else token_id
     )
-    if not 0 <= token_id < config.vocab_size:
-        raise ConfigError(
-            f"{FILE}: image_token_id is {shown(token_id)}, allowed is 0 to {config.vocab_size - 1}; {REMEDY}"
-        )
+    if not 0 <= token_id < config.vocab_size:  # no prompt has a place for an image
+        return config
     tower: Mapping[str, Any] = convert(
         settings.content.get("vision_config") or {}, dict[str, Any], FILE, "vision_config"
     )

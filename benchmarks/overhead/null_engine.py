@@ -32,7 +32,7 @@ FIRST_TOKEN, NUM_TOKENS = 1000, 4000  # ids that are told in turn: ordinary word
 class NullWorkerGroup:
     """Implements WorkerGroup."""
 
-    guides = None
+    guides = images = None
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

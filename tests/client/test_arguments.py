@@ -124,7 +124,7 @@ def test_the_types_of_a_guide_are_the_server_s() -> None:
 
 
 def test_the_options_are_the_fields_of_a_request() -> None:
-    fields = {field.name for field in dataclasses.fields(GenerateRequest)} - {"prompt", "messages"}
+    fields = {field.name for field in dataclasses.fields(GenerateRequest)} - {"prompt", "messages", "images"}
     assert set(GenerateOptions.__annotations__) == fields
 
 

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
 from backend.api.guide import Guide, GuideType, Thinking
+from backend.api.images import ImageInput
 from backend.api.lora import LoraConfig
 from backend.api.outputs import AdditionalOutput
 from backend.api.request import RetentionConfig, TokenRangeRetention
@@ -83,6 +84,7 @@ def cases(adapter: Path) -> dict[str, Request]:
         "speculation": plain(speculation=False),
         "max_draft_tokens": plain(max_draft_tokens=2),
         "context_only": plain(context_only=True),
+        "images": plain(images=(ImageInput(5, 1, "00" * 32, {}),)),
         "kv_state": plain(),  # the test puts the state in that a context_only request has given
     }
     of_sampling = {

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from backend.architectures.registry import FAMILIES as ARCHITECTURES
 from tests.families.tiny import FAMILIES, VOCAB
 from tests.families.tiny_hybrids import ONE_BLOCK
+from tests.images.models import TINY
 from tests.model.conftest import Oracle
 from tests.model.driver import GroupDriver
 from tests.model.tiers import TierCase
@@ -68,4 +69,7 @@ def test_a_family_agrees_with_transformers(name: str, checkpoint: Callable[..., 
 
 
 def test_every_architecture_has_a_tiny_checkpoint() -> None:
-    assert {architecture for _, architecture, _ in FAMILIES.values()} == set(ARCHITECTURES)
+    of_images = {f"{tiny.name}ForConditionalGeneration" for tiny in TINY.values()} | {
+        "Idefics3ForConditionalGeneration"
+    }
+    assert {architecture for _, architecture, _ in FAMILIES.values()} | of_images == set(ARCHITECTURES)

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from backend.api.config.schema import EngineConfig
 from backend.api.guide import Guide, GuideType, Thinking
+from backend.api.images import ImageInput
 from backend.api.lora import LoraConfig
 from backend.api.outputs import AdditionalOutput, OutputConfig
 from backend.api.request import Request, RetentionConfig, SessionConfig, SessionId, TokenRangeRetention
@@ -65,6 +66,7 @@ _SAMPLES: dict[type[Struct], Struct] = {  # a valid value of each nested struct,
     LoraConfig: LoraConfig(1),
     Guide: Guide(GuideType.REGEX, "a*"),
     Thinking: Thinking((5,)),
+    ImageInput: ImageInput(5, 1, "00" * 32, {}),
 }
 
 

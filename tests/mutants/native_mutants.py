@@ -55,7 +55,7 @@ MUTANTS = {
         change(
             native_tier.NativeTier,
             "_given",
-            ("addresses[embedded.where.numpy()]", "addresses[embedded.where.numpy() - 1]"),
+            ("of_layer[where]", "of_layer[where - 1]"),
         ),
         [_PROMPTS],
     ),
