@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from backend.api.config.schema import LimitsConfig
+from backend.api.images import ImageInput
 from backend.api.lora import LoraConfig
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
@@ -292,7 +293,14 @@ def _bytes_of(request: Request) -> int:
     inputs = request.extra_inputs.values() if isinstance(request.extra_inputs, dict) else ()
     embeddings, lora = getattr(request.prompt_embeddings, "data", None), request.lora
     adapter = _bytes_of_adapter(lora) if isinstance(lora, LoraConfig) else 0
-    pixels = sum(image.num_bytes for image in request.images)
+    images = request.images if isinstance(request.images, tuple | list) else ()
+    of_images = [image.inputs for image in images if isinstance(image, ImageInput)]
+    pixels = sum(
+        _length(getattr(each, "data", None))
+        for given in of_images
+        if isinstance(given, dict)
+        for each in given.values()
+    )
     return sum(map(_length, inputs)) + _length(embeddings) + adapter + _length(request.kv_state) + pixels
 
 
