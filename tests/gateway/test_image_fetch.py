@@ -36,7 +36,7 @@ def fetch(
     allowed: Callable[[str], bool] = anything,
     limit: int = LIMIT,
     together: int = 4 * LIMIT,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     tls: Any = True,
 ) -> list[bytes]:
     async def run() -> list[bytes]:
