@@ -299,7 +299,7 @@ class Gateway:
                 self.store.put(namespace, found.with_items((*asked.items, *writer.items())))
 
     async def facts(self, served: Served) -> Facts | None:
-        """None while the model cannot be asked. Whoever asks meanwhile waits for the same answer."""
+        """The facts of a model; None while it cannot be asked. Calls that come while it is asked wait for the same answer."""
         asked = self._facts.get(served.triton_model)
         if asked is None or (asked.done() and asked.result() is None):
             asked = self._facts[served.triton_model] = asyncio.ensure_future(self._ask_facts(served))

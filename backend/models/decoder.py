@@ -21,7 +21,7 @@ from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.lora import Adapt, AdaptedTokens
 from backend.layers.norm import NormWeights, add, add_norm, norm
 from backend.layers.recurrent import RecurrentWeights, States, recurrent
-from backend.layers.rotary import RotaryTables, inverse_frequencies, query_scales, rotary_tables
+from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.convert import QkvByHead
 from backend.models.experts import UnstackedExperts
 from backend.models.layer_weights import LayerWeights, layer_weights, norm_weights
@@ -31,7 +31,6 @@ from backend.models.splits import SplitTensors
 from backend.models.tensors import TensorSource
 from kernels.activation import activate_int8
 from kernels.common.kv_format import KVPool
-from kernels.common.kv_rotation import mean_of_rotated
 from kernels.common.state_rows import StateRows
 from kernels.embedding import embedding
 from kernels.int8_rows import Int8Rows
@@ -320,30 +319,9 @@ def assemble(
     parts.finish()
     tables = [rotary_tables(rope, config.head_dim, max_seq_len, device) for rope in config.ropes]
     rotary = [None if layer.rope is None else tables[layer.rope] for layer in config.held_settings]
-    _shift_keys(config, layers, max_seq_len, dtype, device)
     scaling = config.block.query_scaling
     scales = None if scaling is None else query_scales(scaling, max_seq_len, device)
     return Decoder(config, embedding, dtype, device, layers, last_norm, lm_head, rotary, max_seq_len, scales)
-
-
-def _shift_keys(
-    config: ModelConfig, layers: Sequence[LayerWeights], max_seq_len: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Give layers whose keys have a bias their key_shift, where scores may all change by the same number."""
-    block, first, keys = config.block, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if not block.qkv_bias or block.qk_norm != "none" or block.attention_softcap or block.attention_sinks:
-        return
-    nothing = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
-    for layer, settings in zip(layers, config.held_settings, strict=True):
-        if not isinstance(layer.attention, AttentionWeights):
-            continue
-        bias = layer.attention.qkv(nothing)[0, first : first + keys].float().view(-1, config.head_dim)
-        layer.attention.key_shift = bias
-        if settings.rope is not None:
-            rope = config.ropes[settings.rope]
-            frequencies = inverse_frequencies(rope, config.head_dim, max_seq_len)
-            of_rope = frequencies, rope.attention_factor, block.rope_interleaved
-            layer.attention.key_shift = mean_of_rotated(bias, *of_rope)
 
 
 def _rounded(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:

@@ -114,8 +114,6 @@ class Calibration:
         length = self.hidden.shape[1]
         options, follow = LinearOptions(make=make), Follow(parts=lambda parts: _NamedParts(parts, made))
         model = build_decoder(config, tensors, length, torch.float32, torch.device("cpu"), options, follow)
-        for _, recorder in made:
-            recorder.forget()  # building a model may read a bias by a product with zeros
         keys = torch.zeros(config.num_kv_heads, config.head_dim)
         for part in self.hidden.split(ROWS_AT_ONCE):
             model.embedding = rows = part.flatten(0, 1)
@@ -148,13 +146,10 @@ class _Recorder(DenseLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int, has_hessian: bool) -> None:
         super().__init__(weight, bias)
         self._has_hessian = has_hessian
+        k = weight.shape[1]
         self._sampled = sampled
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what has been recorded."""
         self.num_tokens = 0
-        self._max_abs, self._squares = torch.zeros(self.shape[1]), torch.zeros(0)
+        self._max_abs, self._squares = torch.zeros(k), torch.zeros(0)
         self._samples: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:

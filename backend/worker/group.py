@@ -237,9 +237,8 @@ class InProcessWorkerGroup:
             self.guides.start()
         return refusal
 
-    def _open(
-        self,
-    ) -> tuple[loader.CheckpointReader | HostedCheckpoint, tuple[int, ...]]:  # and the ids that end a text
+    def _open(self) -> tuple[loader.CheckpointReader | HostedCheckpoint, tuple[int, ...]]:
+        """The checkpoint, and the ids that end a text."""
         if self._buffers is not None:
             of_buffers = loader.of_buffers(*self._buffers)
             return of_buffers, of_buffers.config.eos_ids
@@ -247,6 +246,7 @@ class InProcessWorkerGroup:
         return checkpoint, read_eos_ids(self.model_path, checkpoint)
 
     def _pack(self, layers: Layers) -> tuple[object, int, int]:
+        """An adapter as `LoadedModel.pack` makes it."""
         return self._ready.pack(layers)
 
     def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
@@ -257,13 +257,13 @@ class InProcessWorkerGroup:
     def free_memory_bytes(self) -> int:
         if self.device.type != "cuda":  # Linux counts the pages of a mapped file as free, and the weights need them
             mapped = sum(each.mapped_bytes for each in (self._loaded, self._draft) if each is not None)
-            return max(0, free_bytes(self.device) - mapped)
+            return max(0, free_bytes(self.device) - mapped - self._images.num_bytes)
         self._progress("running the largest step, which compiles the GPU kernels")
         runner = self._dummy_run()
         free = free_bytes(self.device)  # before the dummy runner goes: real steps need its buffers and graphs, too
         del runner
         torch.cuda.empty_cache()
-        return free
+        return max(0, free - self._images.num_bytes)
 
     def memory_use(self) -> MemoryUse:
         return memory_use(self.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,9 +45,9 @@ class _Held:
 class ImageFeatures:
     """Implements core.step.ImageEncoder. `of` is called by the thread that runs steps, the others by the engine's."""
 
-    def __init__(self, tower: Tower, capacity: int, run: Callable[[Callable[[], None]], None] | None = None) -> None:
-        """capacity: bytes. run: runs the encoding loop; None: in a thread."""
-        self._tower, self._capacity = tower, capacity
+    def __init__(self, tower: Tower, capacity: int) -> None:
+        """capacity: bytes"""
+        self._tower, self.capacity = tower, capacity
         self._held: OrderedDict[str, _Held] = OrderedDict()  # by digest, the least recently used first
         self._lacks: dict[RequestId, set[str]] = {}  # digests that a request waits for
         self._of_request: dict[RequestId, tuple[str, ...]] = {}
@@ -70,13 +70,13 @@ class ImageFeatures:
             in_use += sum(self._pixels.values())
             pixels = sum(image.num_bytes for image in images)
             needed = pixels + sum(image.num_tokens for image in new) * self._tower.bytes_per_token
-            limit = f"{self._capacity} that there are (images.cache_bytes)"
-            if needed > self._capacity:
+            limit = f"{self.capacity} that there are (images.cache_bytes)"
+            if needed > self.capacity:
                 raise InvalidRequest(
                     f"the features of the request's images need {needed} bytes, pixels included, of the {limit}; send smaller "
                     f"images"
                 )
-            if in_use + needed > self._capacity:
+            if in_use + needed > self.capacity:
                 raise Overloaded(
                     f"the features of the request's images need {needed} bytes, pixels included, those of live requests have "
                     f"{in_use} of the {limit}; try again later, or send smaller images"
@@ -178,7 +178,7 @@ class ImageFeatures:
         """Let features of no live request go, least recently used first, until the rest fits."""
         total = self.num_bytes
         for digest, held in list(self._held.items()):
-            if total <= self._capacity:
+            if total <= self.capacity:
                 return
             if not held.users:
                 del self._held[digest]

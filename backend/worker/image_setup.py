@@ -30,6 +30,11 @@ class ImageParts(NamedTuple):
     refusal: str = ""
 
     @property
+    def num_bytes(self) -> int:
+        """Memory that features may take, which the KV pool leaves them."""
+        return 0 if self.features is None else self.features.capacity
+
+    @property
     def token_id(self) -> int:
         """The model's token for images; -1: none are taken."""
         return -1 if self.setting is None else self.setting.images.token_id

@@ -17,6 +17,7 @@ from backend.architectures.shards import most_layers
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.decoder import Decoder
+from backend.models.key_shift import shift_keys
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.lora import Layers, ProjectionPlace, Projections, projections_of
 from backend.quant.chosen_forms import ChosenForms
@@ -85,6 +86,8 @@ class LoadedModel:
             self.model, self._screen, self.mapped_bytes = packed
         else:
             self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
+        if isinstance(self.model, Decoder) and self.kv_format.is_quantised:
+            shift_keys(self.model)
         self.config = self.model.config  # a hosted model's heads and windows are known only now
         self._native: NativeTier | None = None
         self._hosted: tuple[int, Tier] | None = None  # and the size of its blocks

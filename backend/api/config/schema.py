@@ -288,7 +288,7 @@ class ImagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_images: int = 16  # a request has no more
     max_bytes: int = 20_971_520  # an image's file (PNG, JPEG, WebP, GIF, BMP, TIFF) is no larger
     max_pixels: int = 33_554_432  # an image has no more, before the model's processor resizes it
-    cache_bytes: int = 1_073_741_824  # features that are held, those of live requests included
+    cache_bytes: int = 536_870_912  # features that are held and pixels of live requests; kept from the KV pool
 
 
 class WorkersConfig(Struct, frozen=True, forbid_unknown_fields=True):

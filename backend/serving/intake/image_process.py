@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from backend.api.checkpoint.model_files import read_object, shown
 from backend.api.errors import ConfigError, EverbatchError, InvalidRequest
@@ -34,9 +35,6 @@ _OTHERS = {"smolvlm": "Idefics3Processor"}
 
 def decoded(data: bytes, max_pixels: int) -> Any:
     """An RGB image, upright. Raises InvalidRequest for bytes that are no single picture of a size that is allowed."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    Image.init()  # all of FORMATS, of which some are loaded otherwise only when others do not fit
     Image.MAX_IMAGE_PIXELS = None  # the size is checked here, before a pixel is decoded
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -59,8 +57,6 @@ def decoded(data: bytes, max_pixels: int) -> Any:
 
 def _rgb(image: Any) -> Any:
     """Without an alpha channel, over white; 16 bits become 8."""
-    from PIL import Image
-
     if image.mode.startswith(("I", "F")):
         least, most = image.getextrema()
         factor = 1 / 257 if image.mode.startswith("I") and most > 255 else 255.0 if most <= 1 else 1.0
@@ -80,6 +76,7 @@ class Processor:
         directory = Path(setup.directory)
         kind = (read_object(directory, "config.json") or {}).get("model_type")
         self._max_pixels = setup.max_pixels
+        Image.init()  # loads the decoders of all FORMATS, once for all children
         try:
             transformers = _without_torch()
             self._images = transformers.AutoImageProcessor.from_pretrained(
