@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from backend.core.limited_messages import READY, Begin, Drop, Ending, Frames, Outcome, decode_outcome, frame
+from backend.core.limited_messages import READY, Begin, Drop, Ending, Frames, Limits, Outcome, decode_outcome, frame
 from backend.core.limited_server import receive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +83,11 @@ class LimitedProcess:
                 running.send(Drop(number))
         running.forget(number)
         return outcome
+
+    def outcome_of(self, task: bytes, timeout_s: float) -> Outcome:
+        """Run a new job, once more where the process ends before it. Raises OSError if no process can be started."""
+        outcome = self.run(LimitedJob(), task, timeout_s)
+        return self.run(LimitedJob(), task, timeout_s) if outcome.ending is Ending.LOST else outcome
 
     def close(self) -> None:
         """End the process. Running jobs are lost."""
@@ -164,6 +169,18 @@ class _Running:
             lost, self._jobs = self._jobs, {}
         for number, job in lost.items():
             job.finish(Outcome(number, Ending.LOST))
+
+
+def limit_passed(outcome: Outcome, limits: Limits, patience_s: float) -> str | None:
+    """The predicate of a sentence about a job that was ended at a limit; None for one that was not."""
+    match outcome.ending:
+        case Ending.OVER_CPU:
+            return f"takes more than {limits.cpu_s:g} s of processor time"
+        case Ending.OVER_MEMORY:
+            return f"takes more than {limits.num_bytes} bytes of memory"
+        case Ending.DROPPED:
+            return f"takes longer than {patience_s:g} s"
+    return None
 
 
 def _spawn(module: str, theirs: socket.socket, ours: socket.socket) -> subprocess.Popen[bytes]:

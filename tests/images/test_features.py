@@ -137,3 +137,16 @@ def test_namespaces_take_turns(case: _Case) -> None:
     case.tower.may.release(4)
     assert {case.told.get(timeout=10)[0] for _ in range(3)} == {2, 3, 4}
     assert case.tower.encoded == ["x", "y", "z", "w"]
+
+
+def test_features_of_a_live_request_stay_however_old_they_are(case: _Case) -> None:
+    for number, digest in enumerate("xyz"):
+        case.begin(number, digest)
+        case.let()
+    for number in (1, 2):
+        case.features.end(RequestId(number))
+    assert not case.begin(3, "w")
+    case.let()
+    assert len(case.features.of("x").vectors) == 4
+    with pytest.raises(KeyError):
+        case.features.of("y")

@@ -20,7 +20,7 @@ from backend.api.errors import EngineUnavailable, EverbatchError, InvalidRequest
 from backend.api.images import ImageInput, digest_of
 from backend.api.tensor import TensorData
 from backend.core.limited_messages import Ending, Limits, Outcome
-from backend.core.limited_process import LimitedJob, LimitedProcess
+from backend.core.limited_process import LimitedProcess, limit_passed
 from backend.text.tokenizer import Tokenizer
 
 log = logging.getLogger("everbatch.serving")
@@ -28,7 +28,6 @@ CPU_S = 8.0
 BYTES_PER_PIXEL = 40  # for the image, its copies by channel, and what the processor makes
 LEAST_BYTES = 256 << 20
 PATIENCE_S = 20.0  # for one image, on a machine whose processors are busy
-MAX_STARTS = 2  # so often a process is started for one image
 SERVER = "server"  # the place of an outcome that is refused because of the server's own files
 MAX_PIXEL_BYTES = 48 << 20  # a request has no more: a frame between processes holds 64 MiB
 KEPT_BYTES = 64 << 20  # images that were read lately are kept so far
@@ -112,9 +111,6 @@ class ImageReader:
                 self._kept.move_to_end(key)
                 return kept
         outcome = self._outcome(data)
-        for _ in range(MAX_STARTS - 1):
-            if outcome.ending is Ending.LOST:
-                outcome = self._outcome(data)
         if outcome.ending is not Ending.DONE:
             raise self._error_of(outcome)
         read = msgspec.msgpack.decode(outcome.result, type=ReadImage)
@@ -142,29 +138,22 @@ class ImageReader:
 
     def _outcome(self, data: bytes) -> Outcome:
         try:
-            return self.process.run(LimitedJob(), data, PATIENCE_S)
+            return self.process.outcome_of(data, PATIENCE_S)
         except OSError as error:
             log.error("no process to read images can be started: %s", error)
             return Outcome(0, Ending.LOST)
 
     def _error_of(self, outcome: Outcome) -> EverbatchError:
-        limits = self._limits
-        match outcome.ending:
-            case Ending.REFUSED if outcome.place == SERVER:
-                return Unsupported(f"{outcome.text}; the checkpoint on this server cannot read images: send text only")
-            case Ending.REFUSED:
-                return InvalidRequest(outcome.text)
-            case Ending.OVER_CPU:
-                what = f"takes more than {limits.cpu_s:g} s of processor time"
-            case Ending.OVER_MEMORY:
-                what = f"takes more than {limits.num_bytes} bytes of memory"
-            case Ending.DROPPED:
-                what = f"takes longer than {PATIENCE_S:g} s"
-            case Ending.FAILED:
-                log.error("reading an image failed: %s", outcome.text)
-                what = "ends the process that reads it"
-            case _:
-                return EngineUnavailable("images cannot be read, because the process for it has ended; try again later")
+        if outcome.ending is Ending.REFUSED and outcome.place == SERVER:
+            return Unsupported(f"{outcome.text}; the checkpoint on this server cannot read images: send text only")
+        if outcome.ending is Ending.REFUSED:
+            return InvalidRequest(outcome.text)
+        what = limit_passed(outcome, self._limits, PATIENCE_S)
+        if outcome.ending is Ending.FAILED:
+            log.error("reading an image failed: %s", outcome.text)
+            what = "ends the process that reads it"
+        if what is None:
+            return EngineUnavailable("images cannot be read, because the process for it has ended; try again later")
         return InvalidRequest(f"reading the image {what}; send a smaller one, or another file of it")
 
 

@@ -15,13 +15,12 @@ from msgspec import Struct
 
 from backend.api.errors import EngineUnavailable, EverbatchError, InvalidRequest
 from backend.core.limited_messages import Ending, Limits, Outcome
-from backend.core.limited_process import LimitedJob, LimitedProcess
+from backend.core.limited_process import LimitedProcess, limit_passed
 from backend.text.template import Templates
 
 log = logging.getLogger("everbatch.serving")
 LIMITS = Limits(cpu_s=2.0, num_bytes=256 << 20)
 PATIENCE_S = 8.0  # for one rendering, on a machine whose processors are busy
-MAX_STARTS = 2  # so often a process is started for one rendering
 REMEDY = "send other messages, or start the server with another --chat-template"
 
 
@@ -50,9 +49,6 @@ class RenderProcess:
         """Raises InvalidRequest where a limit is passed or the template refuses, and EngineUnavailable without a process."""
         task = json.dumps([with_tools, variables], ensure_ascii=False).encode("utf-8", "surrogatepass")
         outcome = self._outcome(task)
-        for _ in range(MAX_STARTS - 1):
-            if outcome.ending is Ending.LOST:
-                outcome = self._outcome(task)
         if outcome.ending is Ending.DONE:
             return outcome.result.decode("utf-8", "surrogatepass")
         raise self._error_of(outcome)
@@ -63,27 +59,18 @@ class RenderProcess:
 
     def _outcome(self, task: bytes) -> Outcome:
         try:
-            return self.process.run(LimitedJob(), task, self._patience_s)
+            return self.process.outcome_of(task, self._patience_s)
         except OSError as error:
             log.error("no process to render chats can be started: %s", error)
             return Outcome(0, Ending.LOST)
 
     def _error_of(self, outcome: Outcome) -> EverbatchError:
-        limits = self._limits
-        match outcome.ending:
-            case Ending.REFUSED:
-                return InvalidRequest(outcome.text)
-            case Ending.OVER_CPU:
-                what = f"takes more than {limits.cpu_s:g} s of processor time"
-            case Ending.OVER_MEMORY:
-                what = f"takes more than {limits.num_bytes} bytes of memory"
-            case Ending.DROPPED:
-                what = f"takes longer than {self._patience_s:g} s"
-            case Ending.FAILED:
-                log.error("rendering a chat failed: %s", outcome.text)
-                what = "ends the process that renders"
-            case _:
-                return EngineUnavailable(
-                    "chats cannot be rendered, because the process for it has ended; try again later"
-                )
+        if outcome.ending is Ending.REFUSED:
+            return InvalidRequest(outcome.text)
+        what = limit_passed(outcome, self._limits, self._patience_s)
+        if outcome.ending is Ending.FAILED:
+            log.error("rendering a chat failed: %s", outcome.text)
+            what = "ends the process that renders"
+        if what is None:
+            return EngineUnavailable("chats cannot be rendered, because the process for it has ended; try again later")
         return InvalidRequest(f"rendering these messages with the chat template {what}; {REMEDY}")
