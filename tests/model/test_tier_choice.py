@@ -170,6 +170,18 @@ def test_the_fingerprint_of_kv_is_of_keys_and_of_values(
     assert len({*found}) == len(KV_TYPES)
 
 
+def test_the_fingerprint_of_kv_changes_with_what_a_quantised_pool_holds(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of an older version lack the rotation that queries now have."""
+    opened = loader.open_directory(checkpoint("llama2"))
+    section = ModelConfigSection(path=str(checkpoint("llama2")), device="cpu", kernels="torch")
+    loaded = LoadedModel(opened, section, KvCacheConfig(dtype="int8"), torch.device("cpu"))
+    now = kv_fingerprint(opened, loaded, section, 32)
+    monkeypatch.setattr("backend.worker.kv_fingerprint.KV_NUMBERS", 1)
+    assert kv_fingerprint(opened, loaded, section, 32) != now
+
+
 def test_triton_kernels_are_refused_on_a_cpu(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as error:
         load(checkpoint("llama2"), {}, kernels="triton")
