@@ -11,6 +11,7 @@ A layer computes, with h the hidden states [tokens, hidden] and each norm absent
                   out = softmax(softcap(attention_scale * q k^T) + mask) v, with the window of the layer
                   with attention_sinks the softmax of head h has one more score, sinks[h], whose weight no value gets (gpt-oss)
                   with gates_attention it is multiplied with sigmoid(gate(x)) before the output projection (Qwen3-Next)
+    latent        models with `latent` have one of another form in the place of attention (Latent)
     recurrent     layers of `recurrence` have it in the place of attention (Recurrence)
     mlp           gated: down(activation(gate(x)) * up(x)) ; otherwise down(activation(up(x)))
                   in layers with experts: sum over a token's experts e of weight_e * mlp_e(x), and the shared mlp(x) (Experts)
@@ -28,6 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.config.schema import KvNumbers, Windows
+from backend.architectures.latent import Latent, LatentNames
 from backend.architectures.recurrent_names import RecurrentNames, Split
 
 NormKind = Literal["rms", "layer"]
@@ -262,6 +264,7 @@ class LayerNames(Struct, frozen=True):
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     recurrent: RecurrentNames = RecurrentNames()
+    latent: LatentNames = LatentNames()
     splits: tuple[Split, ...] = ()
 
 
@@ -335,6 +338,7 @@ class ModelConfig(Struct, frozen=True):
     held_experts: tuple[int, int] | None = None  # [first, end) of each layer's; None: all
     recurrence: Recurrence | None = None  # layers that are `is_recurrent` have it
     images: Images | None = None  # None: the model takes none
+    latent: Latent | None = None  # layers with attention have it
 
     @property
     def held(self) -> range:

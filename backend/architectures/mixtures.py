@@ -182,22 +182,8 @@ class DeepseekDefaults(NamedTuple):
 def _deepseek(
     settings: Settings, architecture: str, rope: RopeDefaults, silent: DeepseekDefaults, **block: Any
 ) -> ModelConfig:
-    settings.ignore("ep_size", "moe_layer_freq", "pretraining_tp", "aux_loss_alpha", "seq_aux")
     sizes = read_sizes(settings)
-    inter = settings.need("moe_intermediate_size", Size)
-    shared = _read_shared(settings, "n_shared_experts", silent.shared)
-    mixture = read_experts(
-        settings,
-        intermediate=inter,
-        scores="sigmoid",
-        is_normalised=settings.get("norm_topk_prob", bool, silent.is_normalised),
-        scale=settings.get("routed_scaling_factor", Factor, 1.0),
-        groups=settings.get("n_group", Size, 1),
-        kept_groups=settings.get("topk_group", Size, 1),
-        adds_two_best=True,
-        has_choice_bias=True,
-        shared=inter * shared,
-    )
+    mixture = read_deepseek_experts(settings, silent)
     window = read_window(settings, settings.get("use_sliding_window", bool, True))
     first = settings.get("max_window_layers", int, 2**40)
     types = read_layer_types(settings, sizes.layers, lambda layer: window is not None and layer >= first)
@@ -207,6 +193,23 @@ def _deepseek(
     more = settings.get("num_nextn_predict_layers", int, 1)
     names = TensorNames(layer=LayerNames(), unused=behind(sizes.layers, more))
     return _described(settings, architecture, sizes, layers, ropes, read_block(settings, **block), names, mixture)
+
+
+def read_deepseek_experts(settings: Settings, silent: DeepseekDefaults, **fields: Any) -> Experts:
+    """DeepSeek-V3's, but for `fields` of Experts."""
+    settings.ignore("ep_size", "moe_layer_freq", "pretraining_tp", "aux_loss_alpha", "seq_aux")
+    inter = settings.need("moe_intermediate_size", Size)
+    of_v3: dict[str, Any] = dict(
+        scores="sigmoid",
+        is_normalised=settings.get("norm_topk_prob", bool, silent.is_normalised),
+        scale=settings.get("routed_scaling_factor", Factor, 1.0),
+        groups=settings.get("n_group", Size, 1),
+        kept_groups=settings.get("topk_group", Size, 1),
+        adds_two_best=True,
+        has_choice_bias=True,
+        shared=inter * _read_shared(settings, "n_shared_experts", silent.shared),
+    )
+    return read_experts(settings, intermediate=inter, **(of_v3 | fields))
 
 
 def ernie_moe(settings: Settings, architecture: str) -> ModelConfig:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.architectures import fused, gemma, hybrids, layer_norm, llama, mamba, mixtures, multimodal, post_norm
+from backend.architectures import deepseek, fused, gemma, hybrids, layer_norm, llama, mamba, mixtures, multimodal, post_norm
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
 
@@ -74,6 +74,11 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": Family(mixtures.ernie_moe, "ERNIE 4.5 21B-A3B and 300B-A47B"),
     "MiniMaxM2ForCausalLM": Family(mixtures.minimax_m2, "MiniMax M2"),
     "GptOssForCausalLM": Family(mixtures.gpt_oss, "gpt-oss-20b and gpt-oss-120b"),
+    "DeepseekV2ForCausalLM": Family(deepseek.deepseek_v2, "DeepSeek V2, V2-Lite and Coder V2"),
+    "DeepseekV3ForCausalLM": Family(
+        deepseek.deepseek_v3, "DeepSeek V3 and R1, Kimi K2, Moonlight 16B-A3B, in a format other than FP8"
+    ),
+    "Glm4MoeLiteForCausalLM": Family(deepseek.glm4_moe_lite, "GLM-4.7-Flash"),
     "Qwen3_5ForCausalLM": Family(hybrids.qwen3_5, "Qwen3.5 0.8B to 27B, the text model"),
     "Qwen3_5MoeForCausalLM": Family(hybrids.qwen3_5_moe, "Qwen3.5 35B-A3B to 397B-A17B, the text model"),
     "Qwen2VLForConditionalGeneration": Family(multimodal.qwen2_vl, "Qwen2-VL 2B to 72B, with images"),

@@ -164,6 +164,21 @@ def _yarn_attention(section: Settings, factor: float) -> float:
     return quotient
 
 
+def read_score_factor(settings: Settings) -> float:
+    """DeepSeek's factor of the scores for texts longer than those of the first training: what YaRN's attention factor would be
+    for `mscale_all_dim`, of queries and of keys.
+    """
+    key, content = _section(settings)
+    section = Settings(content, key)
+    all_dim, factor = section.get("mscale_all_dim", float, 0.0), section.get("factor", float, 1.0)
+    if section.get("rope_type", str, section.get("type", str, "default")) == "default" or factor <= 1:
+        return 1.0
+    scale = (0.1 * all_dim * math.log(factor) + 1.0) ** 2
+    if not 0 < scale < 1e30:
+        raise section.unsupported("mscale_all_dim", f"it gives a factor of {scale:g}; {REMEDY}")
+    return scale
+
+
 def _rotary_dim(settings: Settings, section: Settings, head_dim: int, defaults: RopeDefaults) -> int | None:
     outer = settings.get(defaults.partial_key, float, defaults.partial or 1.0)
     partial = section.get("partial_rotary_factor", float, outer)

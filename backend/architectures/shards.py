@@ -76,6 +76,8 @@ def _objection(config: ModelConfig, size: int) -> str:
     """Why `size` ranks cannot share the model; empty if they can."""
     if size == 1:
         return ""
+    if config.latent is not None:
+        return f"and {config.architecture} has latent attention, which one rank computes"
     if config.block.qk_norm == "row":
         return f"and {config.architecture} normalises all query heads of a token together, which ranks cannot"
     counts = [("attention heads", config.num_heads)]
@@ -133,6 +135,8 @@ def most_layers(config: ModelConfig, shard: Shard) -> int:
 def _weights_of_layer(config: ModelConfig) -> int:
     """Weights of a layer that a token is multiplied with."""
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    if config.latent is not None:
+        attention = config.num_heads * (config.latent.query_dim + config.latent.value_dim)
     inter, experts = config.intermediate_size, config.experts
     if experts is not None:
         inter = experts.places * experts.intermediate + experts.shared

@@ -3,6 +3,7 @@
     DenseLinear       F.linear, for any device and dtype
     OneDnnLinear      bfloat16 on a CPU; the weight is held in the order in which oneDNN's product reads it
     QuantizedLinear   int8 weight and scales; slow, and the reference of the quantised kernels
+    LinearByHead      floats, of which each head has its rows
 
 A `MakeLinear` chooses among them and owns the weight it is given: a layer that packs it keeps the packed form only. Here 4-bit
 weights are held as int8 (`in_eight_bits`), which is exact. The layers for GPUs are in device_linear.py.
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import w4a8, w4a16
-from kernels.common import rounding
+from kernels.common import rounding, super_blocks
 from kernels.common.quantize import dequantize, quantize_activations, row_slices
 from kernels.common.rotation import rotate
 from kernels.common.rounding import Rounded
@@ -170,6 +171,44 @@ class QuantizedLinear:
                 weight = rounding.floats(Rounded(q[rows], scale[rows], minimum[rows]))
             out[:, rows] = F.linear(values, weight, bias)
         return out
+
+
+class LinearByHead:
+    """A weight [heads * n, k] as floats, whose rows each head has a part of: x [tokens, heads, k] -> [tokens, heads, n]."""
+
+    takes_int8 = False
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        assert bias is None
+        self._weight = floats_of(weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self._weight.shape
+        return n, k
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes_of(self._weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._weight.to(x.dtype).unflatten(0, (x.shape[1], -1))
+        return torch.einsum("thk,hnk->thn", x, weight)
+
+
+def floats_of(weight: Weight) -> Tensor:
+    """The numbers [n, k] that a weight stands for; float32 unless it is a Tensor."""
+    match weight:
+        case Weight4() | Weight4A8():
+            return floats_of(in_eight_bits(weight))
+        case SuperBlocks():
+            return super_blocks.floats(weight)
+        case QuantizedWeight(minimum=Tensor()):
+            assert weight.minimum is not None
+            return rounding.floats(Rounded(weight.q, weight.scale, weight.minimum))
+        case QuantizedWeight():
+            return dequantize(weight.q, weight.scale, weight.group)
+    return weight
 
 
 @cache

@@ -17,6 +17,7 @@ from backend.architectures.shards import of_rank, vocabulary
 from backend.layers.activation import activate
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.experts import ExpertsWeights, MlpWeights, mix
+from backend.layers.latent import LatentWeights, latent_attention
 from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.lora import Adapt, AdaptedTokens
 from backend.layers.norm import NormWeights, add, add_norm, norm
@@ -24,7 +25,8 @@ from backend.layers.recurrent import RecurrentWeights, States, recurrent
 from backend.layers.rotary import RotaryTables, query_scales, rotary_tables
 from backend.models.convert import QkvByHead
 from backend.models.experts import UnstackedExperts
-from backend.models.layer_weights import LayerWeights, layer_weights, norm_weights
+from backend.models.latent import AbsorbedTensors
+from backend.models.layer_weights import LayerWeights, Mixer, layer_weights, norm_weights
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.parts import CheckpointParts, Parts
 from backend.models.splits import SplitTensors
@@ -69,6 +71,15 @@ class StepStates(NamedTuple):
 
     pools: Sequence[Tensor]  # for each recurrent layer, float32 [states, numbers of a state]
     rows: StateRows
+
+
+class _Where(NamedTuple):
+    """Where a layer's attention finds the keys of a step, and puts its own."""
+
+    pool: KVPool
+    plan: Plan
+    positions: Tensor
+    cells: Tensor
 
 
 class MarkedOutput(NamedTuple):
@@ -137,7 +148,7 @@ class Decoder:
         for layer in self.layers:
             mlp, mixer = layer.mlp, layer.attention
             if mixer is not None:
-                linears += mixer.linears if isinstance(mixer, RecurrentWeights) else (mixer.qkv, mixer.out)
+                linears += (mixer.qkv, mixer.out) if isinstance(mixer, AttentionWeights) else mixer.linears
             if mlp is not None:
                 linears += mlp.linears if isinstance(mlp, ExpertsWeights) else (mlp.gate_up, mlp.down)
         return linears
@@ -188,19 +199,21 @@ class Decoder:
                 mix_tokens = partial(recurrent, weights=layer.attention, block=block, states=own, rows=states.rows)
                 x, delta = run(x, delta, layer, mix_tokens, adapt)
                 continue
-            window = settings.window
-            attend = partial(
-                attention,
-                weights=layer.attention,
-                block=block,
-                pool=next(kv_pools),
-                plan=plans[window],
-                positions=positions,
-                cells=cells,
-                tables=own_tables if tables is None or own_tables is None else tables,
-                query_scales=self.query_scales,
-                adapt=adapt,
-            )
+            turning = own_tables if tables is None or own_tables is None else tables
+            where = _Where(next(kv_pools), plans[settings.window], positions, cells)
+            if isinstance(layer.attention, LatentWeights):
+                assert turning is not None, "keys of latents are rotated in every layer"
+                attend = partial(latent_attention, weights=layer.attention, block=block, tables=turning, **where._asdict())
+            else:
+                attend = partial(
+                    attention,
+                    weights=layer.attention,
+                    block=block,
+                    tables=turning,
+                    query_scales=self.query_scales,
+                    adapt=adapt,
+                    **where._asdict(),
+                )
             x, delta = run(x, delta, layer, attend, adapt)
         x = add(x, delta, block)
         if embedded is not None and len(added) == len(self.layers):
@@ -236,11 +249,14 @@ class Decoder:
             normed, x = add_norm(x, None, layer.mlp_norm, block, self._takes_int8(layer.mlp))
         return x, attended + mlp(normed, layer.mlp, block, not self.takes_adapters, adapt)
 
-    def _takes_int8(self, reader: AttentionWeights | RecurrentWeights | MlpWeights | ExpertsWeights) -> bool:
+    def _takes_int8(self, reader: Mixer | MlpWeights | ExpertsWeights) -> bool:
         """True if the norm before this reader is to quantise its output."""
         if isinstance(reader, ExpertsWeights | RecurrentWeights):
             return False
-        linear = reader.gate_up if isinstance(reader, MlpWeights) else reader.qkv
+        if isinstance(reader, LatentWeights):
+            linear = reader.inputs
+        else:
+            linear = reader.gate_up if isinstance(reader, MlpWeights) else reader.qkv
         return linear.takes_int8 and not self.takes_adapters
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -287,6 +303,8 @@ def build_decoder(
     """
     if config.names.layer.qkv_by_head:
         tensors = QkvByHead(tensors, config)
+    if config.latent is not None:
+        tensors = AbsorbedTensors(tensors, config)
     if config.names.layer.splits:
         tensors = SplitTensors(tensors, config)
     if config.names.layer.stacked is not None and config.experts is not None:

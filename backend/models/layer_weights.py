@@ -10,16 +10,19 @@ from backend.architectures.description import ModelConfig
 from backend.architectures.shards import stacked_rows
 from backend.layers.attention import AttentionWeights
 from backend.layers.experts import ExpertsWeights, MlpWeights
+from backend.layers.latent import LatentWeights
 from backend.layers.norm import NormWeights
 from backend.layers.recurrent import RecurrentWeights
 from backend.models.parts import Parts
+
+Mixer = AttentionWeights | LatentWeights | RecurrentWeights
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """Which norms a layer has, LayerNames says; LayerConfig, if it has both of attention and mlp."""
 
-    attention: AttentionWeights | RecurrentWeights | None
+    attention: Mixer | None
     mlp: MlpWeights | ExpertsWeights | None
     attention_norm: NormWeights | None
     attention_out_norm: NormWeights | None
@@ -38,10 +41,16 @@ def layer_weights(config: ModelConfig, parts: Parts, index: int) -> LayerWeights
     attention_norm, attention_out_norm = (
         norm_of(name, mixes) for name in (names.attention_norm, names.attention_out_norm)
     )
-    mixer = (_recurrent if settings.is_recurrent else _attention)(config, parts, prefix) if mixes else None
+    mixer = _mixer(config, parts, prefix, settings.is_recurrent) if mixes else None
     mlp_norm, mlp_out_norm = (norm_of(name, has_mlp) for name in (names.mlp_norm, names.mlp_out_norm))
     mlp = (_experts if settings.has_experts else _mlp)(config, parts, prefix) if has_mlp else None
     return LayerWeights(mixer, mlp, attention_norm, attention_out_norm, mlp_norm, mlp_out_norm)
+
+
+def _mixer(config: ModelConfig, parts: Parts, prefix: str, is_recurrent: bool) -> Mixer:
+    if is_recurrent:
+        return _recurrent(config, parts, prefix)
+    return (_attention if config.latent is None else _latent)(config, parts, prefix)
 
 
 def _attention(config: ModelConfig, parts: Parts, prefix: str) -> AttentionWeights:
@@ -56,6 +65,26 @@ def _attention(config: ModelConfig, parts: Parts, prefix: str) -> AttentionWeigh
         k_norm=None if qk is None else _norm_weight(config, parts, prefix + names.k_norm, qk[1]),
         sinks=parts.take(prefix + names.sinks, (config.num_heads,)).float() if block.attention_sinks else None,
     )
+
+
+def _latent(config: ModelConfig, parts: Parts, prefix: str) -> LatentWeights:
+    of, names, hidden, heads, block = config.latent, config.names.layer, config.hidden_size, config.num_heads, config.block
+    assert of is not None
+    own, queries = names.latent, heads * of.query_dim
+    first = (own.query_down, of.query_rank) if of.query_rank else (own.query, queries)
+    rows = {prefix + first[0]: first[1], prefix + own.down: of.rank + of.rotated}
+    weights = LatentWeights(
+        of,
+        inputs=parts.linear(rows, hidden, block.qkv_bias),
+        norm=parts.take(f"{prefix}{own.norm}.weight", (of.rank,)),
+        keys=parts.linear({prefix + own.keys: heads * of.rank}, of.plain, False, is_rounded=False, by_head=True),
+        values=parts.linear({prefix + own.values: heads * of.value_dim}, of.rank, False, is_rounded=False, by_head=True),
+        out=parts.linear({prefix + names.out: hidden}, heads * of.value_dim, block.out_bias),
+    )
+    if of.query_rank:
+        weights.query_norm = parts.take(f"{prefix}{own.query_norm}.weight", (of.query_rank,))
+        weights.queries = parts.linear({prefix + own.query_up: queries}, of.query_rank, False)
+    return weights
 
 
 def _recurrent(config: ModelConfig, parts: Parts, prefix: str) -> RecurrentWeights:

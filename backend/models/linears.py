@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.architectures.shards import Cut
-from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear
+from backend.layers.linear import Linear, LinearByHead, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear
 from backend.models.cut import cut_bias, cut_weight
 from backend.models.quantized import QuantizedLayers, stack, stack_int8
 from backend.models.tensors import TensorSource
@@ -43,6 +43,7 @@ class LinearOptions(NamedTuple):
     quantization: str = "none"  # model.quantization: how float weights are quantised while loading; none: they are not
     group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = what is best
     make: MakeLinear = make_torch_linear
+    make_by_head: MakeLinear = LinearByHead  # for weights of which each head has its rows
     round_to_blocks: Round = round_weight
     holds_super_blocks: bool = False  # True if `make` takes SuperBlocks; they are floats where it does not
     rotate: rotation.Rotate = rotation.rotate
@@ -94,9 +95,11 @@ class LinearBuilder:
         is_head: bool = False,
         cut: Cut | None = None,
         is_rounded: bool = True,
+        by_head: bool = False,
     ) -> Linear:
         """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does.
 
+        is_rounded: False if float weights stay floats. by_head: each head has its rows, and an input of its own.
         `is_head`: it yields the logits, and is held in 8 bits where other layers are quantised to 4. cut: the part of it that
         is made; weights that are rounded here are rounded after they have been cut.
         """
@@ -112,7 +115,8 @@ class LinearBuilder:
             weight = weight if cut is None else cut_weight(weight, cut, next(iter(rows)))
         names = {name + ".bias": count for name, count in rows.items()}
         bias = self._source.take_stacked(names, ()) if has_bias else None
-        return self._options.make(weight, bias if cut is None or bias is None else cut_bias(bias, cut))
+        make = self._options.make_by_head if by_head else self._options.make
+        return make(weight, bias if cut is None or bias is None else cut_bias(bias, cut))
 
     def holds(self, name: str) -> bool:
         """True if the checkpoint holds this projection quantised."""

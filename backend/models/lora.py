@@ -88,6 +88,8 @@ def projections_of(config: ModelConfig) -> Projections:
     if config.recurrence is not None:
         return Projections(config.architecture, [{} for _ in config.layers])
     of_all = places(config)
+    if config.latent is not None:  # Its projections have other names and sizes.
+        of_all = {name: place for name, place in of_all.items() if place.linear not in ("qkv", "out")}
     of_attention = {name: place for name, place in of_all.items() if place.linear in ("qkv", "out")}
     of_layers = [of_attention if layer.has_experts else of_all for layer in config.layers]
     return Projections(config.architecture, of_layers)

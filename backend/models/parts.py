@@ -18,8 +18,10 @@ class Parts(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor in the model's dtype on its device."""
 
-    def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True) -> Linear:
-        """A linear layer of several projections: name -> rows, stacked in order. is_rounded: as LinearBuilder.build has it."""
+    def linear(
+        self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True, by_head: bool = False
+    ) -> Linear:
+        """A linear layer of several projections: name -> rows, stacked in order; is_rounded, by_head: LinearBuilder.build."""
 
     def embedding(self) -> Tensor | Linear:
         """The embeddings of all tokens, [vocab, hidden], in the model's dtype; or as the layer that holds them."""
@@ -48,10 +50,12 @@ class CheckpointParts:
         first, end = sinks(self._config, self._shard)
         return self._source.take(name, (self._config.num_heads,))[first:end]
 
-    def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True) -> Linear:
+    def linear(
+        self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True, by_head: bool = False
+    ) -> Linear:
         whole = self._whole.get(next(iter(rows)))
         if whole is None:  # this rank has all of it
-            return self._linears.build(rows, columns, has_bias, is_rounded=is_rounded)
+            return self._linears.build(rows, columns, has_bias, is_rounded=is_rounded, by_head=by_head)
         return self._linears.build(whole.rows, whole.columns, whole.has_bias, cut=whole.cut)
 
     def embedding(self) -> Tensor | Linear:

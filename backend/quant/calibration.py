@@ -133,8 +133,12 @@ class _NamedParts:
         self._parts, self._made = parts, made
         self.take, self.embedding, self.head, self.finish = parts.take, parts.embedding, parts.head, parts.finish
 
-    def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True) -> Linear:
-        linear = self._parts.linear(rows, columns, has_bias, is_rounded)
+    def linear(
+        self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True, by_head: bool = False
+    ) -> Linear:
+        linear = self._parts.linear(rows, columns, has_bias, is_rounded, by_head)
+        if by_head:  # floats, which nothing is rounded of
+            return linear
         assert isinstance(linear, _Recorder)
         self._made.append((tuple(rows), linear))
         return linear

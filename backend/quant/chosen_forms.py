@@ -55,10 +55,10 @@ class ChosenForms:
         self, quantization: str, path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], options: LinearOptions
     ) -> None:
         """path: of the tokenizer. config, tensors: the whole model's. options: how weights are rounded. Raises ConfigError."""
-        if config.experts is not None or config.recurrence is not None:
+        if config.experts is not None or config.recurrence is not None or config.latent is not None:
             raise ConfigError(
-                f"model.quantization is {quantization}, which chooses for models without experts and recurrent layers; use w4a8, "
-                f"w6a8 or w8a8"
+                f"model.quantization is {quantization}, which chooses for models without experts, recurrent layers and latents; "
+                f"use w4a8, w6a8 or w8a8"
             )
         self._quantization, self._path, self._config = quantization, path, config
         self._tensors, self._options = tensors, options

@@ -71,6 +71,11 @@ def check_source(directory: Path, wanted: QuantSettings) -> None:
             f"{source.config.architecture} has recurrent layers, which the formats of quantised checkpoints here do not know; "
             f"quantise it while loading: --set model.quantization=w8a8"
         )
+    if source.config.latent is not None:
+        raise ConfigError(
+            f"{source.config.architecture} has latent attention, which is not quantised to files; quantise it while loading: "
+            f"--set model.quantization=w8a8"
+        )
     if source.config.names.layer.qkv_by_head:
         raise ConfigError(
             f"{source.config.architecture} holds query, key and value of each head together, which the formats of quantised "

@@ -30,8 +30,10 @@ class RecordedParts:
         self._tensors[name] = self._parts.take(name, shape)
         return self._tensors[name]
 
-    def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True) -> Linear:
-        return self._remember(_name_of(rows), self._parts.linear(rows, columns, has_bias, is_rounded))
+    def linear(
+        self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True, by_head: bool = False
+    ) -> Linear:
+        return self._remember(_name_of(rows), self._parts.linear(rows, columns, has_bias, is_rounded, by_head))
 
     def embedding(self) -> Tensor | Linear:
         taken = self._parts.embedding()
@@ -72,7 +74,9 @@ class KeptParts:
             raise DamagedWeights(f"it has no tensor {name} of shape {list(shape)}")
         return tensor
 
-    def linear(self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True) -> Linear:
+    def linear(
+        self, rows: Mapping[str, int], columns: int, has_bias: bool, is_rounded: bool = True, by_head: bool = False
+    ) -> Linear:
         linear = self._linear(_name_of(rows), sum(rows.values()), columns)
         if has_bias != bool(linear.struct.bias):
             raise DamagedWeights(f"its layer {_name_of(rows)} differs in having a bias")

@@ -343,9 +343,11 @@ def linear_options(choice: TierChoice, quantization: str, dtype: torch.dtype) ->
     match choice.name:
         case "native":
             assert choice.library is not None  # choose_tier chooses this tier only with it
+            pack = PackLinears(choice.library)
             return LinearOptions(
                 quantization,
-                make=PackLinears(choice.library),
+                make=pack,
+                make_by_head=pack,
                 round_to_blocks=RoundToBlocks(choice.library),
                 rotate=RotateInBlocks(choice.library),
                 holds_super_blocks=True,

@@ -7,12 +7,14 @@ from torch import Tensor
 from backend.architectures.description import Block
 from backend.layers.attention import AttentionWeights
 from backend.layers.experts import ExpertsWeights
+from backend.layers.latent import LatentWeights
 from backend.layers.linear import Linear
 from backend.layers.norm import NormWeights
 from backend.layers.recurrent import RecurrentWeights
 from backend.layers.rotary import RotaryTables
 from backend.models.layer_weights import LayerWeights
 from kernels.cpu.decoder import NativeForm, NativeLayer, NativeNorm
+from kernels.cpu.latent import NativeLatent
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.mixture import NativeExperts
 from kernels.cpu.recurrence import NativeRecurrence
@@ -42,11 +44,13 @@ def native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: 
     mixer, mlp = layer.attention, layer.mlp
     assert mixer is not None and mlp is not None, "layers of one block have no native kernels (tier.py)"
     attention = mixer if isinstance(mixer, AttentionWeights) else None
+    latent = mixer if isinstance(mixer, LatentWeights) else None
+    qkv = None if attention is None else attention.qkv
     experts = mlp if isinstance(mlp, ExpertsWeights) else None
     gate_up, down = (None, None) if isinstance(mlp, ExpertsWeights) else (packed(mlp.gate_up), packed(mlp.down))
     mlp_norm = layer.attention_norm if block.parallel and layer.mlp_norm is None else layer.mlp_norm
     return NativeLayer(
-        qkv=None if attention is None else packed(attention.qkv),
+        qkv=_packed_if_there(qkv if latent is None else latent.inputs),
         out=packed(mixer.out),
         gate_up=gate_up,
         down=down,
@@ -62,6 +66,16 @@ def native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: 
         window=window,
         experts=None if experts is None else native_experts(experts),
         recurrence=native_recurrence(mixer) if isinstance(mixer, RecurrentWeights) else None,
+        latent=None if latent is None else native_latent(latent),
+    )
+
+
+def native_latent(weights: LatentWeights) -> NativeLatent:
+    of, query_norm = weights.settings, weights.query_norm
+    return NativeLatent(
+        *(of.rank, of.rotated, of.plain, of.value_dim, packed(weights.keys), packed(weights.values)),
+        *(_float(weights.norm), of.norm_eps, _packed_if_there(weights.queries)),
+        None if query_norm is None else _float(query_norm),
     )
 
 
@@ -125,6 +139,10 @@ def table(embedding: Tensor | Linear) -> Tensor | PackedLinear:
 def packed(linear: Linear) -> PackedLinear:
     assert isinstance(linear, PackedLinear), "the model was not loaded with PackLinears"
     return linear
+
+
+def _packed_if_there(linear: Linear | None) -> PackedLinear | None:
+    return None if linear is None else packed(linear)
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from kernels.cpu import build, isa
 from kernels.cpu.decoder import MAX_HEAD_DIM, UNIT
 from kernels.cpu.library import load_kernels
 from kernels.cpu.recurrence import MOST_TAPS
+from kernels.cpu.structs import PANEL
 from kernels.paged_attention import KERNEL_BLOCK_SIZES
 
 log = logging.getLogger("everbatch.worker")
@@ -169,6 +170,8 @@ def _native_objection(device: torch.device, config: ModelConfig) -> str | None:
         return "its layers are of one block each, which have no native kernels yet"
     if config.head_dim > MAX_HEAD_DIM:
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
+    if config.latent is not None and (config.latent.rank % PANEL or config.latent.value_dim % PANEL):
+        return f"its latents of {config.latent.rank} and values of {config.latent.value_dim} numbers are no multiples of {PANEL}"
     if config.recurrence is not None and config.recurrence.taps > MOST_TAPS:
         return f"its convolutions read {config.recurrence.taps} tokens, more than {MOST_TAPS}"
     return None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.common.kv_format import KV_FORMATS, KVFormat
 from kernels.cpu.given import Given, Passing
+from kernels.cpu.latent import NativeLatent, latent_struct
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.mixture import NativeExperts, mixture_struct
@@ -27,6 +28,7 @@ from kernels.cpu.structs import (
     BatchStruct,
     FormStruct,
     KVLayout,
+    LatentStruct,
     LayerStruct,
     LinearStruct,
     LoraLayerStruct,
@@ -60,7 +62,7 @@ class NativeNorm(NamedTuple):
 class NativeLayer:
     """The weights of a layer. Where it has no norm for the input of a half, that half reads the hidden states themselves."""
 
-    qkv: PackedLinear | None  # [(heads + 2 * kv_heads) * head_dim, hidden]; None: the layer is recurrent
+    qkv: PackedLinear | None  # [(heads + 2 * kv_heads) * head_dim, hidden], or NativeLatent's; None: the layer is recurrent
     out: PackedLinear
     gate_up: PackedLinear | None  # [2 * intermediate, hidden]: gate, then up; without a gate [intermediate, hidden]
     down: PackedLinear | None  # None, like gate_up: the layer has experts
@@ -78,6 +80,7 @@ class NativeLayer:
     window: int | None = None  # tokens
     experts: NativeExperts | None = None
     recurrence: NativeRecurrence | None = None  # in the place of attention; `out` reads what it yields
+    latent: NativeLatent | None = None
 
 
 @dataclass(slots=True)
@@ -155,7 +158,9 @@ class NativeDecoder:
         self._mixtures = mixtures
         recurrences = [layer.recurrence for layer in layers]
         self._recurrences = [None if each is None else recurrence_struct(each) for each in recurrences]
-        self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures, self._recurrences))
+        self._latents = [None if layer.latent is None else latent_struct(layer.latent) for layer in layers]
+        parts = mixtures, self._recurrences, self._latents
+        self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers, *parts))
         if form.is_parallel and any(recurrences):
             raise ValueError("the native kernels have no recurrent layers whose halves are parallel")
         if len(sizes := {layer.out.shape for layer in layers if layer.recurrence}) > 1:
@@ -361,7 +366,10 @@ def _form_struct(form: NativeForm, head_dim: int) -> FormStruct:
 
 
 def _layer_struct(
-    layer: NativeLayer, mixture: MixtureStruct | None, recurrence: RecurrenceStruct | None
+    layer: NativeLayer,
+    mixture: MixtureStruct | None,
+    recurrence: RecurrenceStruct | None,
+    latent: LatentStruct | None,
 ) -> LayerStruct:
     cos, sin = (None, None) if layer.rotary is None else layer.rotary
     return LayerStruct(
@@ -383,4 +391,5 @@ def _layer_struct(
         layer.window or 0,
         None if mixture is None else pointer(mixture),
         None if recurrence is None else pointer(recurrence),
+        None if latent is None else pointer(latent),
     )

@@ -104,6 +104,21 @@ class RecurrenceStruct(Structure):
     ]
 
 
+class LatentStruct(Structure):
+    _fields_ = [
+        ("rank", c_int64),
+        ("rotated", c_int64),
+        ("plain", c_int64),
+        ("value_dim", c_int64),
+        ("queries", LinearStruct),
+        ("keys", LinearStruct),
+        ("values", LinearStruct),
+        ("query_norm", NormStruct),
+        ("norm", NormStruct),
+        ("eps", c_float),
+    ]
+
+
 class LayerStruct(Structure):
     _fields_ = [
         ("qkv", LinearStruct),
@@ -124,6 +139,7 @@ class LayerStruct(Structure):
         ("window", c_int64),
         ("mixture", POINTER(MixtureStruct)),
         ("recurrence", POINTER(RecurrenceStruct)),
+        ("latent", POINTER(LatentStruct)),
     ]
 
 

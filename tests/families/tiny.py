@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoConfig
 
 from tests.families.tiny_hybrids import GRANITE, HYBRIDS
+from tests.families.tiny_latent import LATENT
 from tools.make_random_model import TINY, random_values
 
 VOCAB = TINY["vocab_size"]
@@ -269,7 +270,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             rope_parameters=YARN | dict(truncate=False),
         ),
     ),
-} | HYBRIDS
+} | HYBRIDS | LATENT
 
 
 def make(directory: Path, name: str, dtype: str = "float32", **overrides: Any) -> Path:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from backend.api.config.schema import Windows
-from backend.layers.linear import MakeLinear, make_torch_linear
+from backend.layers.linear import LinearByHead, MakeLinear, make_torch_linear
 from backend.models.decoder import Decoder
 from backend.models.linears import LinearOptions
 from backend.models.loader import open_directory
@@ -107,7 +107,8 @@ def _library_that_rounds() -> CDLL | None:
 
 def linear_options(form: Format, make: MakeLinear) -> LinearOptions:
     """One rounding for all tiers and variants, whose weights are the same then: the native one, which is fast, if it is there."""
-    options = LinearOptions(form.quantization, form.group, make, holds_super_blocks=form.super_blocks)
+    of_heads = make if isinstance(make, PackLinears) else LinearByHead
+    options = LinearOptions(form.quantization, form.group, make, of_heads, holds_super_blocks=form.super_blocks)
     library = _library_that_rounds()
     if library is None:
         return options

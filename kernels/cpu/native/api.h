@@ -56,6 +56,16 @@ struct everbatch_recurrence {
     int32_t gates_first;  // the gate comes before the norm
 };
 
+// Attention whose keys and values follow from a latent (latent.h). The layer's `qkv` yields queries, or what `queries` reads, and
+// rank + rotated numbers; the model has one KV head of rotated + rank dimensions.
+struct everbatch_latent {
+    int64_t rank, rotated, plain, value_dim;
+    everbatch::Linear queries;      // [heads * (plain + rotated), its inputs]; empty: qkv yields queries
+    everbatch::Linear keys, values; // [heads * rank, plain], [heads * value_dim, rank]: rank and value_dim are multiples of 32
+    everbatch::Norm query_norm, norm;  // RMS, of what `queries` reads, and of the latent
+    float eps;
+};
+
 struct everbatch_layer {
     everbatch::Linear qkv, out, gate_up, down;  // gate_up: of an MLP without a gate only up
     everbatch::Norm attention_norm, mlp_norm;   // of what they read, [hidden]; without one that is x
@@ -68,6 +78,7 @@ struct everbatch_layer {
     int64_t window;          // tokens; 0 = all
     const everbatch_mixture* mixture;  // in the place of gate_up and down; null without
     const everbatch_recurrence* recurrence;  // in the place of attention and qkv; null without
+    const everbatch_latent* latent;          // null: the heads have keys and values of their own
 };
 
 // Settings that all layers of a model share.

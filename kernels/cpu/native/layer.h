@@ -63,6 +63,12 @@ struct MixtureCounts {
     int64_t pairs = 0, up_items = 0, stored = 0, down_items = 0;
 };
 
+// Memory of latent attention (latent.h), which all layers share.
+struct LatentMemory {
+    Buffer<float> inputs, queries;                // [tokens] rows of the projections of the same names
+    OperandBuffer of_queries, plain, latents;     // of queries; of keys and of values, for each head and token
+};
+
 // Memory of a recurrence (recurrence.h), which all layers share.
 struct RecurrenceMemory {
     Buffer<float> gates;         // [tokens][decays, strengths, products of query and key]
@@ -84,6 +90,7 @@ struct everbatch_workspace {
     everbatch::MixtureMemory mixture;
     std::vector<everbatch::MixtureCounts> mixture_counts;  // of each layer
     everbatch::RecurrenceMemory recurrence;
+    everbatch::LatentMemory latent;
     everbatch::Lora<float> lora_of_floats;
     everbatch::Lora<everbatch::bf16> lora_of_halves;
 

@@ -3,7 +3,7 @@
 // The phases of each layer (| = the next phase begins when all items of this one are done, whichever threads did them: team.h):
 //     norm to operand | qkv product | rope, write KV | attention | to operand | out product, added to x | norm to operand |
 //     gate and up product | activation to operand | down product, added to x
-// A recurrent layer (recurrence.h) has its own phases in the place of those from the qkv product to the attention.
+// Latent attention (latent.h) has more before and after it. A recurrent layer (recurrence.h) has its own phases in the place of those from the qkv product to the attention.
 // Some models have more: a norm of q and k over all heads after the qkv product, a norm of a product before it is added to x. In a parallel
 // block the MLP comes first, because both halves read the x that was there before.
 // A product of rows that have adapters is preceded by a phase of its own, and adds their part to its sums (lora.h).
@@ -13,6 +13,7 @@
 // are wanted go on.
 #include <optional>
 
+#include "latent.h"
 #include "mixture.h"
 #include "recurrence.h"
 
@@ -33,16 +34,21 @@ public:
             for (int t = b.leaving ? 0 : row.num_logits; t > 0; t--) sampled_.push_back(int64_t(all_.size()) - t);
         }
         tokens_ = int64_t(all_.size());
-        int64_t results = m.heads * m.kv.head_dim;
+        int64_t latents = 0, results = m.heads * m.kv.head_dim;
         int64_t inputs = std::max((m.heads * (m.form.gates_attention ? 2 : 1) + 2 * m.kv.kv_heads) * m.kv.head_dim, (m.form.is_gated ? 2 : 1) * m.intermediate);
-        for (int64_t i = 0; i < m.num_layers; i++)
+        for (int64_t i = 0; i < m.num_layers; i++) {
+            if (const everbatch_latent* latent = m.layers[i].latent) {
+                LatentAttention<T>::make_room(*latent, m.layers[i].qkv, m.heads, tokens_, w.latent);
+                results = std::max(results, LatentAttention<T>::results(*latent, m.heads)), latents = std::max(latents, LatentAttention<T>::widest(*latent));
+            }
             if (const everbatch_recurrence* r = m.layers[i].recurrence) {
                 results = std::max(results, Recurrence::num_results(*r)), inputs = std::max(inputs, r->inputs.n);
                 Recurrence::make_room(*r, tokens_, w.recurrence);
                 if (states_.empty()) states_ = state_rows(b);
             }
+        }
         x_ld_ = row_length(m.hidden), att_ld_ = row_length(results), y_ld_ = row_length(inputs);
-        int64_t widest = m.lm_head.depth();
+        int64_t widest = std::max(m.lm_head.depth(), latents);
         w.x.grow(tokens_ * x_ld_), w.y.grow(tokens_ * y_ld_), w.attended.grow(tokens_ * att_ld_);
         for (int64_t i = 0; i < m.num_layers; i++) {  // a checkpoint may have left some layers unquantised
             const everbatch_layer& l = m.layers[i];
@@ -233,9 +239,13 @@ private:
             recur(team, l, index);
         } else {
             prepare_normed(team, w_.normed[l.qkv.format], l.attention_norm, all_, adapted);
-            to_y(team, l.qkv, tokens_, {adapted, index, &LoraLayer::qkv});
+            if (l.latent)
+                latent(*l.latent).begin(team, l.qkv, w_.normed[l.qkv.format].view(), scratch(team));
+            else
+                to_y(team, l.qkv, tokens_, {adapted, index, &LoraLayer::qkv});
             if (m_.form.norms_rows) norm_rows(team, l);
             attend(team, l, b_.pools[index], !picked.empty());
+            if (l.latent && !picked.empty()) latent(*l.latent).finish(team, picked, scratch(team));
         }
         if (picked.empty()) return;
         const Half half{index, picked, has_lora_ && is_last ? &lora_sampled_ : adapted};
@@ -252,6 +262,10 @@ private:
             float* x = w_.x.data() + picked[size_t(r)] * x_ld_;
             for (int64_t i = 0; given && i < m_.hidden; i++) x[i] += given[i];
         });
+    }
+
+    LatentAttention<T> latent(const everbatch_latent& l) {
+        return LatentAttention<T>(l, m_.heads, {w_.y.data(), y_ld_, w_.attended.data(), att_ld_, tokens_}, w_.latent);
     }
 
     Recurrence recurrence(const everbatch_recurrence& r, int64_t index) {
