@@ -35,7 +35,7 @@ class Checkpoint(Struct, frozen=True):
     max_position: int
     dtype: str
     kv_dtype: KvNumbers | None = None
-    model: ModelConfig | None = None  # None for GGUF files, and for models that transformers runs
+    model: ModelConfig | None = None  # None for models that transformers runs
     is_hosted: bool = False  # transformers runs it
 
     @property
@@ -97,14 +97,16 @@ def _of_gguf(header: GgufHeader) -> Checkpoint:
     content = config_of(header, {})
     held.check_sizes(header, content["num_hidden_layers"], content["hidden_size"])
     dtype = content["dtype"]
+    model = read_config({key: value for key, value in content.items() if value is not None})
     return Checkpoint(
-        content["architectures"][0],
+        model.architecture,
         held.memory_bytes(header, VALUE_BYTES["float32" if dtype == "float16" else dtype]),
-        content["num_hidden_layers"],
-        content["num_key_value_heads"],
-        content["head_dim"],
-        content["max_position_embeddings"],
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        model.max_position,
         dtype,
+        model=model,
     )
 
 

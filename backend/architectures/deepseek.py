@@ -43,17 +43,28 @@ def deepseek_v3(settings: Settings, architecture: str) -> ModelConfig:
 
 def glm4_moe_lite(settings: Settings, architecture: str) -> ModelConfig:
     """DeepSeek V3 with other sizes, whose mixtures `mlp_layer_types` may name."""
-    settings.ignore("partial_rotary_factor")  # of the rotated part, all of which is rotated
+    settings.ignore("partial_rotary_factor")  # All of the rotated part is rotated.
     experts = _experts_of_v3(settings, DeepseekDefaults(dense=1, shared=1, is_normalised=True))
     dense = settings.get("first_k_dense_replace", int, 1)
     kinds = settings.find("mlp_layer_types", list[str])
     if kinds is None:
-        return _described(settings, architecture, experts, lambda layer: layer >= dense, eps=1e-5, **_interleaves(settings))
+        return _described(
+            settings, architecture, experts, lambda layer: layer >= dense, eps=1e-5, **_interleaves(settings)
+        )
     unknown = set(kinds) - {"dense", "sparse"}
     if unknown:
-        raise ConfigError(f"{FILE}: mlp_layer_types: {shown(min(unknown))} is not known, dense and sparse are; {REMEDY}")
+        raise ConfigError(
+            f"{FILE}: mlp_layer_types: {shown(min(unknown))} is not known, dense and sparse are; {REMEDY}"
+        )
     is_sparse = [kind == "sparse" for kind in kinds]
-    return _described(settings, architecture, experts, lambda layer: layer < len(is_sparse) and is_sparse[layer], eps=1e-5, **_interleaves(settings))
+    return _described(
+        settings,
+        architecture,
+        experts,
+        lambda layer: layer < len(is_sparse) and is_sparse[layer],
+        eps=1e-5,
+        **_interleaves(settings),
+    )
 
 
 def _experts_of_v3(settings: Settings, silent: DeepseekDefaults) -> Experts:
@@ -83,7 +94,7 @@ def _described(
         value_dim=settings.need("v_head_dim", HeadDim),
         query_rank=settings.find("q_lora_rank", Size) or 0,
     )
-    sizes = read_sizes(settings)._replace(kv_heads=1, head_dim=latent.rotated + latent.rank)
+    sizes = read_sizes(settings, latent.query_dim)._replace(kv_heads=1, head_dim=latent.rotated + latent.rank)
     rope = replace(read_rope(settings, latent.rotated), rotary_dim=latent.rotated)
     scale = latent.query_dim**-0.5 * read_score_factor(settings)
     more = settings.get("num_nextn_predict_layers", int, 1)

@@ -22,7 +22,7 @@ class Latent(Struct, frozen=True):
     plain: int  # numbers of a head's query that are not rotated
     value_dim: int  # numbers that a head yields
     query_rank: int = 0  # 0: queries are projected at once
-    norm_eps: float = 1e-6  # of the norms of the latents
+    norm_eps: float = 1e-6  # the latents' norms have it
 
     @property
     def query_dim(self) -> int:
@@ -38,6 +38,8 @@ class LatentNames(Struct, frozen=True):
     query_up: str = "self_attn.q_b_proj"
     down: str = "self_attn.kv_a_proj_with_mqa"
     norm: str = "self_attn.kv_a_layernorm"
-    up: str = "self_attn.kv_b_proj"  # [heads * (plain + value_dim), rank]; the loader makes the next two of it
+    up: str = (
+        "self_attn.kv_b_proj"  # [heads * (plain + value_dim), rank]; the next two are made of it. Empty: they are there
+    )
     keys: str = "self_attn.k_b_proj"  # [heads * rank, plain]
     values: str = "self_attn.v_b_proj"  # [heads * value_dim, rank]

@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.model_files import convert, shown
 from backend.api.checkpoint.quantised import FILE
 from backend.api.errors import ConfigError
-from backend.architectures import deepseek, fused, gemma, hybrids, layer_norm, llama, mamba, mixtures, multimodal, post_norm
+from backend.architectures import (
+    deepseek,
+    fused,
+    gemma,
+    hybrids,
+    layer_norm,
+    llama,
+    mamba,
+    mixtures,
+    multimodal,
+    post_norm,
+)
 from backend.architectures.description import ModelConfig
 from backend.architectures.settings import Settings
 

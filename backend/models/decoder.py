@@ -203,7 +203,9 @@ class Decoder:
             where = _Where(next(kv_pools), plans[settings.window], positions, cells)
             if isinstance(layer.attention, LatentWeights):
                 assert turning is not None, "keys of latents are rotated in every layer"
-                attend = partial(latent_attention, weights=layer.attention, block=block, tables=turning, **where._asdict())
+                attend = partial(
+                    latent_attention, weights=layer.attention, block=block, tables=turning, **where._asdict()
+                )
             else:
                 attend = partial(
                     attention,

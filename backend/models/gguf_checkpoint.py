@@ -38,9 +38,10 @@ class GgufCheckpoint(Mapping[str, Tensor]):
     def __init__(self, header: GgufHeader) -> None:
         content = {key: value for key, value in raw_config(header).items() if value is not None}
         self.family = of_object(content)
-        if self.family.recurrence is not None:
+        kept = {"recurrent layers": self.family.recurrence, "latent attention": self.family.latent}
+        if has := next((what for what, of in kept.items() if of is not None), None):
             raise ConfigError(
-                f"{header.name}: a model with recurrent layers is not converted to a checkpoint; serve the file as it is"
+                f"{header.name}: a model with {has} is not converted to a checkpoint; serve the file as it is"
             )
         self.stored = as_stored(self.family, header)
         self._tensors = GgufTensors(header, self.stored)

@@ -35,7 +35,7 @@ class AbsorbedTensors(Mapping[str, Tensor]):
         names = config.names.layer.latent
         self._parts: dict[str, _Part] = {}
         self._stored: set[str] = set()
-        for layer in range(config.num_layers):
+        for layer in range(config.num_layers if names.up else 0):
             prefix = f"{config.names.layers}{layer}."
             own = {name for name in tensors if name.startswith(f"{prefix}{names.up}.")}
             if not own:
@@ -52,9 +52,9 @@ class AbsorbedTensors(Mapping[str, Tensor]):
         assert latent is not None
         rows = heads * (latent.plain + latent.value_dim)
         by_head = self._floats(part.stored, rows, latent.rank).unflatten(0, (heads, -1))
-        if part.is_keys:
-            return by_head[:, : latent.plain].transpose(1, 2).flatten(0, 1).contiguous()
-        return by_head[:, latent.plain :].flatten(0, 1).contiguous()
+        plain = latent.plain
+        own: Tensor = by_head[:, :plain].transpose(1, 2) if part.is_keys else by_head[:, plain:]
+        return own.flatten(0, 1).contiguous()
 
     def _floats(self, name: str, rows: int, columns: int) -> Tensor:
         """Raises ConfigError for a tensor that is missing, or of another shape."""

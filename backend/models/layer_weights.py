@@ -68,7 +68,13 @@ def _attention(config: ModelConfig, parts: Parts, prefix: str) -> AttentionWeigh
 
 
 def _latent(config: ModelConfig, parts: Parts, prefix: str) -> LatentWeights:
-    of, names, hidden, heads, block = config.latent, config.names.layer, config.hidden_size, config.num_heads, config.block
+    of, names, hidden, heads, block = (
+        config.latent,
+        config.names.layer,
+        config.hidden_size,
+        config.num_heads,
+        config.block,
+    )
     assert of is not None
     own, queries = names.latent, heads * of.query_dim
     first = (own.query_down, of.query_rank) if of.query_rank else (own.query, queries)
@@ -78,7 +84,9 @@ def _latent(config: ModelConfig, parts: Parts, prefix: str) -> LatentWeights:
         inputs=parts.linear(rows, hidden, block.qkv_bias),
         norm=parts.take(f"{prefix}{own.norm}.weight", (of.rank,)),
         keys=parts.linear({prefix + own.keys: heads * of.rank}, of.plain, False, is_rounded=False, by_head=True),
-        values=parts.linear({prefix + own.values: heads * of.value_dim}, of.rank, False, is_rounded=False, by_head=True),
+        values=parts.linear(
+            {prefix + own.values: heads * of.value_dim}, of.rank, False, is_rounded=False, by_head=True
+        ),
         out=parts.linear({prefix + names.out: hidden}, heads * of.value_dim, block.out_bias),
     )
     if of.query_rank:

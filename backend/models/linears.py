@@ -9,7 +9,15 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.architectures.shards import Cut
-from backend.layers.linear import Linear, LinearByHead, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear
+from backend.layers.linear import (
+    Linear,
+    LinearByHead,
+    MakeLinear,
+    QuantizedFormat,
+    QuantizedWeight,
+    Weight,
+    make_torch_linear,
+)
 from backend.models.cut import cut_bias, cut_weight
 from backend.models.quantized import QuantizedLayers, stack, stack_int8
 from backend.models.tensors import TensorSource

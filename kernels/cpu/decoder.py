@@ -62,7 +62,9 @@ class NativeNorm(NamedTuple):
 class NativeLayer:
     """The weights of a layer. Where it has no norm for the input of a half, that half reads the hidden states themselves."""
 
-    qkv: PackedLinear | None  # [(heads + 2 * kv_heads) * head_dim, hidden], or NativeLatent's; None: the layer is recurrent
+    qkv: (
+        PackedLinear | None
+    )  # [(heads + 2 * kv_heads) * head_dim, hidden], or NativeLatent's; None: the layer is recurrent
     out: PackedLinear
     gate_up: PackedLinear | None  # [2 * intermediate, hidden]: gate, then up; without a gate [intermediate, hidden]
     down: PackedLinear | None  # None, like gate_up: the layer has experts

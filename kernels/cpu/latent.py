@@ -33,7 +33,8 @@ def latent_struct(latent: NativeLatent) -> LatentStruct:
     """Raises ValueError for sizes that the kernels do not take."""
     if latent.rank % PANEL or latent.value_dim % PANEL:
         raise ValueError(
-            f"a latent of {latent.rank} numbers and values of {latent.value_dim} are given, the native kernels take multiples of {PANEL}"
+            f"a latent of {latent.rank} numbers and values of {latent.value_dim} are given, the native kernels take multiples of "
+            f"{PANEL}"
         )
     return LatentStruct(
         *(latent.rank, latent.rotated, latent.plain, latent.value_dim),

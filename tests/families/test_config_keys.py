@@ -81,7 +81,7 @@ WITH_EFFECT: dict[str, Any] = {
     "alibi": True,
     "clip_qkv": 8.0,
     "num_experts": 8,
-    "kv_lora_rank": 512,
+    "kv_lora_rank": 384,
     "altup_num_inputs": 4,
 }
 
@@ -124,6 +124,7 @@ def model_type(architecture: str) -> str:
 def test_everything_that_transformers_writes_of_a_family_is_taken(architecture: str) -> None:
     needed: dict[str, dict[str, Any]] = {
         "Glm4MoeForCausalLM": {"head_dim": 128},
+        "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
         "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 32},
         "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     }

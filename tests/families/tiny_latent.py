@@ -41,9 +41,7 @@ LATENT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek v3": (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        SIZES
-        | EXPERTS
-        | dict(q_lora_rank=40, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=YARN),
+        SIZES | EXPERTS | dict(q_lora_rank=40, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=YARN),
     ),
     "glm 4.7 flash": (
         "glm4_moe_lite",

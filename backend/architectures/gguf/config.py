@@ -9,7 +9,7 @@ from backend.api.errors import ConfigError
 from backend.architectures.gguf.families import GGUF_FAMILIES, gguf_architecture, rope_of
 from backend.architectures.gguf.held import EMBEDDING, OUTPUT
 from backend.architectures.gguf.settings import GgufSettings
-from backend.architectures.settings import Epsilon, NumLayers, Size
+from backend.architectures.settings import Epsilon, HeadDim, NumLayers, Size
 
 
 def config_of(header: GgufHeader, rope_tables: dict[str, list[float]]) -> dict[str, Any]:
@@ -76,6 +76,8 @@ def _kv_heads(settings: GgufSettings, heads: int) -> int:
 
 
 def _head_dim(settings: GgufSettings, hidden: int, heads: int) -> int:
+    if settings.get("attention.kv_lora_rank", Size):  # The file's is that of a latent and its rotated key.
+        return settings.need("rope.dimension_count", HeadDim)
     head_dim: int = settings.get("attention.key_length", Size) or hidden // heads
     if head_dim % 2 or not 2 <= head_dim <= 1 << 20:
         raise settings.unsupported("attention.key_length", f"{head_dim}, which is no even number from 2 to {1 << 20}")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from backend.api.checkpoint.gguf import GgufHeader
 from backend.api.checkpoint.model_files import shown
 from backend.api.errors import ConfigError
-from backend.architectures.gguf import recurrent
+from backend.architectures.gguf import latent, recurrent
 from backend.architectures.gguf.routers import SIGMOID, SOFTMAX, Keys, check_router, experts_of, sigmoid_experts
 from backend.architectures.gguf.settings import GgufSettings
 from backend.architectures.settings import Cap, Factor, Size
@@ -283,6 +283,7 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", _ernie_moe),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", _minimax_m2),
     "gpt-oss": GgufFamily("GptOssForCausalLM", _gpt_oss, mlp_norm="post_attention_norm", truncates=False),
+    "deepseek2": GgufFamily("DeepseekV3ForCausalLM", latent.deepseek2),
     "qwen35": GgufFamily("Qwen3_5ForCausalLM", recurrent.qwen3_5, adds_one=True, mlp_norm="post_attention_norm"),
     "qwen35moe": GgufFamily(
         "Qwen3_5MoeForCausalLM", recurrent.qwen3_5_moe, adds_one=True, mlp_norm="post_attention_norm"
@@ -377,6 +378,8 @@ def _yarn(settings: GgufSettings, factor: float) -> Keys:
     own = settings.get("rope.scaling.attn_factor", Factor) or settings.get("rope.scaling.yarn_attn_factor", Factor)
     if own is not None and own != 1.0:
         keys["attention_factor"] = own * (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
+    elif settings.get("attention.kv_lora_rank", Size):
+        keys |= latent.log_factor(settings)
     elif all_dims:
         keys |= dict(mscale=1.0, mscale_all_dim=all_dims)
     if beta := _beta(settings):

@@ -28,6 +28,7 @@ _FUSED = dict(
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "qkv"),
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up"),
     **dict(attn_output="out", ffn_down="down"),
+    **dict(attn_q_a="qkv", attn_kv_a_mqa="qkv", attn_q_b="queries", attn_k_b="keys", attn_v_b="values"),
     **dict(attn_gate="qkv", ssm_in="inputs", ssm_out="out"),  # how recurrent layers are named
     **{"shortconv.in_proj": "inputs", "shortconv.out_proj": "out"},
 )

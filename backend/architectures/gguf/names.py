@@ -11,6 +11,7 @@ from backend.api.checkpoint.gguf import GgufHeader
 from backend.architectures.description import LayerNames, ModelConfig
 from backend.architectures.gguf.families import GGUF_FAMILIES, GgufFamily, gguf_architecture
 from backend.architectures.gguf.held import EMBEDDING, OUTPUT
+from backend.architectures.gguf.latent import stored_latent, tensors_of_latent
 from backend.architectures.gguf.recurrent import Named, stored_names, tensors_of_recurrence
 
 HEAD = "lm_head"
@@ -38,6 +39,8 @@ def as_stored(config: ModelConfig, header: GgufHeader) -> ModelConfig:
             changes["gate_up"] = ("mlp.gate_up_proj",) if is_fused else plain.gate_up
     if config.recurrence is not None:
         changes |= stored_names(config, header)
+    if config.latent is not None:
+        changes |= stored_latent(header)
     return replace(config, names=replace(config.names, layer=replace(layer, **changes)))
 
 
@@ -62,7 +65,8 @@ def _of_layer(config: ModelConfig, family: GgufFamily, index: int) -> Iterator[t
     layer = config.layers[index]
     norms: list[tuple[str, str | None]] = []
     if layer.has_mixer:
-        yield from (tensors_of_recurrence if layer.is_recurrent else _of_attention)(config)
+        of_attention = _of_attention if config.latent is None else tensors_of_latent
+        yield from (tensors_of_recurrence if layer.is_recurrent else of_attention)(config)
         norms += ("attn_norm", names.attention_norm), ("post_attention_norm", names.attention_out_norm)
     if layer.has_mlp:
         yield from (_of_experts if layer.has_experts else _of_mlp)(config)

@@ -29,10 +29,11 @@ def check_router(settings: GgufSettings, normalises: bool, *scores: int) -> None
         raise settings.unsupported("expert_weights_norm", divides)
 
 
-def sigmoid_experts(settings: GgufSettings) -> Keys:
-    """DeepSeek-V3's router. Keys that a file lacks are 0 or false, as in llama.cpp."""
+def sigmoid_experts(settings: GgufSettings, checks: bool = True) -> Keys:
+    """DeepSeek-V3's router. Keys that a file lacks are 0 or false, as in llama.cpp. checks: raise ConfigError for another one."""
     normalises = settings.get("expert_weights_norm", bool) or False
-    check_router(settings, normalises, SIGMOID)
+    if checks:
+        check_router(settings, normalises, SIGMOID)
     return experts_of(settings, "n_routed_experts") | dict(
         n_shared_experts=settings.get("expert_shared_count", int) or 0,
         first_k_dense_replace=settings.get("leading_dense_block_count", int) or 0,
