@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backend.architectures.description import Block
 from backend.layers.attention import AttentionWeights
-from backend.layers.experts import ExpertsWeights
+from backend.layers.experts import ExpertsWeights, MlpWeights
 from backend.layers.latent import LatentWeights
 from backend.layers.linear import Linear
 from backend.layers.norm import NormWeights
@@ -42,16 +42,15 @@ def native_form(block: Block, query_scales: Tensor | None) -> NativeForm:
 
 def native_layer(block: Block, layer: LayerWeights, window: int | None, rotary: RotaryTables | None) -> NativeLayer:
     mixer, mlp = layer.attention, layer.mlp
-    assert mixer is not None and mlp is not None, "layers of one block have no native kernels (tier.py)"
     attention = mixer if isinstance(mixer, AttentionWeights) else None
     latent = mixer if isinstance(mixer, LatentWeights) else None
     qkv = None if attention is None else attention.qkv
     experts = mlp if isinstance(mlp, ExpertsWeights) else None
-    gate_up, down = (None, None) if isinstance(mlp, ExpertsWeights) else (packed(mlp.gate_up), packed(mlp.down))
+    gate_up, down = (packed(mlp.gate_up), packed(mlp.down)) if isinstance(mlp, MlpWeights) else (None, None)
     mlp_norm = layer.attention_norm if block.parallel and layer.mlp_norm is None else layer.mlp_norm
     return NativeLayer(
         qkv=_packed_if_there(qkv if latent is None else latent.inputs),
-        out=packed(mixer.out),
+        out=None if mixer is None else packed(mixer.out),
         gate_up=gate_up,
         down=down,
         attention_norm=_if_there(layer.attention_norm),

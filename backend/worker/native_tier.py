@@ -153,7 +153,9 @@ class NativeTier:
             config.sink_tokens,
             config.sliding_window or 0,
         )
-        self._is_recurrent = [layer.is_recurrent for layer in config.held_settings]
+        # None: the layer neither attends nor has a state
+        self._is_recurrent = [layer.is_recurrent if layer.has_mixer else None for layer in config.held_settings]
+        self._all_attend = set(self._is_recurrent) == {False}
         of_layers = zip(model.layers, config.held_settings, model.rotary, strict=True)
         layers = [native_layer(config.block, layer, settings.window, rotary) for layer, settings, rotary in of_layers]
         lm_head = None if model.lm_head is None else packed(model.lm_head)
@@ -209,10 +211,10 @@ class NativeTier:
 
     def _of_layers(self, pools: Sequence[Tensor], recurrent: bool = False) -> Sequence[Tensor | None]:
         """The pool of each layer, None for layers of the other kind. pools: of the layers with KV, or of recurrent ones."""
-        if not any(self._is_recurrent):
+        if self._all_attend:
             return pools
         each = iter(pools)
-        return [next(each) if flag == recurrent else None for flag in self._is_recurrent]
+        return [next(each) if flag is recurrent else None for flag in self._is_recurrent]
 
     def step(self, call: NativeCall) -> tuple[NDArray[np.int64], Tensor | None]:
         """Run a call. Of several stages each runs one micro-batch after the other, and waits for those of the stage before.

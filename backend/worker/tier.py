@@ -166,8 +166,6 @@ def _native_objection(device: torch.device, config: ModelConfig) -> str | None:
     """Why the native kernels do not fit, or None."""
     if device.type != "cpu":
         return f"the device is {device}, and they are for CPUs"
-    if not all(layer.has_mixer and layer.has_mlp for layer in config.layers):
-        return "its layers are of one block each, which have no native kernels yet"
     if config.head_dim > MAX_HEAD_DIM:
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
     if config.latent is not None and (config.latent.rank % PANEL or config.latent.value_dim % PANEL):

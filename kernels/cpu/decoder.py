@@ -62,12 +62,11 @@ class NativeNorm(NamedTuple):
 class NativeLayer:
     """The weights of a layer. Where it has no norm for the input of a half, that half reads the hidden states themselves."""
 
-    qkv: (
-        PackedLinear | None
-    )  # [(heads + 2 * kv_heads) * head_dim, hidden], or NativeLatent's; None: the layer is recurrent
-    out: PackedLinear
+    # [(heads + 2 * kv_heads) * head_dim, hidden], or NativeLatent's; None: the layer has no attention
+    qkv: PackedLinear | None
+    out: PackedLinear | None  # None: it has no recurrence either
     gate_up: PackedLinear | None  # [2 * intermediate, hidden]: gate, then up; without a gate [intermediate, hidden]
-    down: PackedLinear | None  # None, like gate_up: the layer has experts
+    down: PackedLinear | None  # None, like gate_up: the layer has experts, or no MLP
     attention_norm: NativeNorm | None  # [hidden]
     mlp_norm: NativeNorm | None
     attention_out_norm: NativeNorm | None = (
@@ -165,7 +164,7 @@ class NativeDecoder:
         self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers, *parts))
         if form.is_parallel and any(recurrences):
             raise ValueError("the native kernels have no recurrent layers whose halves are parallel")
-        if len(sizes := {layer.out.shape for layer in layers if layer.recurrence}) > 1:
+        if len(sizes := {layer.out.shape for layer in layers if layer.recurrence and layer.out}) > 1:
             raise ValueError(f"the recurrent layers of a model differ: their results have the sizes {sorted(sizes)}")
         self._states = StatePlaces([0 if each is None else each.state_floats for each in recurrences])
         self._model = ModelStruct(
@@ -207,7 +206,7 @@ class NativeDecoder:
         block_tables: NDArray[np.int32],  # [slots, max_blocks]
         pools: Sequence[
             Tensor | None
-        ],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype; None: recurrent
+        ],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype; None: without attention
         wants_logits: bool,
         adapters: Sequence[PackedAdapter | None] = (),  # one for each row; empty: no row has an adapter
         hidden: Tensor | None = None,  # where hidden states are wanted
@@ -376,7 +375,7 @@ def _layer_struct(
     cos, sin = (None, None) if layer.rotary is None else layer.rotary
     return LayerStruct(
         LinearStruct() if layer.qkv is None else layer.qkv.struct,
-        layer.out.struct,
+        LinearStruct() if layer.out is None else layer.out.struct,
         LinearStruct() if layer.gate_up is None else layer.gate_up.struct,
         LinearStruct() if layer.down is None else layer.down.struct,
         _norm_struct(layer.attention_norm),

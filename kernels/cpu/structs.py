@@ -9,7 +9,7 @@ from kernels.common.super_blocks import FORMS, Kind
 
 # The enums NormKind of native/rows.h, Activation of native/activation.h and Format of native/formats.h.
 NORMS = {"rms": 0, "layer": 1}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4}
 SCORES = {"softmax": 0, "sigmoid": 1}  # the enum Scores of native/mixture.h
 RECURRENCES = {"delta": 0, "sum": 1, "convolution": 2}  # the enum RecurrenceKind of native/recurrence.h
 FLOAT32, BFLOAT16, FLOAT16, INT8, W8A8, W4A8, ROTATED = range(7)

@@ -16,7 +16,6 @@ import torch
 
 from kernels.cpu.library import load_kernels
 from tests.families.tiny import FAMILIES, VOCAB
-from tests.families.tiny_hybrids import ONE_BLOCK
 from tests.native.families import Family
 from tests.native.harness import Format, prompt
 from tests.native.test_invariance import Scene, assert_same, cut
@@ -31,7 +30,7 @@ FORMATS = [
     Format("bfloat16", kv="int8"),
     Format("float32", "int8", kv="int8"),
 ]
-CASES = [(name, form) for name in FAMILIES if name not in ONE_BLOCK for form in FORMATS]
+CASES = [(name, form) for name in FAMILIES for form in FORMATS]
 
 
 @pytest.mark.usefixtures("native_kernels")

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from backend.architectures.registry import FAMILIES as ARCHITECTURES
 from tests.families.tiny import FAMILIES, VOCAB
-from tests.families.tiny_hybrids import ONE_BLOCK
 from tests.images.models import TINY
 from tests.model.conftest import Oracle
 from tests.model.driver import GroupDriver
@@ -52,8 +51,6 @@ def log_probs(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_agrees_with_transformers(name: str, checkpoint: Callable[..., Path], tier: TierCase) -> None:
-    if tier.kernels == "native" and name in ONE_BLOCK:
-        pytest.skip("layers of one block have no native kernels yet")
     directory = checkpoint(name)
     driver = GroupDriver.of(directory, tier)
     tokens = prompt(LENGTH, VOCAB, seed=len(name))

@@ -6,7 +6,6 @@ from typing import Any
 
 from tools.make_random_model import TINY
 
-ONE_BLOCK = ("nemotron-h",)  # their layers are a mixer or an mlp alone, which have no native kernels yet
 GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=1.7)
 GRANITE_4 = dict(
     num_local_experts=0,

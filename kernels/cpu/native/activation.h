@@ -4,7 +4,7 @@
 
 namespace everbatch {
 
-enum Activation : int32_t { SILU, GELU, GELU_TANH, SWIGLU_OAI };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, SWIGLU_OAI, RELU2 };
 
 // x / (1 + e^-x)
 ALWAYS_INLINE Vec silu(Vec x) {
@@ -55,6 +55,11 @@ struct GeluTanh {
     float operator()(float x) const { return gelu_tanh(splat(x))[0]; }
 };
 
+struct SquaredRelu {
+    Vec operator()(Vec x) const { return (x < 0.0f ? Vec{} : x) * x; }  // a NaN stays one
+    float operator()(float x) const { return (x < 0.0f ? 0.0f : x) * x; }
+};
+
 // out = f(gate) * up, or f(gate) where `up` is null. `out` may be `gate`.
 template <class F>
 void activate_with(F f, const float* gate, const float* up, int64_t n, float* out) {
@@ -86,6 +91,8 @@ inline void activate(Activation kind, const float* gate, const float* up, int64_
         activate_with(Silu(), gate, up, n, out);
     else if (kind == GELU)
         activate_with(Gelu(), gate, up, n, out);
+    else if (kind == RELU2)
+        activate_with(SquaredRelu(), gate, up, n, out);
     else
         activate_with(GeluTanh(), gate, up, n, out);
 }

@@ -66,6 +66,7 @@ struct everbatch_latent {
     float eps;
 };
 
+// A layer may be a mixer alone, without gate_up and mixture, or an MLP alone, without qkv and recurrence.
 struct everbatch_layer {
     everbatch::Linear qkv, out, gate_up, down;  // gate_up: of an MLP without a gate only up
     everbatch::Norm attention_norm, mlp_norm;   // of what they read, [hidden]; without one that is x
@@ -79,6 +80,10 @@ struct everbatch_layer {
     const everbatch_mixture* mixture;  // in the place of gate_up and down; null without
     const everbatch_recurrence* recurrence;  // in the place of attention and qkv; null without
     const everbatch_latent* latent;          // null: the heads have keys and values of their own
+
+    bool attends() const { return qkv.n; }
+    bool mixes() const { return recurrence || attends(); }
+    bool has_mlp() const { return mixture || gate_up.n; }
 };
 
 // Settings that all layers of a model share.
@@ -141,7 +146,7 @@ struct everbatch_batch {
     const int64_t* token_ids;     // [slots][max_seq_len]
     const int32_t* block_tables;  // [slots][max_blocks]
     int64_t max_blocks, num_blocks;
-    char* const* pools;  // one for each layer, of num_blocks blocks; null for a recurrent one
+    char* const* pools;  // one for each layer, of num_blocks blocks; null for one without attention
     float* logits;       // [sum of num_logits][vocab]; null: not wanted
     float* hidden;       // [sum of num_logits][hidden]: what the last norm makes of these tokens; null: not wanted
     int64_t* greedy;     // [sum of num_logits]: arg-max, the lowest id among equals
@@ -156,7 +161,7 @@ struct everbatch_batch {
     int32_t threads;
     // Of models with recurrent layers. A state that is written must not be read or written for another row, nor be both a save's and the `from`
     // of its row.
-    float* const* states;       // one for each layer, [num_states][window and heads] (recurrence.h); null for one with attention
+    float* const* states;       // one for each layer, [num_states][window and heads] (recurrence.h); null for others
     int64_t num_states;
     const int32_t* state_rows;  // [num_rows][from, to, count]: the state behind the tokens before the row, -1 = zeros; where the one
                                 // behind its first `count` tokens goes, -1 = nowhere. They may be the same one.

@@ -55,14 +55,14 @@ public:
             const Linear* const gates = l.recurrence ? &l.recurrence->gates : nullptr;
             for (const Linear* of_norm : {l.recurrence ? &l.recurrence->inputs : &l.qkv, gates, l.mixture ? &l.mixture->router : &l.gate_up})
                 if (of_norm && of_norm->n) w.normed[of_norm->format].shape(*of_norm, tokens_, sizeof(T)), widest = std::max(widest, of_norm->depth());
-            operand_of_out(l).shape(l.out, tokens_, sizeof(T));
+            if (l.mixes()) operand_of_out(l).shape(l.out, tokens_, sizeof(T)), widest = std::max(widest, l.out.depth());
             if (l.attention_out_norm.weight || l.mlp_out_norm.weight) w.delta.grow(tokens_ * x_ld_);
             if (l.mixture) {
                 make_room(*l.mixture);
-                widest = std::max({widest, l.out.depth(), Mixture<T>::widest(*l.mixture)});
-            } else {
+                widest = std::max(widest, Mixture<T>::widest(*l.mixture));
+            } else if (l.has_mlp()) {
                 w.activated[l.down.format].shape(l.down, tokens_, sizeof(T));
-                widest = std::max({widest, l.out.depth(), l.down.depth()});
+                widest = std::max(widest, l.down.depth());
             }
         }
         if (w.mixture_counts.size() < size_t(m.num_layers)) w.mixture_counts.resize(size_t(m.num_layers));
@@ -237,7 +237,7 @@ private:
         const std::vector<int64_t>& picked = is_last ? sampled_ : all_;
         if (l.recurrence) {
             recur(team, l, index);
-        } else {
+        } else if (l.attends()) {
             prepare_normed(team, w_.normed[l.qkv.format], l.attention_norm, all_, adapted);
             if (l.latent)
                 latent(*l.latent).begin(team, l.qkv, w_.normed[l.qkv.format].view(), scratch(team));
@@ -250,8 +250,8 @@ private:
         if (picked.empty()) return;
         const Half half{index, picked, has_lora_ && is_last ? &lora_sampled_ : adapted};
         if (m_.form.is_parallel) mlp(team, l, half);
-        out(team, l, half);
-        if (!m_.form.is_parallel) mlp(team, l, half);
+        if (l.mixes()) out(team, l, half);
+        if (!m_.form.is_parallel && l.has_mlp()) mlp(team, l, half);
         if (index < b_.added_layers) add_given(team, index, picked);
     }
 
@@ -534,7 +534,7 @@ private:
 int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
     const Sight widest{m.widest_window, m.sink_tokens};
     bool has_states = false, has_attention = !m.num_layers;
-    for (int64_t i = 0; i < m.num_layers; i++) (m.layers[i].recurrence ? has_states : has_attention) = true;
+    for (int64_t i = 0; i < m.num_layers; i++) has_states |= m.layers[i].recurrence != nullptr, has_attention |= m.layers[i].attends();
     int64_t flat = 0;
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
