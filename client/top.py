@@ -17,6 +17,7 @@ from client.errors import ClientError
 View = dict[str, Any]  # a LiveView of the server, as JSON (backend/api/live_view.py)
 FREE, CACHED = -2, -1  # states in View["blocks"]
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")  # for running sequences; beyond six they are used again
+SNAPSHOT_COLOUR = "blue"
 FREE_COLOUR, CACHED_COLOUR, IDLE_COLOUR = "grey23", "grey50", "grey70"
 UPPER_HALF = "\u2580"  # one character shows two cells: its colour and its background
 MAP_LINES = 8  # the most lines of the map of the KV pool
@@ -120,7 +121,14 @@ def _pool(view: View) -> Text:
         (cache["free_num_blocks"], "free", FREE_COLOUR),
     ):
         text.append("\u25a0 ", colour).append(f"{count:,}", "bold").append(f" {label}   ", "dim")
-    return text.append(f"of {view['num_blocks']:,} KV blocks" + (f", {cell} to a cell" if cell > 1 else ""), "dim")
+    text.append(f"of {view['num_blocks']:,} KV blocks" + (f", {cell} to a cell" if cell > 1 else ""), "dim")
+    snapshots = view["latest"].get("snapshots")
+    if snapshots and snapshots["max_num_snapshots"]:  # the model has recurrent layers
+        used, most = snapshots["used_num_snapshots"], snapshots["max_num_snapshots"]
+        text.append("   \u25a0 ", SNAPSHOT_COLOUR).append(f"{used:,}", "bold").append(
+            f" of {most:,} snapshots of states", "dim"
+        )
+    return text
 
 
 class Rows:

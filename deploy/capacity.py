@@ -5,7 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from backend.api.config.schema import CPU_MEMORY_FRACTION, EngineConfig, Implementation, WorkersConfig
+from backend.api.config.schema import (
+    CPU_MEMORY_FRACTION,
+    SHARE_OF_SNAPSHOTS,
+    EngineConfig,
+    Implementation,
+    WorkersConfig,
+)
 from backend.api.errors import ConfigError
 from backend.architectures.checkpoint import Checkpoint, examine
 from backend.architectures.hosted import ENCODERS
@@ -66,6 +72,8 @@ def described(checkpoint: Checkpoint, config: EngineConfig, available_bytes: int
     cpu = on_cpu(config)
     a_token = checkpoint.kv_bytes_per_token(config, on_cpu=cpu)
     sizes = f"{checkpoint.architecture}, weights {size(checkpoint.weight_bytes)}, KV {size(a_token)} a token"
+    if checkpoint.state_bytes:
+        sizes += f", a state of {size(checkpoint.state_bytes)} a sequence"
     room = _room(checkpoint, config, a_token, cpu, available_bytes)
     if room is None:
         return f"{sizes}; the KV cache takes what is left of the GPU's memory, sequences have up to {length:,} tokens"
@@ -91,7 +99,12 @@ def _room(
     if cpu and (kv.free_memory_fraction is not None or not limits):
         available = memory.available_bytes() if available_bytes is None else available_bytes
         free = max(0, available - checkpoint.weight_bytes)
-        limits.append((_two_digits(int(free * (kv.free_memory_fraction or CPU_MEMORY_FRACTION)) // a_token), False))
+        fraction = kv.free_memory_fraction or CPU_MEMORY_FRACTION
+        if checkpoint.state_bytes:  # as backend/kvcache/sizing.py divides it
+            free = max(0, free - config.scheduler.max_batch_size * checkpoint.state_bytes)
+            wanted = kv.snapshots
+            free -= int(free * fraction * SHARE_OF_SNAPSHOTS) if wanted is None else wanted * checkpoint.state_bytes
+        limits.append((_two_digits(int(max(0, free) * fraction) // max(1, a_token)), False))
     return min(limits) if limits else None
 
 

@@ -43,6 +43,11 @@ class Checkpoint(Struct, frozen=True):
         """False for encoders and for decoders without an output head, which make embeddings only."""
         return self.architecture not in ENCODERS and self.architecture not in HEADLESS
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state in all recurrent layers; 0: the model has none."""
+        return 0 if self.model is None else self.model.state_bytes
+
     def max_seq_len(self, config: EngineConfig) -> int:
         """Tokens of one sequence."""
         return config.model.max_seq_len or self.max_position

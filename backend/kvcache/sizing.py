@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from backend.api.config.schema import CPU_MEMORY_FRACTION, EngineConfig, KvCacheConfig
+from backend.api.config.schema import CPU_MEMORY_FRACTION, SHARE_OF_SNAPSHOTS, EngineConfig, KvCacheConfig
 from backend.api.errors import ConfigError
 from backend.core.step import ModelInfo
 
@@ -59,7 +59,6 @@ def num_swap_blocks(config: EngineConfig, model: ModelInfo) -> int:
     return num_blocks
 
 
-SHARE_OF_SNAPSHOTS = 0.25  # of the memory that is for the pool
 MOST_SNAPSHOTS = 4096
 LEAST_INTERVAL = 512  # tokens
 

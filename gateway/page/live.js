@@ -129,6 +129,8 @@ export class LivePanel {
       ["first token, p50", duration(first.p50)],
       ["a token, p50", `${(1000 * between.p50).toFixed(1)} ms`],
     ];
+    const { max_num_snapshots: most = 0, used_num_snapshots: kept = 0 } = latest.snapshots ?? {};
+    if (most) shown.push(["snapshots", `${count(kept)} of ${count(most)}`]);
     byId("figures").replaceChildren(...shown.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
     const { used_num_blocks: used, cached_num_blocks: cached, free_num_blocks: free } = latest.kv_cache;
     const numbers = { active: used, cached, free };

@@ -45,6 +45,16 @@ def test_rows_pool_queue_and_rates_are_drawn() -> None:
     assert "of 16 KV blocks" in text and "(5 tokens, queued)" in text
 
 
+def test_snapshots_of_states_are_told_where_a_model_has_them() -> None:
+    driver = Driver(pool_tokens=64, is_recurrent=True)
+    driver.ask([1] * 9, 10)
+    driver.step(12)
+    stats = driver.core.kv.states
+    assert stats is not None and stats.stats().used_num_snapshots
+    told = f"{stats.stats().used_num_snapshots} of {stats.stats().max_num_snapshots:,} snapshots of states"
+    assert told in drawn(view_of(driver)) and "snapshots" not in drawn(view_of(busy()))
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_no_line_is_broken_in_a_narrow_terminal(width: int) -> None:
     """Columns of less worth are left out, and figures stay whole."""

@@ -16,6 +16,7 @@ from backend.api.config.kv_bits import KV_TYPES, named
 from backend.api.config.schema import EngineConfig
 from backend.architectures.checkpoint import Checkpoint, examine
 from backend.architectures.hosted import sizes_of
+from backend.architectures.registry import read_config
 from backend.models import loader
 from backend.worker.loaded_model import LoadedModel
 from deploy import capacity, doctor
@@ -24,6 +25,7 @@ from deploy.model_source import DEFAULT_MODEL
 from kernels.int8_rows import GROUP
 from kernels.w4a16 import GROUPS
 from tests.deploy.test_cli import on_free_ports, refused
+from tests.families.published import CONFIGS
 from tests.model.gguf_files import write_gguf
 
 SMALL = Checkpoint("LlamaForCausalLM", 100 << 20, 10, 4, 64, 1000, "bfloat16")
@@ -206,6 +208,20 @@ def test_the_line_counts_tokens_and_sequences_of_the_free_memory() -> None:
         "up to 64 run at once"
     )
     assert "memory for about 0 tokens, which is not even one sequence of 1,000" in described(SMALL, on_cpu, 1 << 20)
+
+
+def test_states_of_slots_and_snapshots_take_their_part_of_the_memory() -> None:
+    model = read_config(CONFIGS["LFM2-350M"])
+    hybrid = Checkpoint(model.architecture, 0, model.num_layers, 8, 64, 1000, "bfloat16", model=model)
+    config = load_config(overrides=["model.device=cpu", "scheduler.max_batch_size=4"])
+    a_token, state = hybrid.kv_bytes_per_token(config, on_cpu=True), model.state_bytes
+    assert a_token == 6 * 2 * 8 * 64 * 2 and state == 4 * 10 * 2 * 1024
+    # A sixteenth of what slots leave is for snapshots, a quarter of the rest for KV.
+    free = 4 * state + 4 * 16 * 5099 * a_token // 15
+    said = described(hybrid, config, free)
+    assert "KV 12.0 KiB a token, a state of 80.0 KiB a sequence; memory for about 5,0" in said
+    fixed = load_config(overrides=["model.device=cpu", "scheduler.max_batch_size=4", "kv_cache.snapshots=1000"])
+    assert "about 5,000 tokens" in described(hybrid, fixed, 1004 * state + 4 * 5010 * a_token)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""`python -m tests.parity.fidelity --minutes 60`: random lives of hybrid models and one with latent attention, compared bit for bit with undisturbed ones.
+"""`python -m tests.parity.fidelity --minutes 60`: random lives of models, compared bit for bit with undisturbed ones.
 
-Each seed takes a tiny model, most with recurrent layers, and a number of requests, some of which share prefixes or go on from an
-answer. They run undisturbed first: one after the other, each prompt in one step, in a pool that is large and shares nothing.
-Then they run at once in a small pool, with few snapshots, short chunks, drafts that are right or wrong, pauses, and moments when
-everything is evicted. Tokens and their log-probabilities (float32) must be the same bits.
+Each seed takes a tiny model, most of them with recurrent layers, and a number of requests, some of which share prefixes or
+go on from an answer. They run undisturbed first: one after the other, each prompt in one step, in a pool that is large and
+shares nothing. Then they run at once in a small pool, with few snapshots, short chunks, drafts that are right or wrong,
+pauses, and moments when everything is evicted. Tokens and their log-probabilities (float32) must be the same bits.
 """
 
 from __future__ import annotations

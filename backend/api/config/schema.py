@@ -51,6 +51,7 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     default_sampling: tuple[str, ...] = ()  # `NAME=VALUE`, before generation_config.json's; `none`: without those
 
 
+SHARE_OF_SNAPSHOTS = 0.25  # kv_cache.snapshots: a share of the memory that is for the KV pool
 CPU_MEMORY_FRACTION = 0.25  # kv_cache.free_memory_fraction on a CPU: other programs need the rest of the memory
 
 
