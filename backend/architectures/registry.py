@@ -86,9 +86,7 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(mixtures.minimax_m2, "MiniMax M2"),
     "GptOssForCausalLM": Family(mixtures.gpt_oss, "gpt-oss-20b and gpt-oss-120b"),
     "DeepseekV2ForCausalLM": Family(deepseek.deepseek_v2, "DeepSeek V2, V2-Lite and Coder V2"),
-    "DeepseekV3ForCausalLM": Family(
-        deepseek.deepseek_v3, "DeepSeek V3 and R1, Kimi K2, Moonlight 16B-A3B, in a format other than FP8"
-    ),
+    "DeepseekV3ForCausalLM": Family(deepseek.deepseek_v3, "DeepSeek V3 and R1, Kimi K2, Moonlight 16B-A3B"),
     "Glm4MoeLiteForCausalLM": Family(deepseek.glm4_moe_lite, "GLM-4.7-Flash"),
     "Qwen3_5ForCausalLM": Family(hybrids.qwen3_5, "Qwen3.5 0.8B to 27B, the text model"),
     "Qwen3_5MoeForCausalLM": Family(hybrids.qwen3_5_moe, "Qwen3.5 35B-A3B to 397B-A17B, the text model"),

@@ -11,6 +11,7 @@ from backend.api.checkpoint.model_files import REMEDY, parse_object, read_object
 from backend.api.checkpoint.quantised import (
     FILE,
     AwqFormat,
+    Fp8Format,
     GptqFormat,
     Int4Format,
     Int8Format,
@@ -70,7 +71,9 @@ _READERS: dict[type, type[QuantizedLayers]] = {
 }
 
 
-def parse_quantization(content: dict[str, Any]) -> tuple[QuantizedLayers | None, KvNumbers | None]:
+def parse_quantization(content: dict[str, Any]) -> tuple[QuantizedLayers | Fp8Format | None, KvNumbers | None]:
     """Returns how linear layers are stored and the type of the KV cache; None means floats. Raises ConfigError."""
     found, kv_dtype = parse_quantisation(content)
+    if isinstance(found, Fp8Format):  # Its weights are read as floats (fp8.py).
+        return found, kv_dtype
     return (None if found is None else _READERS[type(found)](**vars(found))), kv_dtype

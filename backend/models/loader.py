@@ -17,6 +17,7 @@ from backend.api.checkpoint.gguf import eos_ids, gguf_file, read_header
 from backend.api.checkpoint.gguf_parts import parts_of
 from backend.api.checkpoint.hub import fetch
 from backend.api.checkpoint.model_files import read_object, shown, token_ids
+from backend.api.checkpoint.quantised import Fp8Format
 from backend.api.checkpoint.weight_files import StoredTensor, tensor_places, weight_files
 from backend.api.config.schema import Windows
 from backend.api.errors import ConfigError
@@ -27,6 +28,7 @@ from backend.architectures.sizes import check_layers
 from backend.models import gguf
 from backend.models.config import check_eos_ids, parse_model_config, read_model_config
 from backend.models.decoder import Decoder, Follow, assemble, build_decoder
+from backend.models.fp8 import Fp8Tensors
 from backend.models.gguf import GgufTensors
 from backend.models.linears import LinearOptions
 from backend.models.mxfp4 import Mxfp4Layers
@@ -80,6 +82,9 @@ class CheckpointReader:
         self.files = tuple(files)
         # A checkpoint of the layers alone, as embedding models have it: the head that is built is not the model's.
         has_head = config.tied_embeddings or not isinstance(tensors, _BareTensors)
+        self.is_fp8 = isinstance(config.quantization, Fp8Format)  # its weights have 8 bits, and are read as floats
+        if isinstance(config.quantization, Fp8Format):
+            config, tensors = replace(config, quantization=None), Fp8Tensors(tensors, config.quantization)
         self.has_head = has_head and config.architecture not in HEADLESS
         self.config = config if self.has_head else replace(config, tied_embeddings=True)
         self.tensors = tensors

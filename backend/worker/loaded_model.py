@@ -76,6 +76,8 @@ class LoadedModel:
         self.dtype = self.choice.computes_in(dtype)
         own = () if isinstance(checkpoint, loader.CheckpointReader) else checkpoint.remarks
         self.remarks = (*own, *_remarks(self.choice, kv_cache.block_size, dtype, device, self.config))
+        if self.choice.name == "native" and isinstance(checkpoint, loader.CheckpointReader) and checkpoint.is_fp8:
+            section = _in_eight_bits(section)
         linears = linear_options(self.choice, section.quantization, self.dtype)
         linears = _measured(linears, checkpoint, section, progress)
         self._screen: Screen | None = None
@@ -278,6 +280,17 @@ def _remarks(
             "loses nothing; --set model.dtype=bfloat16 halves the KV cache and is faster, but rounds the weights to 8 bits"
         )
     return tuple(remarks)
+
+
+def _in_eight_bits(section: ModelConfigSection) -> ModelConfigSection:
+    """FP8 weights as int8, unless other bits are asked for."""
+    if section.quantization != "none":
+        return section
+    log.info(
+        "the checkpoint's FP8 weights are held as int8; --set model.quantization=w8a8 rounds activations too, which is faster "
+        "for prompts and many rows"
+    )
+    return msgspec.structs.replace(section, quantization="int8")
 
 
 def load_draft_model(

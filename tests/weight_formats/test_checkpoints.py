@@ -167,7 +167,7 @@ def refusal(section: object) -> str:
         (dict(input_activations=ACTIVATIONS | dict(type="float")), "activations of type float"),
         (dict(output_activations=ACTIVATIONS), "output_activations"),
         (dict(targets=["re:.*down_proj"]), "targets ['re:.*down_proj']"),
-        (dict(format="float-quantized"), "format float-quantized"),
+        (dict(format="float-quantized"), "weights of type int"),
         (dict(format="marlin-24"), "format marlin-24"),
         (dict(config_groups={}), "0 config_groups"),
         (dict(kv_cache_scheme=WEIGHTS), "kv_cache_scheme"),
@@ -181,7 +181,7 @@ def test_other_formats_of_compressed_tensors_are_refused_by_name(changes: dict[s
     assert message.endswith("use a float checkpoint, or " + FORMATS)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "quark", "torchao"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "fbgemm_fp8", "quark", "torchao"])
 def test_other_methods_are_refused_by_name(method: str) -> None:
     assert f"quantised ({method}), which is not supported; use a float checkpoint, or" in refusal(
         dict(quant_method=method, bits=8)

@@ -1,6 +1,6 @@
 """Which quantised checkpoints this project reads: config.json's quantization_config, checked and reduced to what readers need.
 
-The files themselves are read by backend/models (awq.py, compressed_tensors.py, gptq.py, qoq.py).
+The files themselves are read by backend/models (awq.py, compressed_tensors.py, fp8.py, gptq.py, qoq.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QOQ_GROUP = 128  # columns of a sum (kernels/int8_rows.py)
 FORMATS = (
     "compressed-tensors (int8, symmetric, scaled by channel or group, with activations that are float or dynamic int8 by "
     "token; pack-quantized 4 bits), AWQ (4 bits, version gemm), GPTQ (4 bits, without desc_act), QoQ (4 bits, group_size "
-    "-1 or 128) or MXFP4 (gpt-oss's experts)"
+    "-1 or 128), FP8 (e4m3 with scales of blocks, rows or tensors) or MXFP4 (gpt-oss's experts)"
 )
 # The kv_cache_scheme that `everbatch quantize --kv` writes. It names the quantisation of kernels/common/kv_format.py.
 _KV_SCHEME = {"type": "int", "symmetric": False, "strategy": "token_head", "dynamic": True}
@@ -68,7 +68,14 @@ class Mxfp4Format:
     """Experts alone."""
 
 
-Format = Int8Format | Int4Format | AwqFormat | GptqFormat | QoqFormat | Mxfp4Format
+@dataclass(frozen=True)
+class Fp8Format:
+    """e4m3. `block`: rows and columns that share a scale; None = all columns of a row, or the whole weight."""
+
+    block: tuple[int, int] | None
+
+
+Format = Int8Format | Int4Format | AwqFormat | GptqFormat | QoqFormat | Mxfp4Format | Fp8Format
 
 
 def parse_quantisation(content: dict[str, Any]) -> tuple[Format | None, KvNumbers | None]:
@@ -170,12 +177,50 @@ def _qoq(section: dict[str, Any]) -> QoqFormat:
     return QoqFormat(config.group_size == QOQ_GROUP)
 
 
+class _Fp8(Struct):
+    fmt: str = "e4m3"
+    weight_block_size: list[int] | None = None
+    activation_scheme: str = "dynamic"
+
+
+def _fp8(section: dict[str, Any]) -> Fp8Format:
+    config = convert(section, _Fp8, FILE, "quantization_config")
+    wrong = {
+        f"fmt {config.fmt}": config.fmt not in ("e4m3", "float8_e4m3fn"),
+        f"weight_block_size {config.weight_block_size}": not _is_block(config.weight_block_size),
+    }
+    if reason := first_obstacle(wrong):
+        raise unsupported("fp8", reason)
+    return Fp8Format(_block(config.weight_block_size))
+
+
+def _is_block(sizes: list[int] | None) -> bool:
+    return sizes is None or (len(sizes) == 2 and all(0 < size <= MAX_GROUP for size in sizes))
+
+
+def _block(sizes: list[int] | None) -> tuple[int, int] | None:
+    return None if sizes is None else (sizes[0], sizes[1])
+
+
+class _ModelOpt(Struct):
+    quant_algo: str = "unknown"
+
+
+def _modelopt(section: dict[str, Any]) -> Fp8Format:
+    """NVIDIA's ModelOpt, whose other formats have 4 bits."""
+    config = convert(section, _ModelOpt, FILE, "quantization_config")
+    if config.quant_algo != "FP8":
+        raise unsupported("modelopt", config.quant_algo)
+    return Fp8Format(None)
+
+
 class _Scheme(Struct):
     num_bits: int = 8
     type: str = "int"
     symmetric: bool = True
     strategy: str | None = None
     group_size: int | None = None
+    block_structure: list[int] | None = None
     dynamic: bool | str = False
     actorder: bool | str | None = None
 
@@ -195,23 +240,48 @@ class _CompressedTensors(Struct):
     transform_config: dict[str, Any] | None = None
 
 
-def _compressed_tensors(section: dict[str, Any]) -> Int8Format | Int4Format:
+def _compressed_tensors(section: dict[str, Any]) -> Int8Format | Int4Format | Fp8Format:
     config = convert(section, _CompressedTensors, FILE, "quantization_config")
     if len(config.config_groups) != 1:
         raise unsupported(COMPRESSED, f"{len(config.config_groups)} config_groups")
     ((name, raw),) = config.config_groups.items()
     group = convert(raw, _Group, FILE, f"quantization_config.config_groups.{shown(name)}")
     format = group.format or config.format
-    if format not in ("int-quantized", "pack-quantized"):
+    if format not in ("int-quantized", "pack-quantized", _FLOATS):
         raise unsupported(COMPRESSED, f"format {format}")
     if group.weights is None:
         raise unsupported(COMPRESSED, "no weights")
+    if format == _FLOATS:
+        return _floats_of_8_bits(config, group, group.weights)
     if reason := _obstacle(config, group, group.weights, format):
         raise unsupported(COMPRESSED, reason)
     size = group.weights.group_size if group.weights.strategy == "group" else None
     if group.weights.num_bits == 4:
         return Int4Format(size, group.weights.symmetric)
     return Int8Format("w8a8" if group.input_activations else "int8", format == "pack-quantized", size)
+
+
+def _floats_of_8_bits(config: _CompressedTensors, group: _Group, weights: _Scheme) -> Fp8Format:
+    wrong = {
+        f"targets {group.targets}": group.targets != ["Linear"],
+        f"weights of {weights.num_bits} bits": weights.num_bits != 8,
+        f"weights of type {weights.type}": weights.type != "float",
+        f"weight strategy {weights.strategy}": weights.strategy not in ("tensor", "channel", "block"),
+        f"weight block_structure {weights.block_structure}": not _is_block(weights.block_structure),
+        **_extras(config, group),
+    }
+    if reason := first_obstacle(wrong):
+        raise unsupported(COMPRESSED, reason)
+    return Fp8Format(_block(weights.block_structure))
+
+
+def _extras(config: _CompressedTensors, group: _Group) -> dict[str, bool]:
+    """What a checkpoint may have besides quantised weights, with whether it has it."""
+    return {
+        "output_activations": group.output_activations is not None,
+        "sparsity_config": (config.sparsity_config or {}).get("format", "dense") != "dense",
+        "transform_config": bool((config.transform_config or {}).get("config_groups")),
+    }
 
 
 def _obstacle(config: _CompressedTensors, group: _Group, weights: _Scheme, format: str) -> str | None:
@@ -231,9 +301,7 @@ def _obstacle(config: _CompressedTensors, group: _Group, weights: _Scheme, forma
             is_4_bits and weights.strategy == "group" and not is_group_size_of_4_bits(weights.group_size)
         ),
         f"weight actorder {weights.actorder}": weights.actorder not in (None, False, "weight", "static"),
-        "output_activations": group.output_activations is not None,
-        "sparsity_config": (config.sparsity_config or {}).get("format", "dense") != "dense",
-        "transform_config": bool((config.transform_config or {}).get("config_groups")),
+        **_extras(config, group),
     }
     if activations is not None:
         wrong["activations of 8 bits with weights of 4"] = is_4_bits
@@ -250,6 +318,8 @@ def _obstacle(config: _CompressedTensors, group: _Group, weights: _Scheme, forma
 def _kv_dtype(method: str, scheme: object) -> KvNumbers | None:
     if not scheme:
         return None
+    if isinstance(scheme, dict) and scheme.get("type") == "float":  # FP8, in whose place KV has the type that is set
+        return None
     given = {key: value for key, value in scheme.items() if value is not None} if isinstance(scheme, dict) else {}
     bits = given.pop("num_bits", 0)
     dtype = _KV_DTYPES.get(bits) if type(bits) is int else None
@@ -258,11 +328,14 @@ def _kv_dtype(method: str, scheme: object) -> KvNumbers | None:
     return dtype
 
 
+_FLOATS = "float-quantized"
 _GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
 _PARSERS: dict[str, Callable[[dict[str, Any]], Format]] = {
     COMPRESSED: _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
     "qoq": _qoq,
+    "fp8": _fp8,
+    "modelopt": _modelopt,
     "mxfp4": lambda section: Mxfp4Format(),
 }
