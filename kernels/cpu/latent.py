@@ -26,7 +26,7 @@ class NativeLatent(NamedTuple):
     norm: Tensor  # [rank]
     eps: float
     queries: PackedLinear | None = None  # [heads * (plain + rotated), numbers that it reads]
-    query_norm: Tensor | None = None  # of these
+    query_norm: Tensor | None = None  # as many numbers
 
 
 def latent_struct(latent: NativeLatent) -> LatentStruct:
