@@ -23,6 +23,7 @@ from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, comple
 from gateway.conversations import add_conversation_routes
 from gateway.core import Gateway, Responding
 from gateway.errors import GatewayError, failed, unavailable
+from gateway.infill import add_infill_routes
 from gateway.interactive import add_interactive_routes
 from gateway.items import LISTED, items_of, listed
 from gateway.loads import add_load_routes
@@ -69,6 +70,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_response_routes(api, gateway)
     add_message_routes(api, gateway)
     add_vector_routes(api, gateway)
+    add_infill_routes(api, gateway)
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)
@@ -116,6 +118,8 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     async def completions(request: Request) -> Response:
         message, context = await gateway.read(CompletionRequest, request), visit_of(request.scope)
         places, count = gateway.places(message), message.n or 1
+        if message.suffix:
+            await gateway.check_fills(message.model, "suffix")
         jobs = gateway.jobs(await gateway.aside(context, translate.completions, message), context, message.model)
         tells_tier, tells_ids = message.service_tier is not None, bool(message.return_token_ids)
         head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, tells_tier, tells_ids)

@@ -45,6 +45,10 @@ from gateway.without_effect import IGNORED
 FACTS_TIMEOUT_S = 2.0
 MOST_NAMED = 20  # models that an error lists
 MOST_VIEWERS = 32  # streams of /everbatch/live at once
+NO_FIM = (
+    "{param} is not served by the model {model!r}: its tokenizer has no tokens for filling in the middle; send the prompt"
+    " alone, or name a model whose capabilities in /v1/models have fim, such as a Qwen2.5-Coder or a StarCoder2"
+)
 MARGIN_S = 10.0  # the link and the model give up first: they know the reason
 _log = logging.getLogger("everbatch.gateway")
 _Body = TypeVar("_Body", bound=Wire)
@@ -53,10 +57,13 @@ _Result = TypeVar("_Result")
 
 
 class Facts(NamedTuple):
-    """A model's facts, told by itself. `max_model_len`: tokens of prompt and answer together."""
+    """A model's facts, told by itself. `max_model_len`: tokens of prompt and answer together. `capabilities`: see
+    backend/serving/wires/capabilities.py.
+    """
 
     max_model_len: int | None
     takes_images: bool
+    capabilities: tuple[str, ...] = ()
 
 
 class Before(NamedTuple):
@@ -131,6 +138,13 @@ class Gateway:
         """The body of a request, for a model that is served here. Raises GatewayError."""
         message = await self.read_body(kind, request)
         self.check_model(message.model, visit_of(request.scope).client)
+        return message
+
+    async def read_for_any(self, kind: type[_Message], request: Request) -> _Message:
+        """As `read`, of a wire whose clients need not name a model: the first one that the key may use is theirs."""
+        message, client = await self.read_body(kind, request), visit_of(request.scope).client
+        message.model = message.model or next(iter(self.models(client)), "")
+        self.check_model(message.model, client)
         return message
 
     async def read_body(self, kind: type[_Body], request: Request) -> _Body:
@@ -254,7 +268,19 @@ class Gateway:
             length = facts.max_model_len
             card |= {"max_model_len": length, "max_input_tokens": length, "max_tokens": length}
             card["input_modalities"] = ["text", "image"] if facts.takes_images else ["text"]
+            card["capabilities"] = self.capabilities(served, facts)
         return card if name in served.names else card | {"parent": served.names[0]}
+
+    def capabilities(self, served: Served, facts: Facts) -> list[str]:
+        """Those that the model tells, and `reasoning` where the marks of its reasoning are known."""
+        marks = self._dialects[served.triton_model].marks
+        return [*facts.capabilities, *(["reasoning"] if marks is not None else [])]
+
+    async def check_fills(self, model: str, param: str) -> None:
+        """Raise GatewayError(400) for a model that is known not to fill in the middle. `param`: the field that asks for it."""
+        facts = await self.facts(self.served_as(model))
+        if facts is not None and "fim" not in facts.capabilities:
+            raise GatewayError(400, NO_FIM.format(param=param, model=model[:80]), param, "unsupported_parameter")
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], context: RequestContext, chunks: Chunks) -> None:
         """Send each token in the cheapest way: one event, one write. Clients that take each HTTP chunk for an event, as
@@ -314,7 +340,7 @@ class Gateway:
         try:
             async with asyncio.timeout(FACTS_TIMEOUT_S):
                 found = await self.tokens_of(job)
-                return Facts(found.max_model_len, found.takes_images)
+                return Facts(found.max_model_len, found.takes_images, tuple(found.capabilities))
         except (GatewayError, TimeoutError):
             return None
 

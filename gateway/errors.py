@@ -65,6 +65,7 @@ _SAME_NAME = (
 )
 _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "images": "messages",
+    "fill": "suffix",
     "prompt_token_ids": "prompt",
     "lora_name": "model",
     "prompt_adapter_name": "model",

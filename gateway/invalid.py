@@ -26,7 +26,6 @@ REFUSED = {
     "function_call": f'other than "none" or "auto" {_OLDER}',
     "modalities": f'other than ["text"] {_TEXT_ONLY}',
     "audio": _TEXT_ONLY,
-    "suffix": "is not served: nothing is filled in between two texts; send prompt alone",
     "prediction": _NOT_HERE,
     "web_search_options": _NOT_HERE,
     "return_hidden_states": "true is not served here; leave it out",

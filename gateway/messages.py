@@ -351,7 +351,7 @@ class CompletionRequest(Completing):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    suffix: None = None
+    suffix: Text | None = None  # the model fills in what stands between prompt and suffix
 
 
 class LoadAdapter(Wire):

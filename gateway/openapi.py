@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
+from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import EncodeRequest, InteractiveRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter, Wire
 from gateway.middleware import OPEN_TO_ALL
@@ -45,6 +46,7 @@ _REQUESTS: tuple[type[Wire], ...] = (
     DetokenizeRequest,
     InteractiveRequest,
     EncodeRequest,
+    InfillRequest,
 )
 _EVENT = {
     "type": "object",

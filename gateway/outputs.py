@@ -34,6 +34,7 @@ class ModelCard(BaseModel):
     max_input_tokens: int | None = None  # the same by Anthropic's names
     max_tokens: int | None = None
     input_modalities: list[Literal["text", "image"]] | None = None  # absent while the model cannot be asked
+    capabilities: list[str] | None = None  # completion, chat, tools, vision, fim, embedding, reasoning; absent as these
     parent: str | None = None  # the model that a LoRA adapter belongs to; None for a model
 
 

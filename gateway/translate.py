@@ -184,11 +184,25 @@ def replies_generated(message: Completing) -> int:
 
 def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
     prompt = message.prompt
+    if message.suffix:
+        return [{"fill": {"prefix": one, "suffix": message.suffix}} for one in _prefixes(message)]
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if isinstance(prompt[0], int):
         return [{"prompt_token_ids": prompt}]
     return [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompt]
+
+
+def _prefixes(message: CompletionRequest) -> list[str]:
+    """The prompts of a request that has a suffix. Raises GatewayError."""
+    if message.echo:
+        text = "echo and suffix exclude each other: the answer is what stands between prompt and suffix; leave one out"
+        raise GatewayError(400, text, "echo", "invalid_value")
+    prompts = [message.prompt] if isinstance(message.prompt, str) else message.prompt
+    if not all(isinstance(one, str) for one in prompts):
+        text = "suffix needs a prompt of text, not of token ids; send the text"
+        raise GatewayError(400, text, "prompt", "invalid_value")
+    return [one for one in prompts if isinstance(one, str)]
 
 
 def response(message: ResponseRequest, earlier: list[Item], items: list[Item], dialect: Dialect = DEFAULT) -> Asked:

@@ -73,6 +73,7 @@ class PromptReport(msgspec.Struct, gc=False):
     prompt_tokens: int
     cached_tokens: int
     token_ids: list[int] | None = None
+    files_left_out: int = 0  # of a request that fills in the middle, those that did not fit
 
 
 class Piece(msgspec.Struct):
@@ -88,6 +89,7 @@ class Piece(msgspec.Struct):
     prompt: PromptReport | None = None  # in the first piece, where it is asked for
     max_model_len: int | None = None  # in the answer to a request that only tokenises
     takes_images: bool = False  # there too: whether the model reads images (`images` of a request)
+    capabilities: list[str] = []  # there too: see backend/serving/wires/capabilities.py
     tokenizer: dict[str, str] | None = None  # there too, where it is asked for: special tokens and the chat template
     prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.errors import THREAD_NOT_FOUND, GatewayError
+from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import InteractiveRequest
 from gateway.messages import MOST_KEYS, ChatRequest, CompletionRequest, Wire
 from gateway.response_messages import ConversationItems, InputTokensRequest, NewConversation, ResponseRequest
@@ -42,6 +43,7 @@ class Key(NamedTuple):
 
 CHAT, TEXT, RESPONSE = (ChatRequest,), (CompletionRequest,), (ResponseRequest,)
 BOTH = (*CHAT, *TEXT)
+LLAMA = (*BOTH, InfillRequest)
 GENERATE = (*BOTH, *RESPONSE)
 RESPONSES = (*RESPONSE, InputTokensRequest)
 ANTHROPIC = (MessagesRequest, CountTokensRequest)
@@ -97,18 +99,23 @@ TABLE: tuple[Key, ...] = (
     *_keys("vLLM", WITH_CHATS, {"chat_template_content_format": str}),
     *_keys("vLLM and SGLang", (*GENERATE, InteractiveRequest), {"spaces_between_special_tokens": bool}),
     *_keys("SGLang", GENERATE, {"stream_reasoning": bool, "rid": str}),
-    *_keys("llama.cpp", BOTH, {"cache_prompt": bool, "id_slot": int, "n_keep": int, "n_cache_reuse": int}),
-    *_keys("llama.cpp", BOTH, {"timings_per_token": bool, "return_progress": bool, "return_tokens": bool}),
-    *_keys("llama.cpp", BOTH, {"typical_p": (1,), "typ_p": (1,), "tfs_z": (1,)}),
-    *_keys("llama.cpp", BOTH, {"dynatemp_range": (0,), "dynatemp_exponent": float}),
-    *_keys("llama.cpp", BOTH, {"xtc_probability": (0,), "xtc_threshold": float}),
-    *_keys("llama.cpp", BOTH, {"dry_multiplier": (0,), "dry_base": float, "dry_allowed_length": int}),
-    *_keys("llama.cpp", BOTH, {"dry_penalty_last_n": int, "dry_sequence_breakers": list}),
-    *_keys("llama.cpp", BOTH, {"mirostat": (0,), "mirostat_tau": float, "mirostat_eta": float}),
-    *_keys("llama.cpp", BOTH, {"repeat_penalty": (1,), "penalize_nl": (False,)}, _PENALTY),
-    *_keys("llama.cpp", BOTH, {"repeat_last_n": int, "min_keep": int}),
-    *_keys("llama.cpp", BOTH, {"n_probs": (0,), "post_sampling_probs": (False,)}, "use logprobs"),
-    *_keys("llama.cpp", BOTH, {"grammar": ("",), "json_schema": ({},)}, _GRAMMAR),
+    *_keys("llama.cpp", LLAMA, {"cache_prompt": bool, "id_slot": int, "n_keep": int, "n_cache_reuse": int}),
+    *_keys("llama.cpp", LLAMA, {"timings_per_token": bool, "return_progress": bool}),
+    *_keys("llama.cpp", LLAMA, {"typical_p": (1,), "typ_p": (1,), "tfs_z": (1,)}),
+    *_keys("llama.cpp", LLAMA, {"dynatemp_range": (0,), "dynatemp_exponent": float}),
+    *_keys("llama.cpp", LLAMA, {"xtc_probability": (0,), "xtc_threshold": float}),
+    *_keys("llama.cpp", LLAMA, {"dry_multiplier": (0,), "dry_base": float, "dry_allowed_length": int}),
+    *_keys("llama.cpp", LLAMA, {"dry_penalty_last_n": int, "dry_sequence_breakers": list}),
+    *_keys("llama.cpp", LLAMA, {"mirostat": (0,), "mirostat_tau": float, "mirostat_eta": float}),
+    *_keys("llama.cpp", LLAMA, {"repeat_penalty": (1,), "penalize_nl": (False,)}, _PENALTY),
+    *_keys("llama.cpp", LLAMA, {"repeat_last_n": int, "min_keep": int}),
+    *_keys("llama.cpp", LLAMA, {"n_probs": (0,), "post_sampling_probs": (False,)}, "use logprobs"),
+    *_keys("llama.cpp", LLAMA, {"grammar": ("",), "json_schema": ({},)}, _GRAMMAR),
+    *_keys("llama.cpp", BOTH, {"return_tokens": bool}),
+    *_keys("llama.cpp", (InfillRequest,), {"samplers": list, "n_indent": int}),
+    *_keys(
+        "llama.cpp", (InfillRequest,), {"t_max_prompt_ms": int, "t_max_predict_ms": int, "n_cmpl": (1,), "lora": ([],)}
+    ),
     *_keys("llama.cpp", CHAT, {"reasoning_format": ("auto", "deepseek")}, "use separate_reasoning"),
     *_keys("llama.cpp", CHAT, {"parse_tool_calls": (True,)}),
     *_keys("LM Studio", GENERATE, {"ttl": int, "draft_model": str}),

@@ -1,6 +1,7 @@
 """Model `everbatch`, this project's own wire: one JSON object in, JSON objects out. What the OpenAI gateway speaks.
 
-    request   STRING [1]   {"messages": [...]} or {"prompt": "..."} or {"prompt_token_ids": [...]}, and the fields of Generate
+    request   STRING [1]   {"messages": [...]} or {"prompt": "..."} or {"prompt_token_ids": [...]} or {"fill": {...}}, and the
+                           fields of Generate
     response  STRING [n]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a sequence has
                            `finish_reason`, `stop_reason` and `usage` besides, and the first one of a stream the `seed` where
                            the request has none and samples
@@ -39,8 +40,10 @@ from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext, required
 from backend.serving.intake.submit import check_resumed
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
+from backend.serving.wires.capabilities import capabilities_of
 from backend.serving.wires.choices import choices_output, chosen
 from backend.serving.wires.commands import is_command, is_look, read_command, read_look, read_metrics
+from backend.serving.wires.fill import Fill
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.generated import Choice, Generated, PromptReport, Usage
 from backend.serving.wires.image_files import place_images
@@ -74,15 +77,17 @@ TENSORS = ModelTensors(
     always="decoupled",
 )
 PROMPT_ADAPTERS = PromptAdapters()  # each stub reads its own
+_PROMPTS = ("messages", "prompt", "prompt_token_ids", "fill")
 MAX_ESCAPED = 6  # bytes of JSON for one character of text, at the most: \u0000
 
 
 class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The request. Exactly one of `messages`, `prompt` and `prompt_token_ids` is given."""
+    """The request. Exactly one of `messages`, `prompt`, `prompt_token_ids` and `fill` is given."""
 
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
+    fill: Fill | None = None  # the output is the text between two others
     stream: bool = False
     include_stop_in_output: bool = False
     echo: bool = False
@@ -116,6 +121,8 @@ class _Prompt(NamedTuple):
     text: str
     ids: list[int]
     images: tuple[ImageInput, ...] = ()
+    end_ids: tuple[int, ...] = ()  # tokens that end the output, besides those of every request
+    files_left_out: int = 0  # of `fill`
 
 
 def check(batch: Batch, context: ServingContext) -> None:
@@ -162,7 +169,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
             exclude_input_from_output=True,
             return_perf_metrics=True,
         ),
-        end_ids=asked.end_ids(context, tools.tokenizer),
+        end_ids=tuple(dict.fromkeys([*asked.end_ids(context, tools.tokenizer), *prompt.end_ids])),
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
         cache_salt=parameters.namespace,
@@ -222,6 +229,7 @@ def _tokenized(asked: Generate, prompt: _Prompt, context: ServingContext, tools:
         usage=Usage(len(prompt.ids), 0, 0),
         max_model_len=most_tokens(context),
         takes_images=context.model.image_token_id >= 0,
+        capabilities=capabilities_of(context.model, tools),
         tokenizer=_of_tokenizer(tools, context) if asked.tell_tokenizer else UNSET,
     )
     return [("response", text_array([msgspec.json.encode(reply)]))]
@@ -239,10 +247,12 @@ def _not_negative(max_tokens: int) -> int:
 
 
 def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> _Prompt:
-    given = [name for name in ("messages", "prompt", "prompt_token_ids") if getattr(asked, name) is not None]
+    given = [name for name in _PROMPTS if getattr(asked, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) if given else "none of them"
-        raise InvalidRequest(f"exactly one of messages, prompt and prompt_token_ids is expected, {found} is given")
+        raise InvalidRequest(f"exactly one of {', '.join(_PROMPTS)} is expected, {found} is given")
+    if asked.fill is not None:
+        return _read_fill(asked, asked.fill, context, tools)
     if asked.prompt_token_ids is not None:
         ids = asked.prompt_token_ids
         check_length(len(ids), context)  # first, because it costs nothing
@@ -269,6 +279,17 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         check_length(len(placed.ids), context)
         return _Prompt(text, placed.ids, placed.images)
     return _Prompt(text, ids)
+
+
+def _read_fill(asked: Generate, fill: Fill, context: ServingContext, tools: TextTools) -> _Prompt:
+    if asked.echo or asked.prompt_logprobs is not None:
+        name = "echo" if asked.echo else "prompt_logprobs"
+        raise InvalidRequest(f"{name} cannot be had with fill, whose prompt is no text of the client's; leave it out")
+    found = fill.filling(tools.fim, tools.tokenizer, asked.max_tokens, context)
+    check_length(len(found.ids), context)
+    return _Prompt(
+        "", found.ids, end_ids=() if asked.ignore_eos else found.end_ids, files_left_out=found.files_left_out
+    )
 
 
 def renderer(
@@ -300,7 +321,7 @@ def renderer(
         if delta.sequence in untold:
             untold.remove(delta.sequence)
             ids = prompt.ids if asked.tell_prompt == "token_ids" else UNSET
-            more["prompt"] = PromptReport(len(prompt.ids), cached, ids)
+            more["prompt"] = PromptReport(len(prompt.ids), cached, ids, prompt.files_left_out or UNSET)
         if delta.perf is not None and delta.perf.guide_notes and delta.num_tokens == len(delta.ids):  # the first one
             more["guide_notes"] = delta.perf.guide_notes
         if counters:

@@ -22,6 +22,7 @@ from backend.serving.served_model import AtOnce, not_at_once
 from backend.serving.tensors import ModelTensors
 from backend.serving.work import Work
 from backend.text.chat import ChatTemplate
+from backend.text.fim import FimWriter
 from backend.text.template import MakeRenderer, Renderer
 from backend.text.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class TextTools(NamedTuple):
     template: ChatTemplate
     pooling: Pooling = Pooling()
     images: ImageReader | None = None  # None: the model takes none
+    fim: FimWriter | None = None  # None: the tokenizer has no tokens for filling in the middle
 
     @classmethod
     def from_directory(cls, path: str, chat_template: str = "", make_renderer: MakeRenderer = Renderer) -> TextTools:
@@ -42,7 +44,7 @@ class TextTools(NamedTuple):
         """
         tokenizer = Tokenizer.from_directory(path)
         template = ChatTemplate.from_directory(path, tokenizer, chat_template, make_renderer)
-        return cls(tokenizer, template, read_pooling(Path(path)))
+        return cls(tokenizer, template, read_pooling(Path(path)), fim=FimWriter.of(tokenizer))
 
     def template_for(self, model: ModelInfo) -> ChatTemplate:
         """The chat template. Raises Unsupported for a model that generates nothing."""

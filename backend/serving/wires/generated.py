@@ -34,6 +34,7 @@ class PromptReport(Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     token_ids: list[int] | UnsetType = UNSET
+    files_left_out: int | UnsetType = UNSET  # of a `fill`, those that did not fit
 
 
 class Generated(Struct, frozen=True):
@@ -51,5 +52,6 @@ class Generated(Struct, frozen=True):
     seed: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
     takes_images: bool | UnsetType = UNSET
+    capabilities: list[str] | UnsetType = UNSET
     tokenizer: dict[str, str] | UnsetType = UNSET
     guide_notes: tuple[str, ...] | UnsetType = UNSET  # keywords of the guide that are not held
