@@ -272,7 +272,7 @@ class Gateway:
         return card if name in served.names else card | {"parent": served.names[0]}
 
     def capabilities(self, served: Served, facts: Facts) -> list[str]:
-        """Those that the model tells, and `reasoning` where the marks of its reasoning are known."""
+        """The capabilities that the model tells, and `reasoning` where the marks of its reasoning are known."""
         marks = self._dialects[served.triton_model].marks
         return [*facts.capabilities, *(["reasoning"] if marks is not None else [])]
 

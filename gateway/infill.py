@@ -75,7 +75,7 @@ class InfillWriter:
         return "".join(self._texts)
 
     def take(self, piece: Piece) -> dict[str, Any]:
-        """The event that tells of a piece."""
+        """Take in a piece. Returns an event about it."""
         self._watch.take(piece)
         self._texts.append(piece.text)
         self._tokens += piece.token_ids
@@ -108,7 +108,7 @@ class InfillWriter:
         return found if not fields else chosen(found, fields)
 
     def _settings(self) -> dict[str, Any]:
-        """Those that the request names, and the length of the context."""
+        """The settings that the request names, and the length of the context."""
         given = {name: value for name in _SETTINGS if (value := getattr(self._message, name)) is not None}
         return given if self._max_model_len is None else {"n_ctx": self._max_model_len, **given}
 

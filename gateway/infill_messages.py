@@ -61,7 +61,7 @@ class InfillBody(BaseModel):
     stop_type: Literal["eos", "word", "limit"]
     stopping_word: str
     has_new_line: bool
-    truncated: bool  # whether entries of input_extra were left out
+    truncated: bool  # entries of input_extra were left out
     tokens_cached: int  # tokens of prompt and answer, which are all cached now
     generation_settings: dict[str, Any]
     timings: Timings

@@ -73,7 +73,7 @@ class PromptReport(msgspec.Struct, gc=False):
     prompt_tokens: int
     cached_tokens: int
     token_ids: list[int] | None = None
-    files_left_out: int = 0  # of a request that fills in the middle, those that did not fit
+    files_left_out: int = 0  # files that did not fit into a prompt that fills in the middle
 
 
 class Piece(msgspec.Struct):

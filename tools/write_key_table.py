@@ -30,6 +30,7 @@ ROUTES: dict[str, str] = {
     "RerankRequest": "rerank",
     "TokenizeRequest": "tokenize",
     "InteractiveRequest": "interactive",
+    "InfillRequest": "infill",
     "NewConversation": "conversations",
     "ConversationItems": "",
 }

@@ -25,7 +25,7 @@ class FimForm(NamedTuple):
 
     `repository` stands in front of all files, `file` in front of the path of each; without the latter a file has `heading` in
     front, and is a part of the prefix. `path_in_prefix`: the path of the current file follows `prefix`. `ends`: tokens that end
-    the middle, besides the model's end tokens; those of them that a tokenizer lacks do no harm.
+    the middle, besides the model's end tokens and `tokens`; a tokenizer need not have them.
     """
 
     name: str
@@ -87,7 +87,9 @@ class FimWriter:
         self._marks = re.compile("|".join(map(re.escape, names)))
         first = tokenizer.encode("")
         self._begin = [first[0]] if first and first[0] == tokenizer.bos_id else []
-        pieces = [tokenizer.visible_token(token_id, False) for token_id in tokenizer.encode("x", add_special_tokens=False)]
+        pieces = [
+            tokenizer.visible_token(token_id, False) for token_id in tokenizer.encode("x", add_special_tokens=False)
+        ]
         self._adds_space = (pieces[:1] or [None])[0] in ("▁", "▁x")
 
     @classmethod

@@ -44,7 +44,7 @@ KEYS = {
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
     "prompt_adapter_name",
-    *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message"),
+    *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message", "fill"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters", "images"),
     *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt", "tell_tokenizer"),
 }
@@ -75,7 +75,8 @@ class Seen:
             content = self.body["messages"][-1]["content"] if self.body["messages"] else ""
             texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
             return str("".join(texts))
-        return str(self.body.get("prompt", self.body.get("embed", "")))
+        found = self.body.get("prompt", self.body.get("embed"))
+        return str(self.body["fill"]["prefix"] if found is None and "fill" in self.body else found or "")
 
     def end(self) -> None:
         self.ended_at = time.monotonic()
@@ -94,6 +95,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.early_stops = 0  # stops that find no request, as when they overtake it
         self.stops = 0  # commands that end a request
         self.losses = 0  # connections that break under "lose"
+        self.capabilities = ["completion", "chat", "tools", "fim"]  # that the model tells
         self.takes_images: bool | None = None  # what the model says of itself; None: nothing, as older ones
         self.live: dict[str, Any] | None = view()  # the answer to a look
         self.ready = True  # the server
@@ -231,10 +233,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         """The answer to a request that only tokenises; each image is a token."""
         tokenizer = {"tokenizer": TOKENIZER} if seen.body.get("tell_tokenizer") else {}
         seen.words[0] = 0
-        ids = seen.body.get("prompt_token_ids", [7, 8, 9])
-        ids = [*ids, *range(100, 100 + len(seen.body.get("images", [])))]
+        ids = [*seen.body.get("prompt_token_ids", [7, 8, 9]), *range(100, 100 + len(seen.body.get("images", [])))]
         text = "its text" if seen.body.get("echo") else ""
-        facts = {"max_model_len": 2048, **tokenizer}
+        facts = {"max_model_len": 2048, "capabilities": self.capabilities, **tokenizer}
         if self.takes_images is not None:
             facts["takes_images"] = self.takes_images
         return response(seen, [{**told(seen, [], "length"), "text": text, "token_ids": ids, **facts}])

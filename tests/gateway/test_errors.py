@@ -144,7 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias.x is 'x'; string should match"),
     ("chat/completions", {"logit_bias": {"1": 101}}, "logit_bias", "101; it should be at most 100"),
     ("chat/completions", {"stop": 5}, "stop", "stop is 5; it should be a text or a list"),
-    ("completions", {"suffix": "x"}, "suffix", "nothing is filled in between two texts; send prompt alone"),
+    ("completions", {"suffix": 5}, "suffix", "it should be a text"),
     ("completions", {"best_of": 129}, "best_of", "it should be at most 128"),
     (
         "completions",
@@ -282,6 +282,7 @@ def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
         },
         **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
         **{"images": "messages", "visible_tokens": None, "reasoning": None, "prompt_adapter_name": "model"},
+        "fill": "suffix",
     }
     # Of gateway/adapters.py and gateway/vectors.py, which calls texts as its clients do: no client sends them.
     # Nor are `resume` and `look` theirs: gateway/resuming.py and gateway/live.py send them.

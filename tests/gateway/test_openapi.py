@@ -45,6 +45,7 @@ OPERATIONS = [
     ("POST", "/v1/conversations"),
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/rerank"),
+    ("POST", "/infill"),
     ("POST", "/rerank"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),

@@ -15,6 +15,7 @@ from openai.types.responses import response_create_params
 
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.errors import GatewayError
+from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import InteractiveRequest
 from gateway.invalid import parse, refused_of
 from gateway.messages import ChatRequest, CompletionRequest, Wire
@@ -51,6 +52,7 @@ BODIES: dict[type[Wire], dict[str, Any]] = {
     RerankRequest: {"model": "m", "query": "q", "documents": ["d"]},
     TokenizeRequest: {"model": "m", "messages": WITH_IMAGE, "tools": [TOOL]},
     InteractiveRequest: {"prompt": WITH_IMAGE},
+    InfillRequest: {"input_prefix": "hi"},
     NewConversation: {"items": [{"role": "user", "content": [INPUT_IMAGE]}]},
     ConversationItems: {"items": [{"role": "user", "content": [INPUT_IMAGE]}]},
 }

@@ -316,7 +316,7 @@ def test_a_prompt_may_only_be_tokenised(tools: TextTools) -> None:
     usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "cached_tokens": 0}
     expected = {"text": "", "token_ids": ids, "finish_reason": "length", "stop_reason": None, "usage": usage}
     expected["max_model_len"] = 48
-    expected["takes_images"] = False
+    expected |= {"takes_images": False, "capabilities": ["completion", "chat", "tools"]}
     assert told(only.output) == expected
 
 

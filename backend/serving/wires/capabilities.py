@@ -7,7 +7,7 @@ from backend.serving.wires.front import TextTools
 
 
 def capabilities_of(model: ModelInfo, tools: TextTools) -> list[str]:
-    """Of `completion`, `chat`, `tools`, `vision`, `fim` and `embedding`."""
+    """Some of `completion`, `chat`, `tools`, `vision`, `fim` and `embedding`."""
     if not model.has_head:
         return ["embedding"]
     chats = tools.template.exists

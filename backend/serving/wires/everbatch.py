@@ -122,7 +122,7 @@ class _Prompt(NamedTuple):
     ids: list[int]
     images: tuple[ImageInput, ...] = ()
     end_ids: tuple[int, ...] = ()  # tokens that end the output, besides those of every request
-    files_left_out: int = 0  # of `fill`
+    files_left_out: int = 0  # from `fill`, for lack of room
 
 
 def check(batch: Batch, context: ServingContext) -> None:

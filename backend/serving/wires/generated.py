@@ -34,7 +34,7 @@ class PromptReport(Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     token_ids: list[int] | UnsetType = UNSET
-    files_left_out: int | UnsetType = UNSET  # of a `fill`, those that did not fit
+    files_left_out: int | UnsetType = UNSET  # files of `fill` that did not fit
 
 
 class Generated(Struct, frozen=True):
