@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -15,8 +16,21 @@ from gateway.request_context import RequestContext, visit_of
 
 LAST_WORD_TIMEOUT_S = 1.0
 BLOCK = 1 << 16  # bytes of a response that are written at once
-WAITING = b": waiting for the server\n\n"
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+
+
+class StreamForm(NamedTuple):
+    """The form of a stream: its type, and the piece of it that only says that the stream goes on; empty where there is none."""
+
+    media_type: bytes
+    waiting: bytes = b""
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"content-type", self.media_type), (b"cache-control", b"no-store")]
+
+
+EVENTS = StreamForm(b"text/event-stream; charset=utf-8", b": waiting for the server\n\n")
+LINES = StreamForm(b"application/x-ndjson")
 _JSON_HEADER = (b"content-type", b"application/json")
 
 
@@ -63,21 +77,21 @@ class Running:
 class Outlet:
     """The way to the client. A write waits until the client has read enough of what was written before."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, form: StreamForm = EVENTS) -> None:
+        self._send, self._form = send, form
         self.started = False
 
     async def event(self, data: bytes) -> None:
-        """Send complete server-sent events. The first one begins the response."""
+        """Send complete events or lines. The first one begins the response."""
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._form.headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def waiting(self) -> None:
         """Tell the client of a stream that has begun that it goes on: a comment, which readers of events leave out."""
-        if self.started:
-            await self.event(WAITING)
+        if self.started and self._form.waiting:
+            await self.event(self._form.waiting)
 
     async def end_of_events(self, data: bytes = b"") -> None:
         """Send the last events; there may be none."""
@@ -131,17 +145,23 @@ class Answer(Response):
     """
 
     def __init__(
-        self, work: Work, running: Running, choices: int, timeout_s: float, on_error: ErrorEvent = error_event
+        self,
+        work: Work,
+        running: Running,
+        choices: int,
+        timeout_s: float,
+        on_error: ErrorEvent = error_event,
+        form: StreamForm = EVENTS,
     ) -> None:
         super().__init__()
         self._work, self._running, self._choices, self._timeout_s = work, running, choices, timeout_s
-        self._on_error = on_error
+        self._on_error, self._form = on_error, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":  # The reply to HEAD has the headers of a stream; the model does no work.
-            await Outlet(send).end_of_events()
+            await Outlet(send, self._form).end_of_events()
             return
-        outlet, context = Outlet(send), visit_of(scope)
+        outlet, context = Outlet(send, self._form), visit_of(scope)
         self._running.enter(context.namespace, self._choices)
         context.at_end.callback(self._running.leave, context.namespace, self._choices)
         try:

@@ -30,6 +30,7 @@ from gateway.loads import add_load_routes
 from gateway.messages import ChatRequest, CompletionRequest
 from gateway.metrics import add_metrics_route
 from gateway.middleware import Middleware
+from gateway.ollama_routes import add_ollama_routes
 from gateway.openapi import answer_of, as_json, body_of, page
 from gateway.outputs import (
     ChatCompletion,
@@ -71,6 +72,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_message_routes(api, gateway)
     add_vector_routes(api, gateway)
     add_infill_routes(api, gateway)
+    add_ollama_routes(api, gateway)
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)

@@ -18,7 +18,7 @@ import msgspec
 from fastapi import Request
 
 from gateway import translate
-from gateway.answers import Answer, ErrorEvent, Outlet, Running, Work, error_event
+from gateway.answers import EVENTS, Answer, ErrorEvent, Outlet, Running, StreamForm, Work, error_event
 from gateway.bodies import LARGE_BODY
 from gateway.choices import pieces, whole
 from gateway.chunks import DONE, Chunks
@@ -253,8 +253,8 @@ class Gateway:
         """True if only a program of this machine can have sent the request."""
         return self._is_private and not context.is_forwarded
 
-    def answer(self, work: Work, places: int, on_error: ErrorEvent = error_event) -> Answer:
-        return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error)
+    def answer(self, work: Work, places: int, on_error: ErrorEvent = error_event, form: StreamForm = EVENTS) -> Answer:
+        return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error, form)
 
     async def card(self, name: str) -> dict[str, Any]:
         """The entry of /v1/models, for OpenAI's clients and for Anthropic's. `parent` of an adapter is the model that it belongs

@@ -29,6 +29,7 @@ from gateway.without_effect import IGNORED
 
 OPEN_TO_ALL = ("/", "/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
 MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
+OLLAMA = "/api/"  # where Ollama's begins
 ANTHROPIC_VERSION = "anthropic-version"
 MAX_HEADER = 2000  # bytes of a header with words of the client
 OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")  # headers by which a proxy is known
@@ -70,6 +71,7 @@ class Middleware:
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer what pages of other servers may not send, and pass on the rest."""
         context, headers = visit_of(scope), Headers(scope=scope)
+        context.is_ollama = scope["path"].startswith(OLLAMA)
         context.is_anthropic = scope["path"].startswith(MESSAGES) or ANTHROPIC_VERSION in headers
         try:
             self._wall.check(scope)

@@ -15,6 +15,7 @@ from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import EncodeRequest, InteractiveRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter, Wire
 from gateway.middleware import OPEN_TO_ALL
+from gateway.ollama_messages import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
 from gateway.outputs import ErrorBody
 from gateway.response_messages import (
     ConversationItems,
@@ -47,6 +48,11 @@ _REQUESTS: tuple[type[Wire], ...] = (
     InteractiveRequest,
     EncodeRequest,
     InfillRequest,
+    OllamaChat,
+    OllamaGenerate,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaShow,
 )
 _EVENT = {
     "type": "object",

@@ -22,6 +22,7 @@ class RequestContext:
 
     client: Client = EVERYBODY
     is_anthropic: bool = False  # the client speaks Anthropic's API
+    is_ollama: bool = False  # or Ollama's
     body: bytes = b""
     body_bytes: int = 0  # the length of the body, which is known when it is taken
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -44,6 +45,8 @@ class RequestContext:
 
     def refusal(self, error: GatewayError) -> tuple[int, dict[str, Any]]:
         """The status and the body of the answer to an error, in the shape of the API that the client speaks."""
+        if self.is_ollama:
+            return error.status, {"error": error.message}
         return anthropic_refusal(error, self.request_id) if self.is_anthropic else (error.status, error.body())
 
     def take_body(self) -> bytes:

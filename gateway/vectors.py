@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -73,6 +74,31 @@ def ranking_of(message: RerankRequest) -> list[Asked]:
     return [Asked({"rank": {"query": message.query, "document": text, **task}}, None) for text in texts]
 
 
+class Vectors(NamedTuple):
+    """How the vectors of some texts are had: `make` asks the model, within so many `places`."""
+
+    make: Callable[[], Awaitable[list[Piece]]]
+    places: int
+
+
+def vectors_of(
+    gateway: Gateway,
+    context: RequestContext,
+    model: str,
+    field: str,
+    texts: list[str],
+    dimensions: int | None = None,
+    is_list: bool = True,
+) -> Vectors:
+    """`field`: holds the texts, or the text, in the client's request. Raises GatewayError."""
+    _check_count(field, texts)
+    more = {} if dimensions is None else {"dimensions": dimensions}
+    asked = [Asked({"embed": text, **more}, None) for text in texts]
+    named, places = _Field("embed", field, is_list), _places(gateway, asked)
+    jobs = gateway.jobs(asked, context, model)
+    return Vectors(lambda: each_last(gateway.link, jobs, context, max(1, places), named.named), places)
+
+
 def _check_count(name: str, entries: list[Any]) -> None:
     if len(entries) > MOST_INPUTS:
         text = f"{name} has {len(entries)} entries, the limit is {MOST_INPUTS}; send them in several requests"
@@ -114,7 +140,7 @@ async def embeddings_body(message: EmbeddingRequest, pieces: list[Piece], turns:
     for index, piece in enumerate(pieces):
         if index % SLICE == SLICE - 1:
             await turns.next()
-        vector = _numbers(piece.embedding) if message.encoding_format != "base64" else _in_base64(piece.embedding)
+        vector = numbers_of(piece.embedding) if message.encoding_format != "base64" else _in_base64(piece.embedding)
         entry = {"object": "embedding", "index": index, "embedding": vector}
         parts.append((b"," if index else b"") + msgspec.json.encode(entry))
     end = {"model": message.model, "usage": _usage(pieces)}
@@ -132,7 +158,7 @@ def ranking_body(message: RerankRequest, pieces: list[Piece], name: str) -> dict
     return {"id": name, "model": message.model, "results": results, "usage": _usage(pieces)}
 
 
-def _numbers(data: bytes) -> list[float]:
+def numbers_of(data: bytes) -> list[float]:
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 

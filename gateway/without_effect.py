@@ -17,6 +17,7 @@ from gateway.errors import THREAD_NOT_FOUND, GatewayError
 from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import InteractiveRequest
 from gateway.messages import MOST_KEYS, ChatRequest, CompletionRequest, Wire
+from gateway.ollama_messages import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 from gateway.response_messages import ConversationItems, InputTokensRequest, NewConversation, ResponseRequest
 from gateway.token_messages import TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
@@ -49,6 +50,10 @@ RESPONSES = (*RESPONSE, InputTokensRequest)
 ANTHROPIC = (MessagesRequest, CountTokensRequest)
 VECTORS = (EmbeddingRequest, RerankRequest)
 WITH_CHATS = (*CHAT, TokenizeRequest)
+OLLAMA_TEXT = (OllamaChat, OllamaGenerate)
+OLLAMA = (*OLLAMA_TEXT, OllamaEmbed, OllamaEmbeddings)
+_RUNNER_NUMBERS = "num_ctx num_batch num_keep num_gpu main_gpu num_thread repeat_last_n draft_num_predict"
+_RUNNER_SWITCHES = "numa low_vram f16_kv logits_all vocab_only use_mmap use_mlock embedding_only"
 _LEAVE_OUT = "leave it out"
 _PENALTY = "use repetition_penalty"
 _GRAMMAR = "use structured_outputs or response_format"
@@ -126,6 +131,14 @@ TABLE: tuple[Key, ...] = (
         {"options": ({},)},
         "send temperature, seed and others by themselves",
     ),
+    *_keys("Ollama", OLLAMA, {"keep_alive": object}),
+    *_keys("Ollama", OLLAMA, {"truncate": bool}),
+    *_keys("Ollama", OLLAMA_TEXT, {"shift": bool}),
+    *_keys("Ollama", OLLAMA, dict.fromkeys(_RUNNER_NUMBERS.split(), int), place="options"),
+    *_keys("Ollama", OLLAMA, dict.fromkeys(_RUNNER_SWITCHES.split(), bool), place="options"),
+    *_keys("Ollama", OLLAMA, {"mirostat": (0,), "mirostat_tau": float, "mirostat_eta": float}, place="options"),
+    *_keys("Ollama", OLLAMA, {"tfs_z": (1,), "typical_p": (1,)}, place="options"),
+    *_keys("Ollama", OLLAMA, {"penalize_newline": bool}, place="options"),
     *_keys("OpenRouter", CHAT, {"provider": dict, "transforms": ([],), "usage": dict}),
     *_keys("LiteLLM, Aider, Cline", WITH_CHATS, {"cache_control": dict}, place="messages"),
     *_keys("LiteLLM, Aider, Cline", WITH_CHATS, {"cache_control": dict}, place="messages.content"),
