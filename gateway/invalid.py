@@ -44,6 +44,10 @@ _NO_TEMPLATE = "is told to a chat template, which this endpoint does not use; us
 _REFUSED_OF = {
     "session_id": dict.fromkeys(("image_url", "mm_processor_kwargs"), _TEXT_ONLY),
     "do_preprocess": {"add_bos": "false is not how the model reads a text; leave it out"},
+    "raw": {
+        "template": "is not taken from requests: the server has the model's; it is started with --chat-template FILE for another",
+        "context": "is not served: send the whole conversation to /api/chat, whose beginning is found in the cache",
+    },
     "system": {"container": _NOT_HERE, "mcp_servers": "is not served here; the client calls tools itself"},
     "messages": {**_TEXT, **_KWARGS, "reasoning": "belongs to /v1/responses; use reasoning_effort"},
     "suffix": {**_TEXT, **_KWARGS, **_TOOLS, **dict.fromkeys(("reasoning", "reasoning_effort"), _NO_TEMPLATE)},

@@ -55,7 +55,7 @@ class OllamaShowBody(BaseModel):
 
 
 class _Generated(BaseModel):
-    """Of a stream each line; times and `done_reason` are in the last one. Times are in nanoseconds."""
+    """A whole answer, or a line of a stream; times, in nanoseconds, and `done_reason` are in the last line."""
 
     model: str
     created_at: str

@@ -75,7 +75,7 @@ def _add_generating(api: FastAPI, gateway: Gateway) -> None:
     @api.post(
         "/api/chat",
         openapi_extra=body_of(OllamaChat),
-        responses=answer_of(OllamaChatBody, errors=OllamaErrorBody),
+        responses=answer_of(OllamaChatBody, errors=OllamaErrorBody, lines=True),
     )
     async def ollama_chat(request: Request) -> Response:
         message, context = await _read(gateway, OllamaChat, request), visit_of(request.scope)
@@ -89,7 +89,7 @@ def _add_generating(api: FastAPI, gateway: Gateway) -> None:
     @api.post(
         "/api/generate",
         openapi_extra=body_of(OllamaGenerate),
-        responses=answer_of(OllamaGenerateBody, errors=OllamaErrorBody),
+        responses=answer_of(OllamaGenerateBody, errors=OllamaErrorBody, lines=True),
     )
     async def ollama_generate(request: Request) -> Response:
         message, context = await _read(gateway, OllamaGenerate, request), visit_of(request.scope)

@@ -115,7 +115,7 @@ def _thinking(message: OllamaRequest, dialect: Dialect) -> dict[str, Any]:
 
 
 def turns_of(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """The turns of a chat. Calls without an id get one, so that the results that follow can be told apart."""
+    """The turns of a chat. Calls without an id get one, by which the results behind them name them."""
     waiting: deque[tuple[str, str]] = deque()  # (id, name) of the calls that nothing has answered yet
     turns = []
     for index, message in enumerate(messages):
@@ -142,7 +142,7 @@ def turns_of(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _answered(message: OllamaMessage, waiting: deque[tuple[str, str]]) -> dict[str, str]:
-    """The call that a result belongs to, by its id and its name; it is taken out of those that wait."""
+    """Id and name of the call that a result belongs to, which waits no longer."""
     name, call_id = message.tool_name, message.tool_call_id
     fits = (one for one in waiting if call_id in (None, one[0]) and name in (None, one[1]))
     if (found := next(fits, None)) is not None:

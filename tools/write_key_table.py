@@ -31,6 +31,10 @@ ROUTES: dict[str, str] = {
     "TokenizeRequest": "tokenize",
     "InteractiveRequest": "interactive",
     "InfillRequest": "infill",
+    "OllamaChat": "Ollama's",
+    "OllamaGenerate": "",
+    "OllamaEmbed": "",
+    "OllamaEmbeddings": "",
     "NewConversation": "conversations",
     "ConversationItems": "",
 }

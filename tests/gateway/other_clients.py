@@ -170,9 +170,55 @@ def _form() -> Any:
     return Person
 
 
+def ollama(url: str) -> None:
+    from ollama import Client, ResponseError
+
+    client, say = Client(url), lambda text: [{"role": "user", "content": text}]
+    assert [model.model for model in client.list().models] == ["everbatch"] == [one.name for one in client.ps().models]
+    assert client.show("everbatch").capabilities == ["completion", "tools", "insert"]
+    answer = client.chat("everbatch:latest", say("hi"), options={"temperature": 0, "num_ctx": 4096}, keep_alive="5m")
+    assert answer.message.content == HELLO and answer.eval_count == 4 and answer.done_reason == "stop"
+    assert "".join(part.message.content or "" for part in client.chat("everbatch", say("hi"), stream=True)) == HELLO
+
+    def look(place: str) -> str:
+        """Look somewhere.
+
+        Args:
+          place: where
+        """
+        return place
+
+    called = client.chat("everbatch", say(f"say {CALL}"), tools=[look]).message
+    assert called.tool_calls is not None and called.tool_calls[0].function.arguments == {"place": "here"}
+    result = {"role": "tool", "tool_name": "look", "content": "nothing"}
+    assert client.chat("everbatch", [*say("a"), called, result], tools=[look]).message.content == HELLO
+    assert client.chat("everbatch", say(f"say {FORM}"), format=_form().model_json_schema()).message.content == FORM
+    assert client.generate("everbatch", "a", suffix="b").response == HELLO
+    assert client.embed("everbatch", ["a", "bc"]).embeddings[1][0] == 2
+    try:
+        client.pull("llama3")
+    except ResponseError as error:
+        assert error.status_code == 400 and "are not pulled here" in error.error
+    else:
+        raise AssertionError("a pull is refused")
+
+
+def langchain_ollama(url: str) -> None:
+    from langchain_ollama import ChatOllama, OllamaEmbeddings
+
+    model = ChatOllama(base_url=url, model="everbatch", num_ctx=4096, validate_model_on_init=True)
+    answer = model.invoke("Say hello.")
+    assert answer.text == HELLO and answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] == 4
+    assert model.with_structured_output(_form(), method="json_schema").invoke(f"say {FORM}").age == 5
+    assert OllamaEmbeddings(base_url=url, model="everbatch").embed_query("abc")[0] == 3
+
+
 CLIENTS = {
     function.__name__: function
-    for function in (langchain_openai, langchain_anthropic, llama_index, litellm, instructor, pydantic_ai)
+    for function in (
+        *(langchain_openai, langchain_anthropic, llama_index, litellm, instructor, pydantic_ai),
+        *(ollama, langchain_ollama),
+    )
 }
 
 if __name__ == "__main__":

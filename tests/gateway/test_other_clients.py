@@ -1,4 +1,4 @@
-"""Clients of other projects, unmodified: LangChain, LlamaIndex, LiteLLM, instructor and Pydantic AI.
+"""Clients of other projects, unmodified: LangChain, LlamaIndex, LiteLLM, instructor, Pydantic AI and Ollama.
 
 They want other versions of libraries than this project does, so they have a Python of their own. The variable EVERBATCH_CLIENTS
 names it: `python3 -m venv V && V/bin/pip install -r requirements/clients.txt`, then EVERBATCH_CLIENTS=V.
@@ -19,7 +19,7 @@ PYTHON = Path(os.environ.get("EVERBATCH_CLIENTS", "nowhere")) / "bin/python"
 SCRIPT = Path(__file__).with_name("other_clients.py")
 pytestmark = [
     pytest.mark.feature("W-11"),
-    pytest.mark.slow("imports the libraries of six projects"),
+    pytest.mark.slow("imports the libraries of eight projects"),
     pytest.mark.skipif(
         not PYTHON.exists(),
         reason="none of these clients here: see the first lines of tests/gateway/test_other_clients.py",

@@ -19,6 +19,7 @@ from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import InteractiveRequest
 from gateway.invalid import parse, refused_of
 from gateway.messages import ChatRequest, CompletionRequest, Wire
+from gateway.ollama_messages import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 from gateway.response_messages import ConversationItems, InputTokensRequest, NewConversation, ResponseRequest
 from gateway.token_messages import TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
@@ -53,6 +54,10 @@ BODIES: dict[type[Wire], dict[str, Any]] = {
     TokenizeRequest: {"model": "m", "messages": WITH_IMAGE, "tools": [TOOL]},
     InteractiveRequest: {"prompt": WITH_IMAGE},
     InfillRequest: {"input_prefix": "hi"},
+    OllamaChat: {"model": "m", "messages": [], "options": {}},
+    OllamaGenerate: {"model": "m", "options": {}},
+    OllamaEmbed: {"model": "m", "input": "hi", "options": {}},
+    OllamaEmbeddings: {"model": "m", "prompt": "hi", "options": {}},
     NewConversation: {"items": [{"role": "user", "content": [INPUT_IMAGE]}]},
     ConversationItems: {"items": [{"role": "user", "content": [INPUT_IMAGE]}]},
 }
