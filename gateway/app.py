@@ -27,7 +27,7 @@ from gateway.infill import add_infill_routes
 from gateway.interactive import add_interactive_routes
 from gateway.items import LISTED, items_of, listed
 from gateway.loads import add_load_routes
-from gateway.messages import ChatRequest, CompletionRequest
+from gateway.messages import ChatRequest, Completing, CompletionRequest
 from gateway.metrics import add_metrics_route
 from gateway.middleware import Middleware
 from gateway.ollama_routes import add_ollama_routes
@@ -45,6 +45,7 @@ from gateway.outputs import (
 )
 from gateway.page_routes import add_page_routes
 from gateway.parts import PlainReader
+from gateway.props import add_props_routes
 from gateway.request_context import visit_of
 from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
@@ -73,6 +74,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_vector_routes(api, gateway)
     add_infill_routes(api, gateway)
     add_ollama_routes(api, gateway)
+    add_props_routes(api, gateway)
     add_conversation_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)
@@ -101,7 +103,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         jobs = gateway.jobs([asked], context, message.model)
         name, count = f"chatcmpl-{context.request_id}", message.n or 1
         kind = "chat.completion.chunk" if message.stream else "chat.completion"
-        head = Head(name, kind, message.model, message.service_tier is not None, bool(message.return_token_ids))
+        head = Head(name, kind, message.model, message.service_tier is not None, *told_of(message))
         readers = [dialect.reader(message) or PlainReader() for _ in range(count)]
 
         async def work(out: Outlet) -> None:
@@ -123,8 +125,8 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
         if message.suffix:
             await gateway.check_fills(message.model, "suffix")
         jobs = gateway.jobs(await gateway.aside(context, translate.completions, message), context, message.model)
-        tells_tier, tells_ids = message.service_tier is not None, bool(message.return_token_ids)
-        head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, tells_tier, tells_ids)
+        tells_tier = message.service_tier is not None
+        head = Head(f"cmpl-{context.request_id}", "text_completion", message.model, tells_tier, *told_of(message))
 
         async def work(out: Outlet) -> None:
             if message.stream:
@@ -135,6 +137,11 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
                 await out.json(await completion_body(head, replies, gateway.turns, count))
 
         return gateway.answer(work, places)
+
+
+def told_of(message: Completing) -> tuple[bool, bool]:
+    """Whether the answer has the ids of its tokens, and the log-probabilities of the prompt's."""
+    return bool(message.return_token_ids), message.prompt_logprobs is not None
 
 
 def add_response_routes(api: FastAPI, gateway: Gateway) -> None:

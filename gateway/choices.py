@@ -31,6 +31,7 @@ async def pieces(
     async with aclosing(source):
         async for index, piece in source:
             context.count(piece)
+            piece.echoes = bool(jobs[index].request.get("echo"))
             choice = index * jobs[0].choices + piece.index
             if piece.logprobs is not None:
                 is_last, ended_by_last = piece.finish_reason is not None, _ended_by_last(jobs[index], piece)
@@ -96,6 +97,7 @@ class Reply:
         self.usage = Usage()
         self.token_ids: list[int] = []
         self.prompt_token_ids: list[int] | None = None  # where they are asked for
+        self.prompt_logprobs: list[msgspec.Raw] | None = None  # likewise
 
     @property
     def text(self) -> str:
@@ -107,6 +109,7 @@ class Reply:
             self.logprobs = self.logprobs or []
             self.logprobs.extend(logprobs)
         self.token_ids += piece.token_ids
+        self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
         if piece.prompt is not None:
             self.prompt_token_ids = piece.prompt.token_ids
         self.finish_reason = piece.finish_reason

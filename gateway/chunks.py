@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.choices import Reply, total_usage
-from gateway.logprobs import SLICE, TextColumns, chat_columns, columns_of, encoded
+from gateway.logprobs import SLICE, TextColumns, chat_columns, columns_of, encoded, prompt_scores
 from gateway.messages import StreamOptions
 from gateway.parts import Call, PartReader, Reasoning, whole_answer
 from gateway.triton_client import Piece, Usage
@@ -32,6 +32,7 @@ class Head:
     model: str
     tells_tier: bool = False  # the answer names the tier: the client had asked for one
     tells_ids: bool = False  # the answer has the ids of its tokens and of the prompt's
+    scores_prompt: bool = False  # the answer has the log-probabilities of the prompt's tokens
     created: int = field(default_factory=lambda: int(time.time()))
 
     def values(self) -> dict[str, Any]:
@@ -55,8 +56,16 @@ async def chat_body(head: Head, replies: list[Reply], turns: Turns, readers: Seq
         logprobs = await chat_logprobs(reply.logprobs, turns)
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         choices.append(encode(choice | ({"token_ids": reply.token_ids} if head.tells_ids else {})))
-    prompt = {"prompt_token_ids": replies[0].prompt_token_ids} if head.tells_ids else {}
+    prompt: dict[str, Any] = {"prompt_token_ids": replies[0].prompt_token_ids} if head.tells_ids else {}
+    prompt |= await _of_prompt(head, replies[0], turns)
     return _body(head, choices, total_usage(usages_of(replies), len(replies)), prompt)
+
+
+async def _of_prompt(head: Head, reply: Reply, turns: Turns) -> dict[str, Any]:
+    """The log-probabilities of the prompt's tokens, where the answer tells them."""
+    if not head.scores_prompt or reply.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": await prompt_scores(reply.prompt_logprobs, turns)}
 
 
 def _reasoned(text: str) -> dict[str, str]:
@@ -71,7 +80,8 @@ async def completion_body(head: Head, replies: list[Reply], turns: Turns, choice
         logprobs = None if reply.logprobs is None else await encoded(reply.logprobs, TextColumns(), turns)
         choice = {"index": index, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish_reason}
         ids = {"token_ids": reply.token_ids, "prompt_token_ids": reply.prompt_token_ids}
-        choices.append(encode(choice | (ids if head.tells_ids else {})))
+        choice |= (ids if head.tells_ids else {}) | await _of_prompt(head, reply, turns)
+        choices.append(encode(choice))
     return _body(head, choices, total_usage(usages_of(replies), choices_per_prompt))
 
 

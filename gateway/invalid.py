@@ -32,7 +32,6 @@ REFUSED = {
     "no_stop_trim": "true is not served by this name; use include_stop_str_in_output",
     "background": "true is not served here; leave it out",
     "truncation": 'other than "disabled" is not served here; send less input',
-    "prompt_logprobs": _NOT_HERE,
 }
 _IN_CHATS = "is not served by this endpoint; use chat completions"
 _TOOLS = {"tools": _IN_CHATS, "tool_choice": f'other than "none" or "auto" {_IN_CHATS}'}
@@ -53,6 +52,7 @@ _REFUSED_OF = {
     "suffix": {**_TEXT, **_KWARGS, **_TOOLS, **dict.fromkeys(("reasoning", "reasoning_effort"), _NO_TEMPLATE)},
     "previous_response_id": {
         "reasoning_effort": "belongs to chat completions; use reasoning.effort",
+        "prompt_logprobs": "belongs to chat completions; use that endpoint",
         **dict.fromkeys(("response_format", "structured_outputs", *OLDER_FORMS), _FORMAT),
     },
 }

@@ -11,6 +11,7 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 import msgspec
 
@@ -81,11 +82,19 @@ class LiveFeed:
             self._renewed.notify_all()
 
 
-async def _look(ask: Ask) -> bytes:
-    """A LiveView as JSON. Raises GatewayError."""
+async def look_at(link: TritonLink, triton_model: str) -> dict[str, Any]:
+    """A LiveView of one model's engine, by names. Raises GatewayError."""
+    async with link.asking() as ask:
+        view: dict[str, Any] = msgspec.json.decode(await _look(ask, triton_model))
+    return view
+
+
+async def _look(ask: Ask, triton_model: str = "") -> bytes:
+    """A LiveView as JSON; the first model's where none is named. Raises GatewayError."""
+    job = Job({"look": True}, f"{secrets.token_hex(12)}-0", "", triton_model=triton_model)
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
-            view = bytes((await ask(Job({"look": True}, f"{secrets.token_hex(12)}-0", ""))).live)
+            view = bytes((await ask(job)).live)
     except TimeoutError:
         raise unavailable(f"the engine has not answered for {LOOK_TIMEOUT_S:g} s") from None
     except msgspec.MsgspecError:  # The viewers hear of it; the next view may be whole.

@@ -149,3 +149,35 @@ async def encoded(
         for name, values in columns_of(tokens[start : start + SLICE], columns).items():
             parts[name].append(msgspec.json.encode(values)[1:-1])
     return {name: msgspec.Raw(b"[" + b",".join(slices) + b"]") for name, slices in parts.items()}
+
+
+class _PromptToken(msgspec.Struct, gc=False):
+    token_id: int
+    token: str
+    logprob: float | None  # None: the first token, which follows nothing
+    bytes: list[int] = []
+    top: list[_PromptToken] = []
+
+
+_prompt_decoder = msgspec.json.Decoder(_PromptToken)
+
+
+async def prompt_scores(tokens: list[msgspec.Raw], turns: Turns) -> msgspec.Raw:
+    """The JSON of vLLM's `prompt_logprobs`: for each token of the prompt its log-probability and those of the likeliest in its
+    place, by ids; null for the first token. `rank` is null for a token that is none of the likeliest.
+    """
+    slices = []
+    for start in range(0, len(tokens), SLICE):
+        await turns.next()
+        part = [_scores(_prompt_decoder.decode(token)) for token in tokens[start : start + SLICE]]
+        slices.append(msgspec.json.encode(part)[1:-1])
+    return msgspec.Raw(b"[" + b",".join(slices) + b"]")
+
+
+def _scores(token: _PromptToken) -> dict[str, Any] | None:
+    if token.logprob is None:
+        return None
+    found = {str(token.token_id): {"logprob": token.logprob, "rank": None, "decoded_token": token.token}}
+    for rank, one in enumerate(token.top, 1):
+        found[str(one.token_id)] = {"logprob": one.logprob, "rank": rank, "decoded_token": one.token}
+    return found

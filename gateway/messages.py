@@ -168,6 +168,7 @@ class Completing(Sampling):
     min_new_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # LMDeploy's name of min_tokens
     kwargs: Empty | None = None  # LMDeploy's client sends it with every request
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # vLLM's: so many at each token of the prompt
     return_token_ids: bool | None = None  # vLLM's: the answer has the ids of its tokens, and of the prompt's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's

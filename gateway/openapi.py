@@ -79,8 +79,8 @@ def errors_of(kind: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, An
 def answer_of(
     kind: type[BaseModel], streamed: bool = False, errors: type[BaseModel] = ErrorBody, lines: bool = False
 ) -> dict[int | str, dict[str, Any]]:
-    """For `responses` of a route that answers with `kind`, or with events (`streamed`) or lines of JSON that tell how it grows, or
-    with `errors`.
+    """For `responses` of a route that answers with `kind`, or with events (`streamed`) or lines of JSON that tell how it grows,
+    or with `errors`.
     """
     content: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}} if streamed else {}
     content |= {"application/x-ndjson": {"schema": {"type": "string"}}} if lines else {}

@@ -118,6 +118,7 @@ class ChatCompletion(BaseModel):
     model: str
     service_tier: Literal["default"] = "default"  # told where one was asked for
     prompt_token_ids: list[int] = []
+    prompt_logprobs: list[dict[str, PromptToken] | None] = []  # where it is asked for
     choices: list[ChatChoice]
     usage: UsageBody
 
@@ -129,6 +130,12 @@ class CompletionLogProbs(BaseModel):
     text_offset: list[int]
 
 
+class PromptToken(BaseModel):
+    logprob: float
+    rank: int | None  # among the likeliest, from 1; null for a token that is none of them
+    decoded_token: str
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
@@ -136,6 +143,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] = []  # where return_token_ids asks for it, as the next
     prompt_token_ids: list[int] = []
+    prompt_logprobs: list[dict[str, PromptToken] | None] = []  # where it is asked for
 
 
 class Completion(BaseModel):

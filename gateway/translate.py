@@ -52,7 +52,18 @@ def chat(message: ChatRequest, dialect: Dialect = DEFAULT) -> Asked:
     form = form_of_answer(message, dialect.tools)
     if message.logprobs:
         request["logprobs"] = message.top_logprobs or 0
-    return _asked(request, form)
+    return _asked(request | _prompt_scores(message), form)
+
+
+def _prompt_scores(message: Completing) -> dict[str, Any]:
+    """The request for the log-probabilities of the prompt's tokens. Raises GatewayError for what cannot be had with them."""
+    if message.prompt_logprobs is None:
+        return {}
+    other = next((name for name in ("stream", "echo", "suffix") if getattr(message, name, None)), None)
+    if other is not None:
+        text = f"prompt_logprobs cannot be had with {other}; leave one out"
+        raise GatewayError(400, text, "prompt_logprobs", "invalid_value")
+    return {"prompt_logprobs": message.prompt_logprobs}
 
 
 def conversation(message: ChatRequest) -> dict[str, Any]:
@@ -142,6 +153,7 @@ def completions(message: CompletionRequest) -> list[Asked]:
         common["echo"] = True
         if message.logprobs is not None:
             common["prompt_logprobs"] = message.logprobs
+    common |= _prompt_scores(message)
     form = asked_form(message)
     return [_asked({**prompt, **common}, form) for prompt in _prompts(message)]
 

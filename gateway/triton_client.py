@@ -91,7 +91,8 @@ class Piece(msgspec.Struct):
     takes_images: bool = False  # there too: whether the model reads images (`images` of a request)
     capabilities: list[str] = []  # there too: see backend/serving/wires/capabilities.py
     tokenizer: dict[str, str] | None = None  # there too, where it is asked for: special tokens and the chat template
-    prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, if the prompt is echoed
+    prompt_logprobs: list[msgspec.Raw] | None = None  # in the first piece, where it is asked for
+    echoes: bool = True  # the text has the prompt in front, so that its tokens are those of the text, too
     embedding: bytes = b""  # little-endian float32, in the answer to a text to embed
     seed: int | None = None  # in the first piece of a stream that samples, where the request names none
     score: float = 0.0  # how relevant a document is to a query, 0 to 1
@@ -105,7 +106,9 @@ class Piece(msgspec.Struct):
     @property
     def shown_logprobs(self) -> list[msgspec.Raw] | None:
         """Log-probabilities of all tokens of the text."""
-        return self.logprobs if self.prompt_logprobs is None else self.prompt_logprobs + (self.logprobs or [])
+        if self.prompt_logprobs is None or not self.echoes:
+            return self.logprobs
+        return self.prompt_logprobs + (self.logprobs or [])
 
 
 _decoder = msgspec.json.Decoder(Piece)

@@ -46,6 +46,8 @@ OPERATIONS = [
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/rerank"),
     ("POST", "/infill"),
+    ("GET", "/props"),
+    ("GET", "/slots"),
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),
     ("POST", "/api/embed"),
