@@ -14,9 +14,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from backend.api.errors import InvalidRequest
 from backend.text.tokenizer import Tokenizer
 
 REPOSITORY, CURRENT_FILE = "myproject\n", "filename\n"
+MAX_MARKS = 1000  # names of special tokens in one text: each takes a call of the tokenizer
 _ANCHOR = "☺"  # as mistral-common has it: no token begins with it and holds more
 
 
@@ -101,7 +103,7 @@ class FimWriter:
 
     def written(self, gap: Gap, room: int) -> Filling:
         """The prompt. Files that would make it longer than `room` tokens are left out whole, from the first one on; prefix and
-        suffix are never cut. Raises InvalidRequest for what is no Unicode text.
+        suffix are never cut. Raises InvalidRequest for what is no Unicode text, and for too many names of special tokens.
         """
         form = self.form
         prefix, suffix = self._text(gap.prefix, is_inside=False), self._text(gap.suffix)
@@ -155,7 +157,11 @@ class FimWriter:
         """
         ids: list[int] = []
         start = 0
-        for found in self._marks.finditer(text):  # cut behind its first character, no mark is whole
+        for number, found in enumerate(self._marks.finditer(text)):  # cut behind its first character, no mark is whole
+            if number == MAX_MARKS:
+                raise InvalidRequest(
+                    f"a text around the gap holds the names of more than {MAX_MARKS} special tokens, the limit; shorten it"
+                )
             ids += self._plain(text[start : found.start() + 1], is_inside or start > 0)
             start = found.start() + 1
         return ids + self._plain(text[start:], is_inside or start > 0)

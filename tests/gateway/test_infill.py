@@ -10,6 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.infill import InfillWriter
+from gateway.infill_messages import InfillRequest
+from gateway.triton_client import Piece, PromptReport, Usage
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import WORDS, FakeTriton
 from tests.gateway.test_leaving import eventually_idle
@@ -68,6 +71,16 @@ def test_a_stroke_whose_client_has_left_for_the_next_one_ends(stream: bool, serv
     assert seen.ended.wait(10) and seen.was_stopped
     assert served.request("POST", "/infill", {"input_prefix": "x"})[0] == 200
     assert eventually_idle(served)
+
+
+@pytest.mark.parametrize(("left_out", "truncated"), [(0, False), (2, True)])
+def test_files_that_did_not_fit_are_told(left_out: int, truncated: bool) -> None:
+    writer = InfillWriter(InfillRequest(input_prefix="a"), None)
+    writer.take(Piece(text="b", token_ids=[5], prompt=PromptReport(9, 4, None, left_out)))
+    writer.take(Piece(finish_reason="stop", usage=Usage(9, 1, 4)))
+    body = writer.body("b")
+    assert body["truncated"] is truncated and "n_ctx" not in body["generation_settings"]
+    assert (body["timings"]["cache_n"], body["timings"]["prompt_n"], body["tokens_cached"]) == (4, 5, 10)
 
 
 def test_a_suffix_of_completions_fills_in_and_an_empty_one_is_none(client: openai.OpenAI, triton: FakeTriton) -> None:

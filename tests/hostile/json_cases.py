@@ -12,14 +12,17 @@ from collections.abc import Callable
 from backend.serving.wires.everbatch import Generate
 from backend.serving.wires.vllm_sampling import VllmSampling
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
+from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import EncodeRequest, InteractiveRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from gateway.ollama_messages import OllamaChat, OllamaEmbed, OllamaGenerate, OllamaShow
 from gateway.response_messages import NewConversation, ResponseRequest
 from gateway.token_messages import DetokenizeRequest, TokenizeRequest
 from gateway.vector_messages import EmbeddingRequest, RerankRequest
 from tests.hostile import values
 
 Fields = dict[str, str]  # name -> JSON text
+_THREE = '{"num_predict": 3}'
 
 # What is served: by the front, or by the path of the OpenAI endpoint.
 SERVED: dict[str, Fields] = {
@@ -45,6 +48,11 @@ SERVED: dict[str, Fields] = {
     "/tokenize": {"model": '"everbatch"', "prompt": '"a = "'},
     "/detokenize": {"model": '"everbatch"', "tokens": "[5]"},
     "/v1/conversations": {"items": '[{"role": "user", "content": "a"}]'},
+    "/infill": {"input_prefix": '"a = "', "n_predict": "3"},
+    "/api/chat": {"model": '"everbatch"', "messages": '[{"role": "user", "content": "a"}]', "options": _THREE},
+    "/api/generate": {"model": '"everbatch"', "prompt": '"a = "', "options": _THREE},
+    "/api/embed": {"model": '"everbatch"', "input": '"a = "'},
+    "/api/show": {"model": '"everbatch"'},
     "/v1/load_lora_adapter": {"lora_name": '"doll"', "lora_path": '"doll"'},
     "/v1/unload_lora_adapter": {"lora_name": '"doll"'},
 }
@@ -63,6 +71,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "/tokenize": tuple(TokenizeRequest.model_fields),
     "/detokenize": tuple(DetokenizeRequest.model_fields),
     "/v1/conversations": tuple(NewConversation.model_fields),
+    "/infill": tuple(InfillRequest.model_fields),
+    "/api/chat": tuple(OllamaChat.model_fields),
+    "/api/generate": tuple(OllamaGenerate.model_fields),
+    "/api/embed": tuple(OllamaEmbed.model_fields),
+    "/api/show": tuple(OllamaShow.model_fields),
     "/v1/load_lora_adapter": tuple(LoadAdapter.model_fields),
     "/v1/unload_lora_adapter": tuple(UnloadAdapter.model_fields),
 }
@@ -106,6 +119,17 @@ NEARLY: dict[str, tuple[str, ...]] = {
         *('[{"role": "user", "content": "a", "name": "' + "n" * 9000 + '"}]', '[{"role": "\\ud800", "content": "a"}]'),
     ),
     "session_id": ("-1", "-2", "0", "9223372036854775807", "9223372036854775808", "1e3", "true"),
+    "options": ("[]", '{"num_predict": -3}', '{"temperature": 1e400}', '{"a": {}}', '{"stop": [""]}', "{}", '"a"'),
+    "fill": ('{"prefix": "a"}', '{"prefix": "\\ud800", "suffix": ""}', '{"prefix": "", "suffix": "", "files": [{}]}'),
+    "format": ('"xml"', '{"type": 5}', '{"$ref": "#"}', "[]", '{"pattern": "(a*)*"}'),
+    "images": ('[""]', '["@@"]', "[[]]", json.dumps(["AAAA"] * 100)),
+    "input_extra": (
+        "[{}]",
+        '[{"text": 5}]',
+        json.dumps([{"text": "a"}] * 1025),
+        '[{"text": "", "filename": "\\ud800"}]',
+    ),
+    "response_fields": ('["content/a/b"]', "[[]]", json.dumps(["a"] * 200)),
     "request_output_len": ("0", "-1", "2147483647", "2147483648"),
     "system": ('""', '[{"type": "text", "text": "\\u0000"}]', '[{"type": "image"}]', '"\\ud800"'),
     "tokens": ("[]", "[-1]", "[99999999]", "[18446744073709551615]", json.dumps([5] * 100_000)),

@@ -47,6 +47,10 @@ DEEP = (  # route, field, its value with N for the number
     ),
     ("/v1/chat/interactive", "prompt", '[{"role": "user", "content": N}]'),
     ("/v1/conversations", "metadata", '{"a": N}'),
+    ("/api/chat", "options", '{"num_predict": 3, "temperature": N}'),
+    ("/api/generate", "options", '{"num_predict": N}'),
+    ("/api/generate", "format", '{"type": "object", "properties": {"a": {"const": N}}}'),
+    ("/infill", "input_extra", '[{"text": "a", "time": [N]}]'),
 )
 QUERIES = (  # method, path with N for the number
     ("GET", "/everbatch/live?hz=-N"),  # a rate that is allowed would be answered without an end
@@ -54,6 +58,8 @@ QUERIES = (  # method, path with N for the number
     ("GET", "/v1/admin/models?a=N"),
     ("POST", "/v1/admin/models/N/load"),
     ("GET", "/v1/models/N"),
+    ("GET", "/slots?model=N"),
+    ("GET", "/props?model=N"),
     ("GET", "/v1/responses/N/input_items?limit=N"),
     ("GET", "/v1/conversations/interactive_N/items?limit=N&order=N&after=N"),
 )

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from backend.text.fim import FORMS, FimForm, FimWriter, Gap
+from backend.api.errors import InvalidRequest
+from backend.text.fim import FORMS, MAX_MARKS, FimForm, FimWriter, Gap
 from backend.text.tokenizer import Tokenizer
 
 FILES = (("a.py", "one\n"), ("b.py", "two"))
@@ -111,6 +112,13 @@ def test_a_text_that_holds_the_name_of_a_token_stays_text() -> None:
         tokenizer.token_to_id(token) for token in FORMS[0].tokens[:3]
     ]
     assert shown(tokenizer, ids) == "<|fim_prefix|>a<|fim_middle|>b<|fim_suffix|><|repo_name|><|fim_middle|>"
+
+
+def test_a_text_that_is_nothing_but_names_of_tokens_is_refused() -> None:
+    _, writer = writer_of(FORMS[0])
+    assert writer.written(Gap("<|fim_pad|>" * MAX_MARKS, ""), 10).ids
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_MARKS} special tokens, the limit"):
+        writer.written(Gap("<|fim_pad|>" * (MAX_MARKS + 1), ""), 10)
 
 
 def test_the_space_of_sentencepiece_stands_before_the_prefix_only() -> None:
