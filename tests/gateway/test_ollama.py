@@ -66,7 +66,7 @@ def test_options_are_sampling_fields_by_other_names(served: Served, triton: Fake
     assert {"max_tokens": 3, "temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1}.items() <= seen.items()
     assert {"repetition_penalty": 1.5, "presence_penalty": 1, "seed": 7, "stop": ["x"]}.items() <= seen.items()
     assert set(headers["x-everbatch-ignored"].split(", ")) == {"keep_alive", *(f"options.{name}" for name in ignored)}
-    served.request("POST", "/api/chat", say("hi", options={"num_predict": -1, "seed": -1}))
+    served.request("POST", "/api/chat", say("hi", options={"num_predict": -2, "seed": -1}))
     assert not {"max_tokens", "seed"} & triton.last().body.keys()
 
 
