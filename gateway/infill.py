@@ -37,6 +37,8 @@ def add_infill_routes(api: FastAPI, gateway: Gateway) -> None:
                     event = writer.take(piece)
                     if message.stream and (piece.text or piece.token_ids):
                         await out.event(_event(event))
+                    if writer.is_late():
+                        break
             if message.stream:
                 await out.end_of_events(_event(writer.body("")))
             else:
@@ -69,6 +71,7 @@ class InfillWriter:
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._last = Piece()
+        self._has_line = False  # a line break is in the text
 
     @property
     def text(self) -> str:
@@ -78,9 +81,15 @@ class InfillWriter:
         """Take in a piece. Returns an event about it."""
         self._watch.take(piece)
         self._texts.append(piece.text)
+        self._has_line = self._has_line or "\n" in piece.text
         self._tokens += piece.token_ids
         self._last = piece
         return {**self._begin(piece.text, piece.token_ids), "stop": False}
+
+    def is_late(self) -> bool:
+        """True if the time for the answer is over."""
+        most = self._message.t_max_predict_ms
+        return most is not None and self._has_line and self._watch.output_s * 1e3 >= most
 
     def _begin(self, text: str, tokens: list[int]) -> dict[str, Any]:
         usage, shown = self._watch.usage, tokens if self._message.return_tokens else []
@@ -91,14 +100,14 @@ class InfillWriter:
         """The whole answer, or the last event of a stream."""
         usage, reason = self._watch.usage, self._last.stop_reason
         word = reason if isinstance(reason, str) else ""
-        stop_type = "limit" if self._last.finish_reason == "length" else "word" if word else "eos"
+        stop_type = "limit" if self._last.finish_reason != "stop" else "word" if word else "eos"
         found = {
             **self._begin(content, [] if self._message.stream else self._tokens),
             "stop": True,
             "model": self._message.model,
             "stop_type": stop_type,
             "stopping_word": word,
-            "has_new_line": any("\n" in text for text in self._texts),
+            "has_new_line": self._has_line,
             "truncated": self._watch.files_left_out > 0,
             "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
             "generation_settings": self._settings(),

@@ -21,7 +21,8 @@ class InputFile(Wire):
 
 class InfillRequest(Sampling):
     """POST /infill. `prompt` follows `input_prefix`; of `input_extra` the last entries matter most. With `n_predict` 0 the prompt
-    is computed and nothing else, so that the next request finds it; -1: as many tokens as fit.
+    is computed and nothing else, so that the next request finds it; -1: as many tokens as fit. The answer ends when it has a line
+    break and `t_max_predict_ms` have passed since its first token.
     """
 
     model: Annotated[str, Field(max_length=256)] = ""  # empty: the first one that the key may use
@@ -30,6 +31,7 @@ class InfillRequest(Sampling):
     input_extra: Annotated[list[InputFile], Field(max_length=MOST_FILES, fail_fast=True)] | None = None
     prompt: Text | None = None
     n_predict: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    t_max_predict_ms: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=100)] | None = None
 

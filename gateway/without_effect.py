@@ -118,9 +118,7 @@ TABLE: tuple[Key, ...] = (
     *_keys("llama.cpp", LLAMA, {"grammar": ("",), "json_schema": ({},)}, _GRAMMAR),
     *_keys("llama.cpp", BOTH, {"return_tokens": bool}),
     *_keys("llama.cpp", (InfillRequest,), {"samplers": list, "n_indent": int}),
-    *_keys(
-        "llama.cpp", (InfillRequest,), {"t_max_prompt_ms": int, "t_max_predict_ms": int, "n_cmpl": (1,), "lora": ([],)}
-    ),
+    *_keys("llama.cpp", (InfillRequest,), {"t_max_prompt_ms": int, "n_cmpl": (1,), "lora": ([],)}),
     *_keys("llama.cpp", CHAT, {"reasoning_format": ("auto", "deepseek")}, "use separate_reasoning"),
     *_keys("llama.cpp", CHAT, {"parse_tool_calls": (True,)}),
     *_keys("LM Studio", GENERATE, {"ttl": int, "draft_model": str}),

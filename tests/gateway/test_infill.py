@@ -23,7 +23,7 @@ STROKE = {"input_prefix": "def f(", "input_suffix": "\n", "prompt": "a", "n_pred
 
 def test_a_stroke_is_asked_for_and_answered_in_llama_servers_words(served: Served, triton: FakeTriton) -> None:
     extra = [{"text": "x = 1", "filename": "a.py", "time": [1, 2]}, {"text": "y"}]
-    more = {"id_slot": 0, "samplers": ["top_k", "infill"], "t_max_predict_ms": 500, "cache_prompt": True, "seed": -1}
+    more = {"id_slot": 0, "samplers": ["top_k", "infill"], "t_max_prompt_ms": 500, "cache_prompt": True, "seed": -1}
     status, body, headers = served.request("POST", "/infill", {**STROKE, "input_extra": extra, "top_k": 40, **more})
     seen = triton.last().body
     files = [{"text": "x = 1", "path": "a.py"}, {"text": "y"}]
@@ -38,7 +38,7 @@ def test_a_stroke_is_asked_for_and_answered_in_llama_servers_words(served: Serve
     )
     assert body["timings"]["prompt_n"] + body["timings"]["cache_n"] == body["tokens_evaluated"] > 0
     assert body["timings"]["predicted_n"] == body["tokens_predicted"] == len(WORDS)
-    assert {"id_slot", "samplers", "t_max_predict_ms"} <= set(headers["x-everbatch-ignored"].split(", "))
+    assert {"id_slot", "samplers", "t_max_prompt_ms"} <= set(headers["x-everbatch-ignored"].split(", "))
 
 
 def test_a_stream_ends_with_the_event_that_stops_and_no_other(served: Served) -> None:
@@ -47,6 +47,17 @@ def test_a_stream_ends_with_the_event_that_stops_and_no_other(served: Served) ->
     assert "".join(event["content"] for event in events) == "".join(WORDS)
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert sum(len(event["tokens"]) for event in events) == len(WORDS) and "timings" in events[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"), [("say a = 1\nb = 2\nc = 3", "a = 1\nb"), ("say no line break", "no line break")]
+)
+def test_an_answer_with_a_line_break_ends_when_its_time_is_over(
+    text: str, content: str, served: Served, triton: FakeTriton
+) -> None:
+    _, body, _ = served.request("POST", "/infill", {"input_prefix": text, "t_max_predict_ms": 0})
+    assert body["content"] == content and body["stop_type"] == ("limit" if "\n" in text else "eos")
+    assert triton.last().ended.wait(10) and eventually_idle(served)
 
 
 def test_only_the_fields_are_told_that_are_asked_for(served: Served) -> None:
