@@ -140,7 +140,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
 
 
 def told_of(message: Completing) -> tuple[bool, bool]:
-    """Whether the answer has the ids of its tokens, and the log-probabilities of the prompt's."""
+    """True if the answer has the ids of its tokens, and True if it has the log-probabilities of the prompt."""
     return bool(message.return_token_ids), message.prompt_logprobs is not None
 
 

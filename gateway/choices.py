@@ -97,7 +97,7 @@ class Reply:
         self.usage = Usage()
         self.token_ids: list[int] = []
         self.prompt_token_ids: list[int] | None = None  # where they are asked for
-        self.prompt_logprobs: list[msgspec.Raw] | None = None  # likewise
+        self.prompt_logprobs: list[msgspec.Raw] | None = None  # one for each token of the prompt
 
     @property
     def text(self) -> str:

@@ -21,6 +21,7 @@ from gateway.triton_client import Job, Piece, TritonLink
 SLOWEST_HZ, FASTEST_HZ, USUAL_HZ = 1.0, 10.0, 5.0  # views a second that a viewer may ask for
 LOOK_TIMEOUT_S = 5.0  # a step of a large model on a CPU may take seconds, and a view is made between two steps
 AWAY_PERIOD_S = 1.0  # from one question to the next while the engine does not answer
+UNREADABLE = "what the engine answers cannot be read"
 _log = logging.getLogger("everbatch.gateway")
 Ask = Callable[[Job], Awaitable[Piece]]
 
@@ -98,7 +99,7 @@ async def _look(ask: Ask, triton_model: str = "") -> bytes:
     except TimeoutError:
         raise unavailable(f"the engine has not answered for {LOOK_TIMEOUT_S:g} s") from None
     except msgspec.MsgspecError:  # The viewers hear of it; the next view may be whole.
-        raise unavailable("what the engine answers cannot be read") from None
+        raise unavailable(UNREADABLE) from None
     if view == b"null":
         raise unavailable("the model does not say what its engine does: it is of an older version")
     return view

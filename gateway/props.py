@@ -9,9 +9,9 @@ from pydantic import BaseModel, RootModel
 
 from gateway import translate
 from gateway.core import Gateway
-from gateway.errors import GatewayError, unavailable
+from gateway.errors import unavailable
 from gateway.keys import READ_METRICS
-from gateway.live import look_at
+from gateway.live import UNREADABLE, look_at
 from gateway.openapi import answer_of, as_json
 from gateway.request_context import RequestContext, visit_of
 
@@ -97,7 +97,7 @@ def _total(view: dict[str, Any]) -> int:
     """Places of the batch. Raises GatewayError for a view without their number."""
     found = view.get("latest", {}).get("max_num_active_requests")
     if not isinstance(found, int):
-        raise GatewayError(500, "the view of the engine cannot be read", code="internal_error")
+        raise unavailable(UNREADABLE)
     return found
 
 
