@@ -186,7 +186,7 @@ class ToolsLoader:
         """Raises EngineUnavailable before they are there."""
         if self._tools is None:
             raise EngineUnavailable("the tokenizer is not loaded yet; try again in a few seconds")
-        if self._is_for_chats and self._images is None:
+        if self._images is None:
             self._add_images()
         return self._tools
 
@@ -200,7 +200,8 @@ class ToolsLoader:
             if self._images is None and self._tools is not None:
                 self._images = ImageReader(directory, hello.config.images)
                 self._tools = self._tools._replace(images=self._images)
-                self._images.start()
+                if self._is_for_chats:  # elsewhere the first image starts the process
+                    self._images.start()
 
 
 def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
