@@ -21,9 +21,9 @@ from backend.api.config.multi_model import ENGINE, LABEL, OWNS
 from backend.api.config.telemetry import check_traces
 from backend.api.processes.setup import calm_garbage_collector, set_up_logging
 from backend.executor import Executor
+from backend.images.reader import ImageReader
 from backend.serving import pb
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.images import ImageReader
 from backend.serving.intake.rendering import RenderProcess
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.lifecycle.environment import (

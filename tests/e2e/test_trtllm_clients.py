@@ -375,7 +375,7 @@ def test_the_llmapi_form_answers_a_stop_request_with_cancelled(client: Any, serv
         ({"text_input": texts("a", "b")}, "text_input holds 2 entries"),
         (
             {"text_input": texts("a"), "image_url": texts("x")},
-            "Error generating request: image_url has 'x', and a model",
+            "Error generating request: image_url has 'x', and nothing is fetched",
         ),
         ({"text_input": texts("a"), "lora_name": texts("x")}, "with --lora x=DIRECTORY"),
         ({"text_input": texts("a"), "sampling_param_best_of": np.array([2], np.int32)}, "decoding is greedy"),

@@ -17,7 +17,7 @@ from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.images import ImageInput
 from backend.engine.core import EngineCore
-from backend.serving.intake.images import ImageReader
+from backend.images.reader import ImageReader
 from backend.text.tokenizer import Tokenizer
 from backend.worker.group import InProcessWorkerGroup
 from tests.images.conftest import picture

@@ -14,8 +14,8 @@ from PIL import Image
 from backend.api import EngineConfig, InvalidRequest, Request, Unsupported
 from backend.api.config.schema import ImagesConfig
 from backend.core.step import ModelInfo
+from backend.images.reader import ImageReader
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.images import ImageReader
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.llmapi import LLMAPI
@@ -102,8 +102,8 @@ def test_empty_inputs_are_no_images(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("front", "inputs", "message"),
     [
-        (BLS, {"image_url_input": texts("https://example.org/a.png")}, "has 'https://example.org/a.png', .* fetches nothing"),
-        (LLMAPI, {"image_url": texts("file:///etc/passwd")}, "image_url has 'file:///etc/passwd', .* fetches nothing"),
+        (BLS, {"image_url_input": texts("https://example.org/a.png")}, "has 'https://example.org/a.png', .* nothing is fetched"),
+        (LLMAPI, {"image_url": texts("file:///etc/passwd")}, "image_url has 'file:///etc/passwd', .* nothing is fetched here"),
         (BLS, {"image_url_input": texts("data:image/png,abc")}, "send a URL data:image/png;base64"),
         (BLS, {"image_url_input": texts("data:;base64,%%%")}, "image 0 is no base64"),
         (BLS, {"image_url_input": texts(url(b"no image"))}, "the image is no file of the types"),

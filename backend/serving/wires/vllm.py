@@ -14,11 +14,11 @@ import numpy as np
 
 from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request, Unsupported
 from backend.api.config.schema import LimitsConfig
+from backend.images.reader import Placed
 from backend.serving.delivery.outputs import Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.dialect import Dialect
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.images import Placed
 from backend.serving.intake.requests import MAX_PARAMETERS, Parameters, ServingContext, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.serving.wires.choices import choices_output, chosen

@@ -1,4 +1,4 @@
-"""The process that reads images: `python -m backend.serving.intake.image_process FD`, FD being its end of a socket pair.
+"""The process that reads images: `python -m backend.images.process FD`, FD being its end of a socket pair.
 
 An image is decoded by Pillow and goes through the checkpoint's own image processor, as transformers has it, in a child with
 limits (core/limited_server.py). The process runs without torch, because it forks: transformers' processors for Pillow need numpy
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from backend.api.errors import ConfigError, EverbatchError, InvalidRequest
 from backend.api.tensor import TensorData
 from backend.core.limited_messages import Begin, Ending, Limits, Outcome
 from backend.core.limited_server import Perform, serve_jobs
-from backend.serving.intake.images import SERVER, ImageSetup, ReadImage
+from backend.images.reader import SERVER, ImageSetup, ReadImage
 
 IMAGES_OF_CHILD = 20
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -219,6 +220,7 @@ def _without_torch() -> Any:
     importlib.util.find_spec = lambda name, package=None: (
         None if name.split(".")[0] in _WITHOUT else find(name, package)
     )
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is absent, which it is on purpose
     import transformers
 
     return transformers

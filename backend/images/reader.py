@@ -1,4 +1,4 @@
-"""ImageReader: decodes images in a process that has limits of time and memory (image_process.py), and puts them into prompts.
+"""ImageReader: decodes images in a process that has limits of time and memory (process.py), and puts them into prompts.
 
 An image file is a program for a decoder: a small one may become gigabytes. In the stub that would end every request of the model;
 here it ends one, with an error that names the limit.
@@ -65,7 +65,7 @@ class ImageReader:
     def __init__(self, directory: str, config: ImagesConfig, limits: Limits | None = None) -> None:
         self._limits = limits or Limits(CPU_S, LEAST_BYTES + BYTES_PER_PIXEL * config.max_pixels)
         setup = ImageSetup(directory, config.max_pixels, self._limits)
-        self.process = LimitedProcess("backend.serving.intake.image_process", setup)
+        self.process = LimitedProcess("backend.images.process", setup)
         self._kept: OrderedDict[bytes, ReadImage] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
