@@ -38,6 +38,7 @@ from backend.api.images import ImageInput
 from backend.api.lora import LoraConfig
 from backend.api.request import RequestId
 from backend.api.sampling import SamplingConfig
+from backend.api.stats import ImageStats
 from backend.api.tensor import TensorData
 
 SequenceId = NewType("SequenceId", int)
@@ -335,6 +336,8 @@ class ImageEncoder(Protocol):
     def end(self, request_id: RequestId) -> None:
         """Note that a request has ended. Unknown ids are ignored."""
         ...
+
+    def stats(self) -> ImageStats: ...
 
 
 class Guides(Protocol):

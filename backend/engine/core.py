@@ -393,5 +393,5 @@ class EngineCore:
             self._recorder.record(flight, self.latest_iteration(), self._live.values(), output)
 
     def _gauges(self) -> Gauges:
-        preparing, sessions = len(self.preparation), len(self.sessions)
-        return gauges(self.num_live, preparing, self.scheduler, sessions, self.kv, self.level.stats())
+        preparing, sessions, images = len(self.preparation), len(self.sessions), self.preparation.image_stats()
+        return gauges(self.num_live, preparing, self.scheduler, sessions, self.kv, self.level.stats(), images)

@@ -18,7 +18,7 @@ from backend.text.tokenizer import Tokenizer
 from compat.llm.errors import NotHere, ParameterError
 from compat.llm.requests import GenerationRequest
 
-KEY = "image"  # of multi_modal_data
+KEY = "image"  # in multi_modal_data
 REMEDY = "give the path of a file, its bytes, or an image of PIL"
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 _PICTURES = {"image_url", "image_pil", "image_data", "image"}  # types of parts of a message
