@@ -171,7 +171,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         return [] if self._pool is None else self._pool.pids
 
     def place_images(self, request: GenerationRequest) -> None:
-        """Put the pictures of a request into its prompt; `submit` does it where nobody has. Takes milliseconds for each."""
+        """Put the pictures of a request into its prompt, as `submit` does unless this was called. Takes milliseconds for each."""
         self._images.place(request)
 
     def submit(self, request: GenerationRequest) -> GenerationResult:

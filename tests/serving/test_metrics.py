@@ -292,20 +292,10 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
     "everbatch_second_level_misses_total": {reason: f"misses_total['{reason}']" for reason in MISSES},
     "everbatch_second_level_pace": {"load_bytes": "load_bytes_per_s", "prefill_tokens": "prefill_tokens_per_s"},
     "everbatch_tokens_total": {
-        "prompt": "prompt_tokens_total",
-        "context": "context_tokens_total",
-        "cached": "cached_tokens_total",
-        "recomputed": "recomputed_tokens_total",
-        "generated": "generated_tokens_total",
-        "discarded": "discarded_tokens_total",
+        kind: f"{kind}_tokens_total" for kind in ("prompt", "context", "cached", "recomputed", "generated", "discarded")
     },
     "everbatch_evictions_total": {"": "sequences_evicted_total"},
-    "everbatch_requests": {
-        "active": "num_active_requests",
-        "queued": "num_queued_requests",
-        "scheduled": "num_scheduled_requests",
-        "paused": "num_paused_requests",
-    },
+    "everbatch_requests": {kind: f"num_{kind}_requests" for kind in ("active", "queued", "scheduled", "paused")},
     "everbatch_requests_accepted_total": {"": "requests_accepted_total"},
     "everbatch_requests_finished_total": {
         reason: f"requests_finished_total['{reason.upper()}']"
@@ -319,11 +309,7 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
         "rejected": "draft_tokens_total - accepted_draft_tokens_total",
     },
     "everbatch_image_bytes": {"max": "image_max_bytes", "used": "image_used_bytes"},
-    "everbatch_images_total": {
-        "encoded": "images_encoded_total",
-        "reused": "images_reused_total",
-        "failed": "images_failed_total",
-    },
+    "everbatch_images_total": {kind: f"images_{kind}_total" for kind in ("encoded", "reused", "failed")},
     "everbatch_image_encoding_seconds_total": {"": "image_encoding_s_total"},
     "everbatch_steps_total": {"": "steps_total"},
     "everbatch_sessions": {"": "num_sessions"},
