@@ -95,7 +95,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(multimodal.qwen3_vl, "Qwen3-VL 2B to 32B, with images"),
     "SmolVLMForConditionalGeneration": Family(multimodal.smolvlm, "SmolVLM2 256M to 2.2B, with images"),
     "Idefics3ForConditionalGeneration": Family(multimodal.smolvlm, "SmolVLM 256M to 2B, Idefics 3, with images"),
-    "LlavaForConditionalGeneration": Family(multimodal.llava, "LLaVA 1.5, with images"),
+    "LlavaForConditionalGeneration": Family(multimodal.llava, "LLaVA 1.5, Pixtral, with images"),
     "LlavaOnevisionForConditionalGeneration": Family(multimodal.llava, "LLaVA-OneVision, with images"),
     "InternVLForConditionalGeneration": Family(
         multimodal.llava, "InternVL 3 and 3.5 in transformers' form, with images"

@@ -32,6 +32,7 @@ ENDINGS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 _WITHOUT = ("torch", "torchvision", "tensorflow", "jax", "flax")  # they start threads, which do not survive a fork
 # Families whose replacement of the placeholder is that of another one, whose class needs no further packages.
 _OTHERS = {"smolvlm": "Idefics3Processor"}
+_PIXTRAL = "PixtralProcessor"
 
 
 def decoded(data: bytes, max_pixels: int) -> Any:
@@ -189,13 +190,15 @@ def _texts_of(kind: str, images: Any, directory: Path) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
     from transformers.processing_utils import ProcessorMixin
 
+    settings = read_object(directory, "processor_config.json") or {}
     name = _OTHERS.get(kind) or PROCESSOR_MAPPING_NAMES[kind]
-    if name == "PixtralProcessor":
+    if settings.get("processor_class") == _PIXTRAL:  # in a checkpoint of LLaVA's form
+        name = _PIXTRAL
+    if name == _PIXTRAL:
         made: Any = PixtralTexts
     else:  # not as an attribute of the package, which hides classes whose processors of videos need torchvision
         place = transformers._class_to_module[name].removeprefix("transformers.")
         made = getattr(importlib.import_module(f"transformers.{place}"), name)
-    settings = read_object(directory, "processor_config.json") or {}
     tokenizer = read_object(directory, "tokenizer_config.json") or {}
     own = tokenizer.get("extra_special_tokens")
     named = {**(own if isinstance(own, dict) else {}), **tokenizer}

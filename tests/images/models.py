@@ -66,6 +66,28 @@ _HYBRID = dict(
     linear_value_head_dim=16,
     rope_parameters=_rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
 )
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+_YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32, llama_4_scaling_beta=0.3
+)
+_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+
+
+def _mistral3(**text: Any) -> Tiny:
+    return Tiny(
+        "Mistral3",
+        dict(
+            text_config=_text(head_dim=16, **text),
+            vision_config=_SIDES | dict(model_type="pixtral", image_size=64, patch_size=4, head_dim=16),
+            image_token_index=TOKEN,
+            spatial_merge_size=2,
+        ),
+        _PIXTRAL,
+        dict(image_processor_type="PixtralImageProcessor", patch_size=8, size=dict(longest_edge=64)),
+        dict(patch_size=4, spatial_merge_size=2),
+    )
+
+
 TINY: dict[str, Tiny] = {
     "qwen2_vl": Tiny(
         "Qwen2VL",
@@ -104,6 +126,17 @@ TINY: dict[str, Tiny] = {
         "Qwen3_5",
         dict(
             text_config=_text(**_HYBRID),
+            vision_config=_qwen_tower(num_position_embeddings=64),
+            image_token_id=TOKEN,
+        )
+        | _ENDS,
+        _QWEN,
+        _BY_SIZE,
+    ),
+    "qwen3_5_moe": Tiny(
+        "Qwen3_5Moe",
+        dict(
+            text_config=_text(**_HYBRID, **_EXPERTS),
             vision_config=_qwen_tower(num_position_embeddings=64),
             image_token_id=TOKEN,
         )
@@ -174,17 +207,20 @@ TINY: dict[str, Tiny] = {
         ),
         dict(image_seq_length=16),
     ),
-    "mistral3": Tiny(
-        "Mistral3",
+    "mistral3": _mistral3(model_type="mistral"),
+    "mistral3_ministral3": _mistral3(model_type="ministral3", rope_parameters=_YARN),
+    "pixtral": Tiny(
+        "Llava",
         dict(
             text_config=_text(model_type="mistral", head_dim=16),
             vision_config=_SIDES | dict(model_type="pixtral", image_size=64, patch_size=4, head_dim=16),
             image_token_index=TOKEN,
-            spatial_merge_size=2,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
         ),
-        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        dict(image_processor_type="PixtralImageProcessor", patch_size=8, size=dict(longest_edge=64)),
-        dict(patch_size=4, spatial_merge_size=2),
+        _PIXTRAL,
+        dict(image_processor_type="PixtralImageProcessor", patch_size=4, size=dict(longest_edge=64)),
+        dict(processor_class="PixtralProcessor", patch_size=4),
     ),
 }
 _NAMES = {
