@@ -205,6 +205,7 @@ class ModelInfo(Struct, frozen=True):
     state_bytes: int = 0  # size of a sequence's state in all recurrent layers, on one rank; 0: there are none
     image_token_id: int = -1  # the id that stands for images in prompts; -1: the model takes none
     image_refusal: str = ""  # why it takes none, where it could otherwise
+    whole_images: bool = False  # True if the tokens of an image must be computed in one step
 
 
 class MemoryUse(Struct, frozen=True):

@@ -78,12 +78,14 @@ def oracle(model: Any, path: Path, ids: list[int], files: list[bytes]) -> tuple[
     images = [Image.open(io.BytesIO(data)) for data in files]
     processor = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
     inputs = dict(processor(images=[images] if "smolvlm" in path.name else images, return_tensors="pt", **options))
-    inputs.pop("num_patches", None)
+    for name in ("num_patches", "num_crops"):
+        inputs.pop(name, None)
     log_probs: list[float] = []
     start = len(ids)
     for _ in range(NUM_TOKENS):
         given = torch.tensor([ids])
-        kinds = {"mm_token_type_ids": (given == TOKEN).long()} if "qwen" in path.name else {}
+        name = {"q": "mm_token_type_ids", "g": "token_type_ids"}.get(path.name[0])
+        kinds = {name: (given == TOKEN).long()} if name else {}
         with torch.inference_mode():
             logits = model(input_ids=given, use_cache=False, **inputs, **kinds).logits[0, -1].log_softmax(-1)
         ids = [*ids, int(logits.argmax())]

@@ -137,6 +137,17 @@ def test_a_placeholder_becomes_the_tokens_of_its_image(name: str, made: Made, re
                 reader(name).place(ids, files, TOKEN, tokenizer)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "internvl"])
+@pytest.mark.parametrize("text", ["{}b", "a\n{}\n\nb", "a {}{}\n", "{} {}", "\n\n{}"])
+def test_white_space_around_images_is_tokenised_with_theirs(name: str, text: str, made: Made, reader: Readers) -> None:
+    """As in a prompt that has the text of each image in it, which is what transformers tokenises."""
+    tokenizer, place = Tokenizer.from_directory(str(made(name))), place_of(name)
+    files = [picture()] * text.count("{}")
+    ids = tokenizer.encode(text.replace("{}", place), add_special_tokens=False)
+    whole = text.replace("{}", reader(name).read(picture()).text)
+    assert reader(name).place(ids, files, TOKEN, tokenizer).ids == tokenizer.encode(whole, add_special_tokens=False)
+
+
 def test_pixels_of_more_than_a_frame_are_refused(made: Made, monkeypatch: pytest.MonkeyPatch, reader: Readers) -> None:
     monkeypatch.setattr("backend.images.reader.MAX_PIXEL_BYTES", 1000)
     tokenizer = Tokenizer.from_directory(str(made("qwen3_vl")))
