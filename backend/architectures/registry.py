@@ -46,7 +46,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(gemma.gemma2, "Gemma 2 2B, 9B and 27B"),
     "VaultGemmaForCausalLM": Family(gemma.gemma2, "VaultGemma 1B"),
     "Gemma3ForCausalLM": Family(gemma.gemma3, "Gemma 3 270M and 1B, text only"),
-    "Gemma3ForConditionalGeneration": Family(multimodal.gemma3, "Gemma 3 4B, 12B and 27B; text only, without images"),
+    "Gemma3ForConditionalGeneration": Family(multimodal.gemma3, "Gemma 3 4B, 12B and 27B, with images"),
     "Phi3ForCausalLM": Family(fused.phi3, "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini"),
     "GlmForCausalLM": Family(fused.glm, "GLM-4-9B"),
     "Glm4ForCausalLM": Family(fused.glm, "GLM-4-0414, GLM-Z1"),

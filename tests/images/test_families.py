@@ -13,8 +13,9 @@ import torch
 import transformers
 from PIL import Image
 
-from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api import EngineConfig, InvalidRequest, OutputConfig, Request, SamplingConfig
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.image_limits import ImageLimits, check_images
 from backend.api.images import ImageInput
 from backend.engine.core import EngineCore
 from backend.images.reader import ImageReader
@@ -160,3 +161,19 @@ def test_two_images_share_no_kv_and_the_same_image_does(made: Made, reader: Call
         assert shared.num_cached == len(one.input_token_ids) - 1 and shared.ids == first.ids
     finally:
         core.workers.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(prompt_log_probs=1), "log-probabilities and logits of a prompt with images cannot be had"),
+        (dict(return_context_logits=True), "log-probabilities and logits of a prompt with images cannot be had"),
+        (dict(), "an image has 16 tokens, which must be computed in one step, and a step has 12 beside a full batch"),
+    ],
+)
+def test_an_image_that_is_seen_as_a_whole_fits_into_a_step(fields: dict[str, Any], message: str) -> None:
+    image = ImageInput(TOKEN, 16, "00" * 32, {})
+    request = Request([TOKEN] * 16, 4, images=(image,), output_config=OutputConfig(**fields))
+    with pytest.raises(InvalidRequest, match=message):
+        check_images(request, ImageLimits(TOKEN, step_tokens=12 if not fields else 99))
+    check_images(Request([TOKEN] * 16, 4, images=(image,)), ImageLimits(TOKEN, step_tokens=16))
