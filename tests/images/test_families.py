@@ -126,7 +126,7 @@ def oracle_of(name: str, path: Path, request: Request, files: list[bytes]) -> tu
     return oracle(model, path, request.input_token_ids, files)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "gemma3"])
 @pytest.mark.parametrize("quantization", ["w8a8", "none"])
 def test_images_do_not_change_a_bit_by_what_runs_beside_them(
     name: str, quantization: str, made: Made, reader: Callable[[str], ImageReader]
