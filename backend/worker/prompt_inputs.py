@@ -43,7 +43,7 @@ class Embedded(NamedTuple):
 
 
 class OwnInputs(NamedTuple):
-    """What the rows of a step bring."""
+    """The inputs that the rows of a step bring."""
 
     positions: Tensor  # [tokens] int64; where there are tables, places in them
     embedded: Embedded | None = None
@@ -108,7 +108,7 @@ class PromptInputs:
         return bool(self._slots) and any(row.slot in self._slots for row in rows)
 
     def apply(self, rows: Sequence[Row], positions: Tensor) -> OwnInputs:
-        """What requests want of a step's flat batch, whose tokens have `positions` [tokens]."""
+        """The inputs of a step's flat batch, whose tokens have `positions` [tokens]."""
         if not self._slots:
             return OwnInputs(positions)
         moved, by_axis = positions, False

@@ -206,7 +206,7 @@ BLS = ModelTensors(
             ("image_input", "FP16", (-1, 3, -1, -1)),
         ),
         *refused("a video", ("video_bytes_input", "UINT8", (-1, -1, -1, -1))),
-        Input("num_draft_tokens", "INT32", ONE, "request"),  # of a step, where the engine guesses; 0: as it likes
+        Input("num_draft_tokens", "INT32", ONE, "request"),  # a step, where the engine guesses; 0: as it likes
         *refused("logits of draft tokens", ("use_draft_logits", "BOOL", ONE), neutral=(False,)),
     ),
     outputs=_TEXT_OUTPUTS,
