@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backend.api import InvalidRequest
+from backend.api import InvalidRequest, Unsupported
 from backend.api.config.schema import ImagesConfig
 from backend.api.image_limits import ImageLimits, check_num_images
 from backend.core.step import ModelInfo
@@ -37,7 +37,7 @@ class PromptImages:
     def place(self, request: GenerationRequest) -> None:
         """Let the request have its images, and the tokens of each in its prompt. A second call does nothing.
 
-        Raises NotHere for another kind than images, Unsupported for a model without images, ParameterError and InvalidRequest.
+        Raises NotHere for another kind than images, and for a model without them; ParameterError and InvalidRequest.
         """
         given = request.multimodal_params
         if not given or request.images or self._passes_all:
@@ -49,7 +49,10 @@ class PromptImages:
         pictures = given[KEY] if isinstance(given[KEY], list | tuple) else [given[KEY]]
         if not pictures:
             return
-        check_num_images(len(pictures), self._limits)
+        try:
+            check_num_images(len(pictures), self._limits)
+        except Unsupported as error:
+            raise NotHere(error.message) from None
         if self._tokenizer is None:
             raise ParameterError("images need the model's tokenizer; load the model with it")
         most = self._limits.caps.max_bytes
