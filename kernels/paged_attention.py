@@ -10,6 +10,9 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
 softcap(x) = cap * tanh(x / cap), or x. With sinks, the softmax of a head has one more score, whose weight no value gets.
 
+Where rows say `ends`, a query sees keys up to one of them in the place of its own position: images whose tokens see all of each
+other. The plans of gathers do so, those of the Triton kernels do not.
+
 Sink tokens are the first ones of a sequence, which every query sees also where there is a window (StreamingLLM, Xiao et al. 2023;
 unlike there, keys keep their absolute rotary positions, so that KV that is computed again has the same bits).
 
@@ -57,6 +60,9 @@ class AttentionRows(NamedTuple):
     starts: NDArray[np.int64]  # [num_rows + 1]: row r's queries are flat tokens [starts[r], starts[r + 1])
     lengths: NDArray[np.int64]  # [num_rows]: keys of each row, those of this step included
     tables: NDArray[np.int32]  # [num_rows, max_blocks]: block ids
+    ends: NDArray[np.int32] | None = (
+        None  # [num_tokens]: one past the last key that a query sees; None: one past its own
+    )
 
 
 class GenerationGroup(NamedTuple):
@@ -189,6 +195,7 @@ def _plan_gathers(
             dtype,
             device,
             sink_tokens,
+            None if rows.ends is None else rows.ends[rows.starts[row] : rows.starts[row + 1]],
         )
         for row in np.flatnonzero(num_queries > 1)
     ]
@@ -313,26 +320,28 @@ def _plan_context(
     dtype: torch.dtype,
     device: torch.device,
     sink_tokens: int,
+    ends: NDArray[np.int32] | None = None,
 ) -> ContextRow:
     """The plan of one row, whose first token in the flat batch is `first`. Each slice reads only keys that it sees."""
     reach = length if window is None else window
     computed = length - num_queries
     first_block = max(0, computed - reach + 1) // block_size
     sink_blocks = min(-(-sink_tokens // block_size), first_block)  # gathered before the window's
-    is_plain = computed == 0 and reach >= length
+    is_plain = computed == 0 and reach >= length and ends is None
+    lasts = torch.arange(computed + 1, length + 1) if ends is None else torch.from_numpy(ends.astype(np.int64))
     slices = []
     for start in range(0, num_queries, num_queries if is_plain else QUERIES_AT_ONCE):
         stop = min(num_queries, start + (num_queries if is_plain else QUERIES_AT_ONCE))
         first_key = max(0, computed + start - reach + 1)
-        mask = None
+        mask, stop_key = None, int(lasts[stop - 1])
         if not is_plain:
             queries = torch.arange(computed + start, computed + stop)[:, None]
             sinks = torch.arange(min(sink_tokens, first_key))
-            keys = torch.cat((sinks, torch.arange(first_key, computed + stop)))
-            hidden = (keys > queries) | ((keys <= queries - reach) & (keys >= sink_tokens))
+            keys = torch.cat((sinks, torch.arange(first_key, stop_key)))
+            hidden = (keys >= lasts[start:stop, None]) | ((keys <= queries - reach) & (keys >= sink_tokens))
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)
         gap = (first_block - sink_blocks) * block_size
-        cells: slice | Tensor = slice(first_key - gap, computed + stop - gap)
+        cells: slice | Tensor = slice(first_key - gap, stop_key - gap)
         if sink_tokens and first_key:
             cells = torch.where(keys < first_key, keys, keys - gap).to(device)
         slices.append(QuerySlice(slice(first + start, first + stop), cells, mask))

@@ -161,6 +161,21 @@ EVERBATCH = Dashboard(
                 ),
                 Panel("Sessions", "short", [(of("everbatch_sessions", OURS), "sessions")]),
                 Panel(
+                    "Images",
+                    "short",
+                    [(each_second("everbatch_images_total", OURS, "event"), "{{event}}")],
+                ),
+                Panel(
+                    "Seconds of a second in which images are encoded",
+                    "percentunit",
+                    [(each_second("everbatch_image_encoding_seconds_total", OURS), "encoder")],
+                ),
+                Panel(
+                    "Room for features of images",
+                    "bytes",
+                    [(of("everbatch_image_bytes", OURS, "state"), "{{state}}")],
+                ),
+                Panel(
                     "Memory",
                     "bytes",
                     [(of("nv_trt_llm_runtime_memory_metrics", OURS, "memory_type"), "{{memory_type}}")],

@@ -1,4 +1,4 @@
-"""An image of a request, as the process that reads images hands it to the engine (serving/intake/image_process.py)."""
+"""An image of a request, as the process that reads images hands it to the engine (images/process.py)."""
 
 from __future__ import annotations
 

@@ -64,6 +64,17 @@ class SnapshotStats(Struct, frozen=True):
     evicted_snapshots_total: int = 0  # lost because others needed the room; those lost with their block do not count
 
 
+class ImageStats(Struct, frozen=True):
+    """The features of images. All zero for a model that reads none. An image that a request has twice counts once."""
+
+    image_max_bytes: int = 0
+    image_used_bytes: int = 0  # features that are held or coming, and pixels of live requests
+    images_encoded_total: int = 0
+    images_reused_total: int = 0  # images of requests whose features were held, or coming for another request
+    images_failed_total: int = 0
+    image_encoding_s_total: float = 0.0  # that the encoder has worked
+
+
 class IterationStats(Struct, frozen=True):
     """One record per engine step."""
 
@@ -94,6 +105,7 @@ class IterationStats(Struct, frozen=True):
     kv_cache: KvCacheStats = KvCacheStats()
     second_level: SecondLevelStats = SecondLevelStats()
     snapshots: SnapshotStats = SnapshotStats()
+    images: ImageStats = ImageStats()
 
     @property
     def tokens_per_row(self) -> float:

@@ -222,6 +222,7 @@ class Images(Struct, frozen=True):
     token_id: int
     merge: int = 1  # with M-RoPE: patches that a feature stands for, along each side
     added_layers: int = 0  # so many layers add features of their own to what they yield (deepstack, arXiv:2406.04334)
+    sees_whole: bool = False  # the tokens of an image see all of each other
 
 
 class StackedExperts(Struct, frozen=True):

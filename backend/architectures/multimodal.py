@@ -71,9 +71,14 @@ _OWN_KINDS = {
 
 
 def gemma3(settings: Settings, architecture: str) -> ModelConfig:
-    """The tokens of an image attend to all of each other, which no kernel here does: images are refused."""
+    """The tokens of an image see all of each other, in layers with a window too, which therefore must not be smaller."""
     text = _text(settings, _GEMMA3)
-    return _placed(gemma.gemma3(text, architecture), text, WITHIN)
+    config = _with_images(_placed(gemma.gemma3(text, architecture), text, WITHIN), settings, 262144)
+    if config.images is None or settings.get("mm_tokens_per_image", Size, 256) > min(
+        filter(None, config.windows), default=1 << 30
+    ):
+        return replace(config, images=None)
+    return replace(config, images=replace(config.images, sees_whole=True))
 
 
 def mistral3(settings: Settings, architecture: str) -> ModelConfig:

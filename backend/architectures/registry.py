@@ -46,7 +46,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(gemma.gemma2, "Gemma 2 2B, 9B and 27B"),
     "VaultGemmaForCausalLM": Family(gemma.gemma2, "VaultGemma 1B"),
     "Gemma3ForCausalLM": Family(gemma.gemma3, "Gemma 3 270M and 1B, text only"),
-    "Gemma3ForConditionalGeneration": Family(multimodal.gemma3, "Gemma 3 4B, 12B and 27B; text only, without images"),
+    "Gemma3ForConditionalGeneration": Family(multimodal.gemma3, "Gemma 3 4B, 12B and 27B, with images"),
     "Phi3ForCausalLM": Family(fused.phi3, "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini"),
     "GlmForCausalLM": Family(fused.glm, "GLM-4-9B"),
     "Glm4ForCausalLM": Family(fused.glm, "GLM-4-0414, GLM-Z1"),
@@ -95,7 +95,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(multimodal.qwen3_vl, "Qwen3-VL 2B to 32B, with images"),
     "SmolVLMForConditionalGeneration": Family(multimodal.smolvlm, "SmolVLM2 256M to 2.2B, with images"),
     "Idefics3ForConditionalGeneration": Family(multimodal.smolvlm, "SmolVLM 256M to 2B, Idefics 3, with images"),
-    "LlavaForConditionalGeneration": Family(multimodal.llava, "LLaVA 1.5, with images"),
+    "LlavaForConditionalGeneration": Family(multimodal.llava, "LLaVA 1.5, Pixtral, with images"),
     "LlavaOnevisionForConditionalGeneration": Family(multimodal.llava, "LLaVA-OneVision, with images"),
     "InternVLForConditionalGeneration": Family(
         multimodal.llava, "InternVL 3 and 3.5 in transformers' form, with images"

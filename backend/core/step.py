@@ -38,6 +38,7 @@ from backend.api.images import ImageInput
 from backend.api.lora import LoraConfig
 from backend.api.request import RequestId
 from backend.api.sampling import SamplingConfig
+from backend.api.stats import ImageStats
 from backend.api.tensor import TensorData
 
 SequenceId = NewType("SequenceId", int)
@@ -204,6 +205,7 @@ class ModelInfo(Struct, frozen=True):
     state_bytes: int = 0  # size of a sequence's state in all recurrent layers, on one rank; 0: there are none
     image_token_id: int = -1  # the id that stands for images in prompts; -1: the model takes none
     image_refusal: str = ""  # why it takes none, where it could otherwise
+    whole_images: bool = False  # True if the tokens of an image must be computed in one step
 
 
 class MemoryUse(Struct, frozen=True):
@@ -335,6 +337,8 @@ class ImageEncoder(Protocol):
     def end(self, request_id: RequestId) -> None:
         """Note that a request has ended. Unknown ids are ignored."""
         ...
+
+    def stats(self) -> ImageStats: ...
 
 
 class Guides(Protocol):

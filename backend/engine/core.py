@@ -63,7 +63,8 @@ class EngineCore:
         self.adapters = make_adapters(config, self.model, workers, cache.free_bytes)
         drafter = make_drafter(config, self.model.takes_drafts, self.clock)
         on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
-        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter, self.level.loads)
+        parts = self.adapters, drafter, self.level.loads, self.model.whole_images
+        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, *parts)
         self.sessions = SessionTable(config.sessions, self.kv.block_size, lambda seq: self.kv.release(seq, keep=False))
         self.statistics = Statistics(self.clock)
         self.counters: EngineCounters = self.statistics.counters  # totals since the engine started
@@ -393,5 +394,5 @@ class EngineCore:
             self._recorder.record(flight, self.latest_iteration(), self._live.values(), output)
 
     def _gauges(self) -> Gauges:
-        preparing, sessions = len(self.preparation), len(self.sessions)
-        return gauges(self.num_live, preparing, self.scheduler, sessions, self.kv, self.level.stats())
+        preparing, sessions, images = len(self.preparation), len(self.sessions), self.preparation.image_stats()
+        return gauges(self.num_live, preparing, self.scheduler, sessions, self.kv, self.level.stats(), images)

@@ -72,7 +72,7 @@ class Intake:
             model.has_head,
             tuple(model.output_widths),
             model.reads_whole_texts,
-            ImageLimits(model.image_token_id, model.image_refusal, config.images),
+            _image_limits(model, config),
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
@@ -302,3 +302,8 @@ def _kept_history(known: Sequence | None, request: Request) -> tuple[int, list[i
         keep = min(keep, len(prompt) - 1)
         return keep, prompt[keep:]
     return min(known.num_tokens if session.step is None else session.step, known.num_tokens), prompt
+
+
+def _image_limits(model: ModelInfo, config: EngineConfig) -> ImageLimits:
+    most = max(0, config.scheduler.max_num_tokens - config.scheduler.max_batch_size) if model.whole_images else None
+    return ImageLimits(model.image_token_id, model.image_refusal, config.images, most)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.request import Request, RequestId
+from backend.api.stats import ImageStats
 from backend.core.messages import Resume
 from backend.core.sequence import Sequence, SessionKey
 from backend.core.step import PreparedAdapter, WorkerGroup
@@ -95,6 +96,10 @@ class Preparation:
     def earliest_deadline_ns(self) -> int | None:
         """No waiting request has an earlier deadline. None if no request waits."""
         return self._earliest_ns if self._waiting else None
+
+    def image_stats(self) -> ImageStats:
+        """Statistics of the features of images."""
+        return ImageStats() if self._images is None else self._images.stats()
 
     def on_ready(self, wake: Callable[[], None]) -> None:
         """`wake` is called on other threads when `take_ready` may return requests."""

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from backend.api.distributions import Distributions
-from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats, SecondLevelStats, SnapshotStats
+from backend.api.stats import (
+    EngineCounters,
+    EngineStats,
+    ImageStats,
+    IterationStats,
+    KvCacheStats,
+    SecondLevelStats,
+    SnapshotStats,
+)
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import MemoryUse
@@ -33,6 +41,7 @@ class Gauges(msgspec.Struct, frozen=True):
     kv_cache: KvCacheStats
     second_level: SecondLevelStats
     snapshots: SnapshotStats
+    images: ImageStats
 
 
 def gauges(
@@ -42,6 +51,7 @@ def gauges(
     num_sessions: int,
     kv: KVCacheManager,
     second_level: SecondLevelStats,
+    images: ImageStats,
 ) -> Gauges:
     """`num_live`: requests accepted and not finished; `num_preparing` of them wait for a guide or an adapter."""
     waiting = scheduler.waiting
@@ -56,6 +66,7 @@ def gauges(
         kv_cache=kv.stats(),
         second_level=second_level,
         snapshots=SnapshotStats() if kv.states is None else kv.states.stats(),
+        images=images,
     )
 
 

@@ -40,6 +40,7 @@ from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.shares import Shares
 from backend.scheduler.step_rows import new_row, take_rows
 from backend.scheduler.tuning import BatchTuner
+from backend.scheduler.whole_images import WholeImages
 
 # 1 / KEPT_SLOTS of the slots stay free for others, beside a request of many sequences or a namespace that crowds the batch.
 KEPT_SLOTS = 8
@@ -55,8 +56,11 @@ class Scheduler:
         adapters: AdapterCache | None = None,
         drafter: Drafter | None = None,
         loads: LevelLoads | None = None,
+        whole_images: bool = False,
     ) -> None:
-        """`drafter`: None for workers that take no drafts. `loads`: None without a second level of KV."""
+        """`drafter`: None for workers that take no drafts. `loads`: None without a second level of KV. `whole_images`: True if no
+        step may end within an image.
+        """
         self.config = config
         self.adapters = adapters or AdapterCache()
         self.waiting = WaitingQueue(config.weights, config.max_overtakes)
@@ -72,6 +76,7 @@ class Scheduler:
         self.guesses = drafter is not None and drafter.guesses  # True if the engine itself proposes drafts
         self._tuner = BatchTuner(config)
         self._micro_batch = MicroBatchScheduler(config, on_cpu, has_matrix_units)
+        self._images = WholeImages() if whole_images else None
         self.is_static = config.batching == "static"  # True: a batch runs in lockstep and is answered together
         self._separate = config.batching != "fused"
         self._capacity = _capacity_scheduler(config, kv)
@@ -109,6 +114,8 @@ class Scheduler:
         if self._loads is not None:
             self._loads.forget(seq)
         self.adapters.let_go(seq.adapter)
+        if self._images is not None:
+            self._images.forget(seq)
         if self._drafter is not None:
             self._drafter.end(seq)
         if seq.status is Status.RUNNING:
@@ -340,7 +347,11 @@ class Scheduler:
         return admit_beams(self._capacity, plan.kv, beams, self.running, plan.admitted)
 
     def _cut(self, plan: StepPlan, rows: list[Sequence], budget: int) -> list[int]:
-        return self._micro_batch.cut([self._uncomputed(plan, seq) for seq in rows], budget)
+        wants = [self._uncomputed(plan, seq) for seq in rows]
+        shares = self._micro_batch.cut(wants, budget)
+        if self._images is None:
+            return shares
+        return self._images.cut(rows, wants, shares, self.config.max_num_tokens - len(plan.generation))
 
     def _uncomputed(self, plan: StepPlan, seq: Sequence) -> int:
         grant = plan.kv.grants.get(seq.seq_id)

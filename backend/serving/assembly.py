@@ -21,9 +21,9 @@ from backend.api.config.multi_model import ENGINE, LABEL, OWNS
 from backend.api.config.telemetry import check_traces
 from backend.api.processes.setup import calm_garbage_collector, set_up_logging
 from backend.executor import Executor
+from backend.images.reader import ImageReader
 from backend.serving import pb
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.images import ImageReader
 from backend.serving.intake.rendering import RenderProcess
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.lifecycle.environment import (
@@ -186,7 +186,7 @@ class ToolsLoader:
         """Raises EngineUnavailable before they are there."""
         if self._tools is None:
             raise EngineUnavailable("the tokenizer is not loaded yet; try again in a few seconds")
-        if self._is_for_chats and self._images is None:
+        if self._images is None:
             self._add_images()
         return self._tools
 
@@ -200,7 +200,8 @@ class ToolsLoader:
             if self._images is None and self._tools is not None:
                 self._images = ImageReader(directory, hello.config.images)
                 self._tools = self._tools._replace(images=self._images)
-                self._images.start()
+                if self._is_for_chats:  # elsewhere the first image starts the process
+                    self._images.start()
 
 
 def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:

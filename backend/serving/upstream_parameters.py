@@ -196,9 +196,9 @@ _OF_ROLES: dict[str, tuple[ForeignParameter, ...]] = {
         _TOKENIZER,
         honoured("add_special_tokens", note="of `QUERY` and `DECODER_QUERY`; true", convert=is_true),
         *_ONE_TOKENIZER,
-        *refused("image and video input is not taken", "multimodal_model_path"),
+        *refused("`ensemble` and `tensorrt_llm_bls` take images, this model text alone", "multimodal_model_path"),
         *no_effect(
-            "it is for image and video input, which is refused", "gpt_model_path", "max_num_images", "hf_model_path"
+            "it is for images, which this model does not take", "gpt_model_path", "max_num_images", "hf_model_path"
         ),
     ),
     "postprocessing": (
@@ -210,7 +210,7 @@ _OF_ROLES: dict[str, tuple[ForeignParameter, ...]] = {
         honoured("accumulate_tokens", "triton.accumulate_tokens", "for this model", convert=is_true),
         *no_effect("it reaches the engine itself, whatever its owner is called", "tensorrt_llm_model_name"),
         *refused("`speculation.draft_model` names the draft model", "tensorrt_llm_draft_model_name"),
-        *refused("image and video input is not taken", "multimodal_encoders_name"),
+        *no_effect("the engine has the vision tower of its own checkpoint", "multimodal_encoders_name"),
     ),
 }
 

@@ -210,6 +210,7 @@ class InProcessWorkerGroup:
             state_bytes=config.state_bytes,
             image_token_id=self._images.token_id,
             image_refusal=self._images.refusal,
+            whole_images=self._images.are_whole,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
             default_sampling={}
             if self._buffers is not None

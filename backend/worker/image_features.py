@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Protocol
 from backend.api.errors import EngineFault, EverbatchError, InvalidRequest, Overloaded
 from backend.api.images import ImageInput
 from backend.api.request import RequestId
+from backend.api.stats import ImageStats
 from backend.core.round_robin import RoundRobin
 from backend.core.step import OnEncoded
 from backend.hosted.features import Features
@@ -53,6 +55,8 @@ class ImageFeatures:
         self._of_request: dict[RequestId, tuple[str, ...]] = {}
         self._pixels: dict[RequestId, int] = {}  # bytes that the images of a live request have themselves
         self._line: RoundRobin[str] = RoundRobin(share=1)
+        self._num_encoded = self._num_reused = self._num_failed = 0
+        self._encoding_s = 0.0
         self._changed = threading.Condition()
         self._is_closed = False
         self._tell: OnEncoded = lambda request_id, error: None
@@ -82,6 +86,7 @@ class ImageFeatures:
                     f"{in_use} of the {limit}; try again later, or send smaller images"
                 )
             self._pixels[request_id] = pixels
+            self._num_reused += len(own) - len(new)
             for image in new:
                 self._held[image.digest] = _Held(image, None, image.num_tokens * self._tower.bytes_per_token)
             for digest in own:
@@ -117,6 +122,12 @@ class ImageFeatures:
                 raise KeyError(digest)
             return held.features
 
+    def stats(self) -> ImageStats:
+        with self._changed:
+            used = self.num_bytes + sum(self._pixels.values())
+            counts = self._num_encoded, self._num_reused, self._num_failed
+            return ImageStats(self.capacity, used, *counts, self._encoding_s)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all features that are held or coming."""
@@ -139,9 +150,11 @@ class ImageFeatures:
                     return
                 held = self._held.get(taken.key)
                 image = None if held is None or held.features is not None else held.image
+            began = time.perf_counter()
             features, error = (None, None) if image is None else self._encode(image)
             with self._changed:
                 self._line.done(taken.namespace)
+                self._encoding_s += time.perf_counter() - began
                 told = self._settle(taken.key, features, error) if image is not None else []
             for request_id in told:
                 self._tell(request_id, error)
@@ -160,6 +173,8 @@ class ImageFeatures:
     def _settle(self, digest: str, features: Features | None, error: EverbatchError | None) -> list[RequestId]:
         """Note the outcome of an image. Returns the requests that wait for nothing more."""
         held = self._held.get(digest)
+        self._num_encoded += features is not None
+        self._num_failed += features is None
         if held is not None and features is not None:
             held.image, held.features = None, features
         elif held is not None:

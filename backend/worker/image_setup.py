@@ -35,6 +35,11 @@ class ImageParts(NamedTuple):
         return 0 if self.features is None else self.features.capacity
 
     @property
+    def are_whole(self) -> bool:
+        """True if the tokens of an image must be computed in one step."""
+        return self.setting is not None and self.setting.images.sees_whole
+
+    @property
     def token_id(self) -> int:
         """The model's token for images; -1: none are taken."""
         return -1 if self.setting is None else self.setting.images.token_id
@@ -49,6 +54,10 @@ def make_images(
         return ImageParts()
     if not config.max_images:
         return ImageParts(refusal="images.max_images is 0 on this server: send text only")
+    if images.sees_whole and (loaded.tier_name not in ("native", "torch") or loaded.device.type != "cpu"):
+        return ImageParts(
+            refusal=f"images of {loaded.config.architecture} are read on CPUs only in this version: send text only"
+        )
     try:
         from backend.hosted.images import build_tower  # imports transformers, which takes seconds
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
 from backend.layers.rotary import RotaryTables
-from backend.worker.prompt_inputs import Embedded, PromptInputs
+from backend.worker.prompt_inputs import Embedded, OwnInputs, PromptInputs
 from kernels.common.transfer import even, place
 from kernels.paged_attention import AttentionRows
 
@@ -135,7 +135,7 @@ class InputBatch:
         """True if a row's prompt has embeddings or positions of its own."""
         return self._prompt_inputs is not None and self._prompt_inputs.has_any(rows)
 
-    def own_inputs(self, rows: Sequence[Row]) -> tuple[Tensor, Embedded | None, RotaryTables | None]:
+    def own_inputs(self, rows: Sequence[Row]) -> OwnInputs:
         """The positions of a step's tokens, and what requests give, as PromptInputs.apply returns it."""
         assert self._prompt_inputs is not None, "ask brings_inputs first"
         places = torch.cat([torch.arange(row.num_computed, row.num_computed + row.num_tokens) for row in rows])
@@ -176,15 +176,15 @@ class InputBatch:
         numbers = np.zeros((3, even(len(positions))), dtype=np.int64)
         numbers[:, : len(positions)] = slot_of_token * self.max_seq_len + positions, positions, cells
         placed = place(numbers, self._device)[:, : len(positions)]
-        moved, embedded, tables = placed[1], None, None
+        own = OwnInputs(placed[1])
         if self._prompt_inputs is not None:
-            moved, embedded, tables = self._prompt_inputs.apply(rows, placed[1])
+            own = self._prompt_inputs.apply(rows, placed[1])
         return FlatBatch(
             token_ids=self.token_ids.view(-1).index_select(0, placed[0]),
-            positions=moved,
+            positions=own.positions,
             cells=placed[2],
-            rows=AttentionRows(starts, lengths, self.block_tables[slots, :width]),
+            rows=AttentionRows(starts, lengths, self.block_tables[slots, :width], own.ends),
             logits_index=place(logits_index, self._device),
-            embedded=embedded,
-            tables=tables,
+            embedded=own.embedded,
+            tables=own.tables,
         )

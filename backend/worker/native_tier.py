@@ -110,6 +110,7 @@ class NativeRows(NamedTuple):
     positions: Tensor | None = None  # int64, one for each token of all rows
     embedded: Embedded | None = None
     tables: RotaryTables | None = None  # cos and sin of each token; `positions` are places in them
+    ends: NDArray[np.int32] | None = None  # one past the last key that each token sees
 
 
 class NativeCall(NamedTuple):
@@ -263,7 +264,7 @@ class NativeTier:
         row_bytes, where = layers[0].element_size() * self._hidden_size, embedded.where.numpy()
         for of_layer, vectors in zip(addresses, layers):
             of_layer[where] = vectors.data_ptr() + np.arange(len(vectors), dtype=np.uintp) * row_bytes
-        return Given(addresses[0], positions.numpy(), layers, addresses[1:], tables)
+        return Given(addresses[0], positions.numpy(), layers, addresses[1:], tables, rows.ends)
 
 
 def _part(array: NDArray[T] | None, tokens: slice) -> NDArray[T] | None:

@@ -5,6 +5,9 @@ the sequence's images. Behind the positions that a request gives, they go on by 
 
 With M-RoPE (arXiv:2409.12191) a token has three positions: frame, row and column. Those of text are alike; those of an image
 count from the position behind the text ahead of it, and the text behind it goes on behind the largest of them.
+
+Where the tokens of an image see all of each other (Images.sees_whole), a token sees keys up to the end of its image. The
+scheduler lets no step end within one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ class SlotPrompt(NamedTuple):
     vectors: Tensor | None  # [virtual, hidden]
     positions: NDArray[np.int64] | None  # [prompt]; with M-RoPE [3, prompt]
     added: tuple[Tensor, ...] = ()  # each [virtual, hidden]
+    ends: NDArray[np.int64] | None = None  # [prompt]: one past the last key that a token sees; None: one past its own
 
 
 class Embedded(NamedTuple):
@@ -36,6 +40,15 @@ class Embedded(NamedTuple):
     where: Tensor  # [n] int64
     vectors: Tensor  # [n, hidden]
     added: tuple[Tensor, ...] = ()  # each [n, hidden]: added to what the first layers yield, a tensor a layer
+
+
+class OwnInputs(NamedTuple):
+    """The inputs that the rows of a step bring."""
+
+    positions: Tensor  # [tokens] int64; where there are tables, places in them
+    embedded: Embedded | None = None
+    tables: RotaryTables | None = None  # cos and sin of each token, where a token has three positions that differ
+    ends: NDArray[np.int32] | None = None  # [tokens]: one past the last key that each sees; None: one past its own
 
 
 class ImageSetting(NamedTuple):
@@ -88,19 +101,16 @@ class PromptInputs:
         if setting.axes:
             grids = [each.grid for each in found]
             positions = rope_positions(len(ids), places, grids)
-        return SlotPrompt(places, vectors, positions, added)
+        ends = ends_of(len(ids), places) if setting.images.sees_whole else None
+        return SlotPrompt(places, vectors, positions, added, ends)
 
     def has_any(self, rows: Sequence[Row]) -> bool:
         return bool(self._slots) and any(row.slot in self._slots for row in rows)
 
-    def apply(self, rows: Sequence[Row], positions: Tensor) -> tuple[Tensor, Embedded | None, RotaryTables | None]:
-        """The positions of a step's flat batch [tokens] as the requests want them, and the embeddings that they give.
-
-        The third: cos and sin of each token, where a token has three positions that differ; the positions then are its places in
-        them.
-        """
+    def apply(self, rows: Sequence[Row], positions: Tensor) -> OwnInputs:
+        """The inputs of a step's flat batch, whose tokens have `positions` [tokens]."""
         if not self._slots:
-            return positions, None, None
+            return OwnInputs(positions)
         moved, by_axis = positions, False
         axes = positions.new_empty(0)
         where: list[NDArray[np.int64]] = []
@@ -129,7 +139,7 @@ class PromptInputs:
         if by_axis:
             tables, moved = self._tables_of(axes), torch.arange(start, device=self._device)
         if not vectors:
-            return moved, None, tables
+            return OwnInputs(moved, None, tables)
         layers = max(map(len, added))
         none = [each.new_zeros(each.shape) for each in vectors]
         sums = tuple(
@@ -137,7 +147,24 @@ class PromptInputs:
             for at in range(layers)
         )
         embedded = Embedded(torch.from_numpy(np.concatenate(where)).to(self._device), torch.cat(vectors), sums)
-        return moved, embedded, tables
+        return OwnInputs(moved, embedded, tables, self._ends(rows))
+
+    def _ends(self, rows: Sequence[Row]) -> NDArray[np.int32] | None:
+        """None where no token of the rows sees a key behind its own."""
+        if self._setting is None or not self._setting.images.sees_whole:
+            return None
+        found, is_plain = [], True
+        for row in rows:
+            given, end = self._slots.get(row.slot), row.num_computed + row.num_tokens
+            ends = np.arange(row.num_computed + 1, end + 1, dtype=np.int32)
+            if given is not None and given.ends is not None and row.num_computed < len(given.ends):
+                of_prompt = given.ends[row.num_computed : end]
+                ends[: len(of_prompt)] = of_prompt
+                is_plain = False
+            if ends[-1] > end:
+                raise IndexError(f"slot {row.slot} is to run up to token {end}, which lies within an image")
+            found.append(ends)
+        return None if is_plain else np.concatenate(found)
 
     def _tables_of(self, axes: Tensor) -> RotaryTables:
         """cos and sin [tokens, pairs] of tokens whose three positions are axes [3, tokens]."""
@@ -161,6 +188,15 @@ def rope_positions(num_tokens: int, places: NDArray[np.int64], grids: Sequence[t
         at, position, taken = end, position + max(rows, columns), taken + rows * columns
     positions[:, at:] = np.arange(position, position + num_tokens - at)
     return positions
+
+
+def ends_of(num_tokens: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One past the last key that each token of a prompt sees. places: of the tokens of images; neighbours are of one image."""
+    ends = np.arange(1, num_tokens + 1)
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    for run in runs if len(places) else ():
+        ends[run] = run[-1] + 1
+    return ends
 
 
 def _positions(given: NDArray[np.int64], start: int, end: int) -> NDArray[np.int64]:

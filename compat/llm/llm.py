@@ -20,6 +20,7 @@ from compat.llm.arguments import LlmArguments
 from compat.llm.chat import ChatTokenizer
 from compat.llm.errors import BatchError, NotHere, ParameterError, RequestError
 from compat.llm.executor import GenerationExecutor, for_each
+from compat.llm.images import lifted
 from compat.llm.ray_executor import RayExecutor
 from compat.llm.requests import GenerationRequest
 from compat.llm.result import RequestOutput
@@ -125,7 +126,8 @@ class LLM:
         """Generate for one prompt, or for a list of them, and block until all are done.
 
         A prompt is a text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`; a list of whole numbers is
-        one prompt. Each other argument is one value, or a list with one for each prompt. Several prompts give a list.
+        one prompt. `multi_modal_data` of a dictionary has its pictures: {"image": one or a list of PIL images, bytes, paths}.
+        Each other argument is one value, or a list with one for each prompt. Several prompts give a list.
         A prompt that fails does not stop the others: BatchError, which holds their outputs, is raised when all are done.
         """
         is_one = _is_one(inputs)
@@ -175,6 +177,7 @@ class LLM:
         """Generate the next message of a conversation, or of each of several, with the chat template of the model.
 
         A conversation is a list of messages, as `[{"role": "user", "content": "Hi"}]`. `fields`: further ones of `generate`.
+        A content may have pictures among its parts: `image_url` (a data: URL), `image_pil`, `image_data` or `image`.
         Raises Unsupported for a model without a chat template.
         """
         tokenizer = self.tokenizer
@@ -182,7 +185,9 @@ class LLM:
             raise ParameterError("there is no chat template; load the model with its tokenizer, or give its directory")
 
         def prompt(conversation: Any) -> dict[str, Any]:
-            return {"prompt_token_ids": tokenizer.apply_chat_template(conversation, tools, add_generation_prompt)}
+            shown, pictures = lifted(conversation)
+            ids = tokenizer.apply_chat_template(shown, tools, add_generation_prompt)
+            return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
         is_one = bool(messages) and isinstance(messages[0], dict)
         prompts = prompt(messages) if is_one else [prompt(each) for each in messages]
@@ -207,7 +212,6 @@ class LLM:
             raise TypeError(f"sampling_params is a {type(params).__name__}, SamplingParams are needed")
         prompt = inputs if isinstance(inputs, dict) else {}
         text, ids = self._read(inputs, params)
-        self._check(ids, params)
         request = GenerationRequest(
             ids,
             self._with_metrics(params),
@@ -222,6 +226,8 @@ class LLM:
             cache_salt=cache_salt,
             priority=priority,
         )
+        self._executor.place_images(request)
+        self._check(request.prompt_token_ids, params)
         return RequestOutput.from_generation_result(self._executor.submit(request), text)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from backend.api.images import ImageInput
 from compat.llm.errors import ParameterError
 from compat.llm.sampling_params import SamplingParams
 
@@ -106,7 +107,7 @@ class GenerationRequest:
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         streaming: bool = False,
-        multimodal_params: Mapping[str, bytes] | None = None,
+        multimodal_params: Mapping[str, Any] | None = None,
         kv_cache_retention_config: Any = None,
         disaggregated_params: DisaggregatedParams | None = None,
         postproc_params: Any = None,
@@ -125,6 +126,7 @@ class GenerationRequest:
         self.prompt_adapter_request = prompt_adapter_request
         self.streaming = streaming
         self.multimodal_params = multimodal_params
+        self.images: tuple[ImageInput, ...] = ()  # once they are in the prompt (images.py)
         self.kv_cache_retention_config = kv_cache_retention_config
         self.disaggregated_params = disaggregated_params
         self.postproc_params = postproc_params

@@ -31,6 +31,7 @@ from compat.llm.arguments import PROGRAM, with_model, with_model_fields
 from compat.llm.chat import ChatTokenizer
 from compat.llm.errors import BackgroundError, NotHere, ParameterError
 from compat.llm.executor import LOGITS_AND_WORKERS, GenerationExecutor
+from compat.llm.images import PromptImages
 from compat.llm.mapping import core_request, text_params
 from compat.llm.postprocessing import (
     END_GRACE_S,
@@ -102,6 +103,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         self._on_shutdown = on_shutdown
         self._last_iter = -1
         self._inline = PostprocWorker(tokenizer)
+        self._images = PromptImages(model_directory(executor), hello.model, hello.config.images, tokenizer)
         self._pool: PostprocPool | None = None
         if postprocess is not None and postprocess.enabled:
             self._pool = PostprocPool(
@@ -168,8 +170,13 @@ class GenerationExecutorWorker(GenerationExecutor):
     def postprocess_pids(self) -> list[int]:
         return [] if self._pool is None else self._pool.pids
 
+    def place_images(self, request: GenerationRequest) -> None:
+        """Put the pictures of a request into its prompt, as `submit` does unless this was called. Takes milliseconds for each."""
+        self._images.place(request)
+
     def submit(self, request: GenerationRequest) -> GenerationResult:
         self._check_open()
+        self.place_images(request)
         params = request.sampling_params
         returns_tensors = (
             params.return_context_logits or params.return_generation_logits or params.additional_model_outputs
@@ -236,6 +243,7 @@ class GenerationExecutorWorker(GenerationExecutor):
             self._pool.close()
         self._thread.join()
         self._fail_all(EngineUnavailable("the executor has been shut down; make a new one"))
+        self._images.close()
         self._on_shutdown()
 
     def _newest_stats(self) -> list[dict[str, Any]]:

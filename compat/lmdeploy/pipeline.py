@@ -12,7 +12,8 @@ from compat.llm import LLM, LoRARequest, NotHere, ParameterError, RequestError, 
 from compat.lmdeploy.configs import ChatTemplateConfig, EngineConfigBase, GenerationConfig
 from compat.lmdeploy.sampling import engine_config, sampling_params
 from compat.lmdeploy.session import Response, Session
-from compat.lmdeploy.template import Template
+from compat.lmdeploy.template import Template, as_prompt
+from compat.lmdeploy.vl import with_pictures
 
 MAX_SESSIONS = 10_000  # that are kept by their numbers; the oldest is forgotten first
 
@@ -57,7 +58,8 @@ class Pipeline:
     ) -> Response | list[Response]:
         """The answer to a prompt, or to each of a list, in their order.
 
-        A prompt is a text, or a conversation (a list of messages). `do_preprocess` False applies no chat template to texts.
+        A prompt is a text, a text with pictures (`(text, image)` or `(text, [image, ...])`: PIL images, bytes, paths, data:
+        URLs), or a conversation (a list of messages). `do_preprocess` False applies no chat template to texts.
         A request that fails gives a Response with finish_reason `error`, and the others go on.
         """
         asked, is_one = self._asked(prompts, do_preprocess), _is_one(prompts)
@@ -85,7 +87,7 @@ class Pipeline:
         """
         session = sessions if sessions is not None else session_id
         if session is not None:
-            if not isinstance(prompts, str):
+            if isinstance(prompts, list):
                 raise ParameterError("prompts of a session is a list; give one text, the next message")
             yield from self.turn(self.session_of(session), prompts, _one_config(gen_config), adapter_name=adapter_name)
             return
@@ -117,7 +119,7 @@ class Pipeline:
 
     def chat(
         self,
-        prompt: str,
+        prompt: Any,
         session: Session | None = None,
         gen_config: GenerationConfig | None = None,
         stream_response: bool = False,
@@ -135,7 +137,7 @@ class Pipeline:
         return session
 
     def turn(
-        self, session: Session, prompt: str, gen_config: GenerationConfig | None, adapter_name: str | None = None
+        self, session: Session, prompt: Any, gen_config: GenerationConfig | None, adapter_name: str | None = None
     ) -> Iterator[Response]:
         """Yield the pieces of the answer to a session's next message, and take both into its history."""
         if session.running is not None:
@@ -190,13 +192,10 @@ class Pipeline:
         return [self._prompt(each, do_preprocess) for each in given]
 
     def _prompt(self, given: Any, do_preprocess: bool) -> dict[str, Any]:
-        if isinstance(given, str):
-            return self.template.of_text(given) if do_preprocess else {"prompt": given}
         if isinstance(given, list) and given and isinstance(given[0], Mapping):
             return self.template.of_messages(given)
-        raise ParameterError(
-            f"a prompt is a {type(given).__name__}; a text or a list of messages is needed, without images"
-        )
+        text, pictures = with_pictures(given)
+        return self.template.of_text(text, pictures) if do_preprocess else as_prompt(text, pictures)
 
     def _started(
         self,

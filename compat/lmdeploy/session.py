@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compat.llm import ParameterError, RequestOutput
+from compat.llm import RequestOutput
+from compat.lmdeploy.vl import content_of, with_pictures
 
 if TYPE_CHECKING:
     from compat.lmdeploy.pipeline import Pipeline
@@ -62,7 +63,7 @@ class Session:
         self._pipe = pipe
         self.running: RequestOutput | None = None  # the turn that is being generated
 
-    def __call__(self, prompt: str, gen_config: Any = None, stream_response: bool = False, **fields: Any) -> Any:
+    def __call__(self, prompt: Any, gen_config: Any = None, stream_response: bool = False, **fields: Any) -> Any:
         """The answer to a message: a Response, or an iterator over its pieces with `stream_response`."""
         pieces = self._pipe.turn(self, prompt, gen_config or self.gen_config, **fields)
         if stream_response:
@@ -71,13 +72,11 @@ class Session:
             pass
         return self.response
 
-    def messages(self, prompt: str) -> list[dict[str, str]]:
-        """The conversation with the next message."""
-        if not isinstance(prompt, str):
-            raise ParameterError(f"the prompt of a turn is a {type(prompt).__name__}, a text is needed")
+    def messages(self, prompt: Any) -> list[dict[str, Any]]:
+        """The conversation with the next message: a text, or (text, image)."""
         turns = [(("user", asked), ("assistant", answered)) for asked, answered in self.history]
         spoken = [*itertools.chain.from_iterable(turns), ("user", prompt)]
-        return [{"role": role, "content": text} for role, text in spoken]
+        return [{"role": role, "content": content_of(*with_pictures(said))} for role, said in spoken]
 
     def stop(self) -> None:
         """End the turn that is running, from another thread. What has come of it stays in the history."""

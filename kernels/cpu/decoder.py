@@ -276,6 +276,7 @@ class NativeDecoder:
         added = None if given is None else given.added
         batch.added, batch.added_layers = (None, 0) if added is None else (added.ctypes.data, len(added))
         batch.cos, batch.sin = (None, None) if given is None or given.tables is None else map(_address, given.tables)
+        batch.ends = None if given is None or given.ends is None else given.ends.ctypes.data
 
     def _make_room(self, num_rows: int, num_logits: int) -> None:
         """Make the arrays that C reads rows from and writes tokens to. They are kept, because numpy's address lookup is slow."""

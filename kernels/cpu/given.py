@@ -20,6 +20,9 @@ class Given(NamedTuple):
         None  # [layers, tokens]: address of what the first layers' results get, float32 [hidden]
     )
     tables: tuple[Tensor, Tensor] | None = None  # cos and sin, float32 [tokens, rotary_dim / 2], for all layers
+    ends: NDArray[np.int32] | None = (
+        None  # one past the last key that a token sees: never fewer for a later token of a row
+    )
 
 
 class Passing(NamedTuple):

@@ -276,4 +276,5 @@ class BatchStruct(Structure):
         ("added_layers", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("ends", c_void_p),
     ]

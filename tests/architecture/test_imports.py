@@ -33,7 +33,8 @@ ARROWS: dict[str, set[str]] = {
     "wire": {"api", "core"},
     "executor": {"api", "core", "engine", "wire", "worker"},
     "replicas": {"api", "core", "executor", "wire", "worker"},
-    "serving": {"api", "core", "executor", "text"},
+    "images": {"api", "core", "text"},
+    "serving": {"api", "core", "executor", "images", "text"},
 }
 # room of backend/serving -> rooms of it that it may import, itself and the files beside them apart
 SERVING_ARROWS: dict[str, set[str]] = {
@@ -52,6 +53,7 @@ COMPAT_ARROWS: dict[str, set[str]] = {
         "backend.api",
         "backend.core",
         "backend.executor",
+        "backend.images",
         "backend.replicas",
         "backend.text",
         "compat.config_object",

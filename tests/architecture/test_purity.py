@@ -51,7 +51,16 @@ def test_the_pure_side_loads_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "room", ["backend/text", "backend/serving", "backend/executor", "compat/trtllm", "compat/llm", "compat/lmdeploy"]
+    "room",
+    [
+        "backend/text",
+        "backend/images",
+        "backend/serving",
+        "backend/executor",
+        "compat/trtllm",
+        "compat/llm",
+        "compat/lmdeploy",
+    ],
 )
 def test_what_runs_in_the_stub_or_is_imported_by_a_program_loads_no_torch(room: str) -> None:
     assert not loaded_packages(room) & {"torch", "transformers", "triton", "ray", "kernels"}

@@ -74,12 +74,12 @@ FAMILIES: dict[str, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {
                 "backend/kvcache/",
             ),
         ),
-        (_CONFIG, ("backend/replicas/", "backend/serving/", "backend/wire/", "backend/worker/")),
+        (_CONFIG, ("backend/images/", "backend/replicas/", "backend/serving/", "backend/wire/", "backend/worker/")),
         (_NOT_SERVED, ("backend/api/", "backend/executor/", "backend/worker/")),
     ],
     "A field of a request": [(_INVALID, ("backend/",))],
     "A field that is not served": [
-        (_NOT_SERVED, ("backend/serving/", "backend/text/", "backend/engine/", "compat/trtllm/"))
+        (_NOT_SERVED, ("backend/images/", "backend/serving/", "backend/text/", "backend/engine/", "compat/trtllm/"))
     ],
     "A guide": [(("GuideError", "InvalidGuide"), ("backend/",))],
     "An argument in Python": [

@@ -373,7 +373,10 @@ def test_the_llmapi_form_answers_a_stop_request_with_cancelled(client: Any, serv
     [
         ({"text_input": texts("")}, "Error generating request: text_input is empty"),
         ({"text_input": texts("a", "b")}, "text_input holds 2 entries"),
-        ({"text_input": texts("a"), "image_url": texts("x")}, "Error generating request: image_url asks for image"),
+        (
+            {"text_input": texts("a"), "image_url": texts("x")},
+            "Error generating request: image_url has 'x', and nothing is fetched",
+        ),
         ({"text_input": texts("a"), "lora_name": texts("x")}, "with --lora x=DIRECTORY"),
         ({"text_input": texts("a"), "sampling_param_best_of": np.array([2], np.int32)}, "decoding is greedy"),
         ({"text_input": texts("a"), "sampling_param_max_tokens": np.array([0], np.int32)}, "at least 1 is needed"),

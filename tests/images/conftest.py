@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from backend.api.config.schema import ImagesConfig
-from backend.serving.intake.images import ImageReader
+from backend.images.reader import ImageReader
 from tests.images.models import Made, make
 
 

@@ -66,6 +66,29 @@ _HYBRID = dict(
     linear_value_head_dim=16,
     rope_parameters=_rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
 )
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+_YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32, llama_4_scaling_beta=0.3
+)
+_GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+
+
+def _mistral3(**text: Any) -> Tiny:
+    return Tiny(
+        "Mistral3",
+        dict(
+            text_config=_text(head_dim=16, **text),
+            vision_config=_SIDES | dict(model_type="pixtral", image_size=64, patch_size=4, head_dim=16),
+            image_token_index=TOKEN,
+            spatial_merge_size=2,
+        ),
+        _PIXTRAL,
+        dict(image_processor_type="PixtralImageProcessor", patch_size=8, size=dict(longest_edge=64)),
+        dict(patch_size=4, spatial_merge_size=2),
+    )
+
+
 TINY: dict[str, Tiny] = {
     "qwen2_vl": Tiny(
         "Qwen2VL",
@@ -104,6 +127,17 @@ TINY: dict[str, Tiny] = {
         "Qwen3_5",
         dict(
             text_config=_text(**_HYBRID),
+            vision_config=_qwen_tower(num_position_embeddings=64),
+            image_token_id=TOKEN,
+        )
+        | _ENDS,
+        _QWEN,
+        _BY_SIZE,
+    ),
+    "qwen3_5_moe": Tiny(
+        "Qwen3_5Moe",
+        dict(
+            text_config=_text(**_HYBRID, **_EXPERTS),
             vision_config=_qwen_tower(num_position_embeddings=64),
             image_token_id=TOKEN,
         )
@@ -174,26 +208,49 @@ TINY: dict[str, Tiny] = {
         ),
         dict(image_seq_length=16),
     ),
-    "mistral3": Tiny(
-        "Mistral3",
+    "gemma3": Tiny(
+        "Gemma3",
+        dict(
+            text_config=_text(
+                head_dim=16,
+                sliding_window=24,
+                query_pre_attn_scalar=16,
+                layer_types=["sliding_attention"] * 2 + ["full_attention"],
+            ),
+            vision_config=_siglip(vision_use_head=False),
+            image_token_index=TOKEN,
+            boi_token_index=TOKEN + 1,
+            eoi_token_index=TOKEN + 2,
+            mm_tokens_per_image=16,
+        ),
+        _GEMMA,
+        dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=32, width=32)),
+        dict(processor_class="Gemma3Processor", image_seq_length=16),
+    ),
+    "mistral3": _mistral3(model_type="mistral"),
+    "mistral3_ministral3": _mistral3(model_type="ministral3", rope_parameters=_YARN),
+    "pixtral": Tiny(
+        "Llava",
         dict(
             text_config=_text(model_type="mistral", head_dim=16),
             vision_config=_SIDES | dict(model_type="pixtral", image_size=64, patch_size=4, head_dim=16),
             image_token_index=TOKEN,
-            spatial_merge_size=2,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
         ),
-        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        dict(image_processor_type="PixtralImageProcessor", patch_size=8, size=dict(longest_edge=64)),
-        dict(patch_size=4, spatial_merge_size=2),
+        _PIXTRAL,
+        dict(image_processor_type="PixtralImageProcessor", patch_size=4, size=dict(longest_edge=64)),
+        dict(processor_class="PixtralProcessor", patch_size=4),
     ),
 }
 _NAMES = {
+    "gemma3": dict(zip(("image_token", "boi_token", "eoi_token"), _GEMMA)),
     "internvl": dict(
         start_image_token="<img>",
         end_image_token="</img>",
         context_image_token="<IMG_CONTEXT>",
         video_token="<video>",
-    )
+    ),
 }
 _TEMPLATE = """{% for m in messages %}<|im_start|>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}\
 {% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"""
@@ -201,7 +258,7 @@ _TEMPLATE = """{% for m in messages %}<|im_start|>{% if m.content is string %}{{
 
 def place_of(name: str) -> str:
     """The text that stands for an image in a prompt."""
-    first = TINY[name].tokens[0]
+    first = TINY[name].tokens[name == "gemma3"]
     return f"{_QWEN[1]}{first}{_QWEN[2]}" if name.startswith("qwen") else first
 
 

@@ -13,11 +13,12 @@ import torch
 import transformers
 from PIL import Image
 
-from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api import EngineConfig, InvalidRequest, OutputConfig, Request, SamplingConfig
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.image_limits import ImageLimits, check_images
 from backend.api.images import ImageInput
 from backend.engine.core import EngineCore
-from backend.serving.intake.images import ImageReader
+from backend.images.reader import ImageReader
 from backend.text.tokenizer import Tokenizer
 from backend.worker.group import InProcessWorkerGroup
 from tests.images.conftest import picture
@@ -78,12 +79,14 @@ def oracle(model: Any, path: Path, ids: list[int], files: list[bytes]) -> tuple[
     images = [Image.open(io.BytesIO(data)) for data in files]
     processor = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
     inputs = dict(processor(images=[images] if "smolvlm" in path.name else images, return_tensors="pt", **options))
-    inputs.pop("num_patches", None)
+    for name in ("num_patches", "num_crops"):
+        inputs.pop(name, None)
     log_probs: list[float] = []
     start = len(ids)
     for _ in range(NUM_TOKENS):
         given = torch.tensor([ids])
-        kinds = {"mm_token_type_ids": (given == TOKEN).long()} if "qwen" in path.name else {}
+        name = {"q": "mm_token_type_ids", "g": "token_type_ids"}.get(path.name[0])
+        kinds = {name: (given == TOKEN).long()} if name else {}
         with torch.inference_mode():
             logits = model(input_ids=given, use_cache=False, **inputs, **kinds).logits[0, -1].log_softmax(-1)
         ids = [*ids, int(logits.argmax())]
@@ -123,7 +126,7 @@ def oracle_of(name: str, path: Path, request: Request, files: list[bytes]) -> tu
     return oracle(model, path, request.input_token_ids, files)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "gemma3"])
 @pytest.mark.parametrize("quantization", ["w8a8", "none"])
 def test_images_do_not_change_a_bit_by_what_runs_beside_them(
     name: str, quantization: str, made: Made, reader: Callable[[str], ImageReader]
@@ -158,3 +161,19 @@ def test_two_images_share_no_kv_and_the_same_image_does(made: Made, reader: Call
         assert shared.num_cached == len(one.input_token_ids) - 1 and shared.ids == first.ids
     finally:
         core.workers.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(prompt_log_probs=1), "log-probabilities and logits of a prompt with images cannot be had"),
+        (dict(return_context_logits=True), "log-probabilities and logits of a prompt with images cannot be had"),
+        (dict(), "an image has 16 tokens, which must be computed in one step, and a step has 12 beside a full batch"),
+    ],
+)
+def test_an_image_that_is_seen_as_a_whole_fits_into_a_step(fields: dict[str, Any], message: str) -> None:
+    image = ImageInput(TOKEN, 16, "00" * 32, {})
+    request = Request([TOKEN] * 16, 4, images=(image,), output_config=OutputConfig(**fields))
+    with pytest.raises(InvalidRequest, match=message):
+        check_images(request, ImageLimits(TOKEN, step_tokens=12 if not fields else 99))
+    check_images(Request([TOKEN] * 16, 4, images=(image,)), ImageLimits(TOKEN, step_tokens=16))

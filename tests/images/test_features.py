@@ -12,6 +12,7 @@ import torch
 from backend.api.errors import EverbatchError, InvalidRequest, Overloaded
 from backend.api.images import ImageInput
 from backend.api.request import RequestId
+from backend.api.stats import ImageStats
 from backend.hosted.features import Features
 from backend.worker.image_features import ImageFeatures
 
@@ -69,6 +70,18 @@ def test_an_image_is_encoded_once_for_all_requests(case: _Case) -> None:
     assert {case.told.get(timeout=10)[0] for _ in range(2)} == {1, 2}
     assert case.begin(3, "x") and case.tower.encoded == ["x"]
     assert case.features.of("x").vectors.shape == (4, 5)
+
+
+def test_what_happens_to_images_is_counted(case: _Case) -> None:
+    case.begin(1, "x", "y")
+    case.tower.may.release(2)
+    case.told.get(timeout=10)
+    case.begin(2, "x", "x", "fault")
+    case.let()
+    case.features.end(RequestId(1))
+    found = case.features.stats()
+    assert found.image_encoding_s_total > 0
+    assert found == ImageStats(120, 80, 2, 1, 1, found.image_encoding_s_total)
 
 
 def test_a_request_is_told_when_all_of_its_images_are_there(case: _Case) -> None:

@@ -13,8 +13,8 @@ from backend.api.config.schema import ImagesConfig
 from backend.api.errors import EverbatchError, InvalidRequest, Unsupported
 from backend.api.images import FIRST_ID, content_ids, packed_ids
 from backend.core.limited_messages import Limits
-from backend.serving.intake.image_process import decoded
-from backend.serving.intake.images import ImageReader, ReadImage
+from backend.images.process import decoded
+from backend.images.reader import ImageReader, ReadImage
 from backend.text.tokenizer import Tokenizer
 from tests.images.conftest import picture
 from tests.images.models import TOKEN, Made, place_of
@@ -137,8 +137,19 @@ def test_a_placeholder_becomes_the_tokens_of_its_image(name: str, made: Made, re
                 reader(name).place(ids, files, TOKEN, tokenizer)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "internvl"])
+@pytest.mark.parametrize("text", ["{}b", "a\n{}\n\nb", "a {}{}\n", "{} {}", "\n\n{}"])
+def test_white_space_around_images_is_tokenised_with_theirs(name: str, text: str, made: Made, reader: Readers) -> None:
+    """As in a prompt that has the text of each image in it, which is what transformers tokenises."""
+    tokenizer, place = Tokenizer.from_directory(str(made(name))), place_of(name)
+    files = [picture()] * text.count("{}")
+    ids = tokenizer.encode(text.replace("{}", place), add_special_tokens=False)
+    whole = text.replace("{}", reader(name).read(picture()).text)
+    assert reader(name).place(ids, files, TOKEN, tokenizer).ids == tokenizer.encode(whole, add_special_tokens=False)
+
+
 def test_pixels_of_more_than_a_frame_are_refused(made: Made, monkeypatch: pytest.MonkeyPatch, reader: Readers) -> None:
-    monkeypatch.setattr("backend.serving.intake.images.MAX_PIXEL_BYTES", 1000)
+    monkeypatch.setattr("backend.images.reader.MAX_PIXEL_BYTES", 1000)
     tokenizer = Tokenizer.from_directory(str(made("qwen3_vl")))
     ids = tokenizer.encode(place_of("qwen3_vl"), add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="the limit is 1000 in all; send fewer or smaller ones"):

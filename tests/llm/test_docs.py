@@ -19,6 +19,6 @@ def test_an_example_runs(number: int) -> None:
 
 
 def test_the_page_has_examples_and_names_every_argument() -> None:
-    assert (len(EXAMPLES), len(OF_LORA), len(OF_TWO_ENGINES)) == (5, 2, 1)
+    assert (len(EXAMPLES), len(OF_LORA), len(OF_TWO_ENGINES)) == (6, 2, 1)
     served = [argument.key for argument in ARGUMENTS if argument.fate != "refused" and "." not in argument.key]
     assert served and [name for name in served if f"`{name}" not in PAGE] == []

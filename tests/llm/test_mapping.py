@@ -6,6 +6,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -214,7 +215,7 @@ def test_an_adapter_is_known_by_its_id_and_read_from_its_directory() -> None:
 
 def test_what_a_prompt_brings_besides_tokens_travels_with_it() -> None:
     request = GenerationRequest([1], SamplingParams(), multimodal_params={"image": b"one"}, cache_salt="me")
-    mapped_request = core_request(request, None, MODEL, 20)
+    mapped_request = core_request(request, None, msgspec.structs.replace(MODEL, takes_extra_inputs=True), 20)
     assert (mapped_request.extra_inputs, mapped_request.cache_salt) == ({"image": b"one"}, "me")
 
 

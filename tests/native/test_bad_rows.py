@@ -193,3 +193,15 @@ def test_a_shape_that_the_kernels_cannot_take_is_refused(
     nothing = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
         NativeDecoder(best_kernels, NativeShape(**sizes), NativeForm(1e-6), nothing, [], NativeNorm(nothing), None)
+
+
+@pytest.mark.parametrize("at, end, row", [(3, 3, 0), (39, 41, 0), (0, 41, 0), (45, 75, 1), (45, 101, 1)])
+def test_a_token_sees_no_key_that_its_row_lacks(driver: Driver, at: int, end: int, row: int) -> None:
+    """Also not fewer than those up to its own."""
+    attempt = Attempt(driver)
+    ends = np.concatenate((np.arange(1, 41), np.arange(71, 101))).astype(np.int32)
+    attempt.given = Given(None, None, ends=ends)
+    plain = Attempt(driver).run()[1]
+    assert torch.equal(attempt.run()[1], plain)
+    ends[at] = end
+    attempt.assert_refused(row)

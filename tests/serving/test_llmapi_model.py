@@ -178,7 +178,7 @@ def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
             "sampling_param_best_of is 2 beside sampling_param_beam_width 2",
         ),
         ({"best_of": 2**31 - 1, "top_k": 5}, InvalidRequest, "allowed is 1 to 2048"),
-        ({"image_url": "x"}, Unsupported, "image_url asks for image input"),
+        ({"image_url": "x"}, InvalidRequest, "image_url has 'x', and nothing is fetched here"),
         ({"lora_name": "doll"}, Unsupported, "start the server with --lora doll=DIRECTORY"),
         (
             {"lora_path": "/x"},

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from backend.api import EngineConfig, EngineCounters, EngineStats, IterationStats, KvCacheStats, PerfMetrics
-from backend.api.stats import MISSES, PauseCounts, SecondLevelStats, SnapshotStats
+from backend.api.stats import MISSES, ImageStats, PauseCounts, SecondLevelStats, SnapshotStats
 from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.assembly import is_true
@@ -292,20 +292,10 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
     "everbatch_second_level_misses_total": {reason: f"misses_total['{reason}']" for reason in MISSES},
     "everbatch_second_level_pace": {"load_bytes": "load_bytes_per_s", "prefill_tokens": "prefill_tokens_per_s"},
     "everbatch_tokens_total": {
-        "prompt": "prompt_tokens_total",
-        "context": "context_tokens_total",
-        "cached": "cached_tokens_total",
-        "recomputed": "recomputed_tokens_total",
-        "generated": "generated_tokens_total",
-        "discarded": "discarded_tokens_total",
+        kind: f"{kind}_tokens_total" for kind in ("prompt", "context", "cached", "recomputed", "generated", "discarded")
     },
     "everbatch_evictions_total": {"": "sequences_evicted_total"},
-    "everbatch_requests": {
-        "active": "num_active_requests",
-        "queued": "num_queued_requests",
-        "scheduled": "num_scheduled_requests",
-        "paused": "num_paused_requests",
-    },
+    "everbatch_requests": {kind: f"num_{kind}_requests" for kind in ("active", "queued", "scheduled", "paused")},
     "everbatch_requests_accepted_total": {"": "requests_accepted_total"},
     "everbatch_requests_finished_total": {
         reason: f"requests_finished_total['{reason.upper()}']"
@@ -318,6 +308,9 @@ SOURCES: dict[str, dict[str, str]] = {  # family -> label -> the field of the st
         "accepted": "accepted_draft_tokens_total",
         "rejected": "draft_tokens_total - accepted_draft_tokens_total",
     },
+    "everbatch_image_bytes": {"max": "image_max_bytes", "used": "image_used_bytes"},
+    "everbatch_images_total": {kind: f"images_{kind}_total" for kind in ("encoded", "reused", "failed")},
+    "everbatch_image_encoding_seconds_total": {"": "image_encoding_s_total"},
     "everbatch_steps_total": {"": "steps_total"},
     "everbatch_sessions": {"": "num_sessions"},
 }
@@ -334,7 +327,7 @@ def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
     cache = numbered(KvCacheStats, 100_000)
     latest = numbered(IterationStats, 200_000) | {"num_active_requests": 10**9}  # the others are parts of it
     level = numbered(SecondLevelStats, 500_000)
-    snapshots = numbered(SnapshotStats, 700_000)
+    snapshots, images = numbered(SnapshotStats, 700_000), numbered(ImageStats, 800_000)
     misses = {reason: 600_000 + number for number, reason in enumerate(MISSES)}
     counters = numbered(EngineCounters, 300_000) | {"draft_tokens_total": 10**9}
     finished = {
@@ -346,11 +339,20 @@ def test_each_metric_has_the_number_that_its_name_says(is_static: bool) -> None:
             kv_cache=KvCacheStats(**cache),
             second_level=SecondLevelStats(misses_total=misses, **level),
             snapshots=SnapshotStats(**snapshots),
+            images=ImageStats(**images),
             **latest,
         ),
         EngineCounters(requests_finished_total=finished, **counters),
     )
-    parts = [snapshots, cache, level, latest, counters, {"requests_finished_total": finished, "misses_total": misses}]
+    parts = [
+        snapshots,
+        images,
+        cache,
+        level,
+        latest,
+        counters,
+        {"requests_finished_total": finished, "misses_total": misses},
+    ]
     values = {name: value for part in parts for name, value in part.items()}
     assert len(values) == sum(map(len, parts)), "no two fields have one name"
     families = engine_families(is_static)

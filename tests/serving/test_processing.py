@@ -153,8 +153,12 @@ def test_a_bias_is_added_to_every_token_of_its_word(tools: TextTools) -> None:
         ({"EMBEDDING_BIAS_WEIGHTS": floats(1.0)}, InvalidRequest, "EMBEDDING_BIAS_WORDS has 0 entries"),
         ({"QUERY": strings(b"\xff")}, InvalidRequest, "QUERY is not valid UTF-8"),
         ({"QUERY": np.empty((1, 0), dtype=object)}, InvalidRequest, "the shape is"),
-        ({"IMAGE_BYTES": np.ones((1, 1, 1, 1, 3), np.uint8)}, Unsupported, "IMAGE_BYTES asks for image or video"),
-        ({"IMAGES": strings("a.png")}, Unsupported, "IMAGES asks for image or video input"),
+        (
+            {"IMAGE_BYTES": np.ones((1, 1, 1, 1, 3), np.uint8)},
+            Unsupported,
+            "IMAGE_BYTES asks for an image beside token ids",
+        ),
+        ({"IMAGES": strings("a.png")}, Unsupported, "IMAGES asks for an image beside token ids"),
     ],
 )
 def test_preprocessing_names_what_is_wrong(

@@ -188,8 +188,6 @@ def test_the_two_text_models_share_all_but_what_bls_adds() -> None:
     assert BLS.outputs == ENSEMBLE.outputs
     assert {spec.name for spec in BLS.inputs} - {spec.name for spec in ENSEMBLE.inputs} == {
         "image_input",
-        "image_bytes_input",
-        "image_url_input",
         "video_bytes_input",
         "num_draft_tokens",
         "use_draft_logits",

@@ -162,7 +162,7 @@ def test_what_is_not_built_is_refused_by_name(
         ({"text": ""}, "text_input is empty"),
         ({"text": "x " * 200}, "tokens, the limit is 63"),
         ({"text": "a" * 5000}, "text_input has 5000 bytes, the limit is 4096"),
-        ({"image": "aGk="}, "image asks for an image in the prompt"),
+        ({"image": "aGk="}, "the model reads text only"),
         ({"embedding_request": '{"input": "a"}'}, "embedding_request asks for an embedding"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from backend.api import EngineConfig, EngineStats, EngineUnavailable
 from backend.api.config.schema import LoraSection, SchedulerConfig
 from backend.api.distributions import Distributions
-from backend.api.stats import EngineCounters, IterationStats, KvCacheStats
+from backend.api.stats import EngineCounters, ImageStats, IterationStats, KvCacheStats
 from backend.serving.intake.load import EngineLoad
 from backend.serving.observe.vllm_page import HISTOGRAMS, vllm_page
 from backend.serving.server import ModelServer
@@ -27,6 +27,7 @@ LATEST = IterationStats(
     num_paused_requests=2,
     num_preparing_requests=4,
     kv_cache=KvCacheStats(max_num_blocks=100, used_num_blocks=25, tokens_per_block=32),
+    images=ImageStats(images_encoded_total=7, images_reused_total=4, images_failed_total=1),
 )
 COUNTERS = EngineCounters(
     requests_finished_total={"END_ID": 2, "STOP_WORDS": 3, "LENGTH": 5, "TIMED_OUT": 7, "CANCELLED": 11, "ERROR": 13},
@@ -79,6 +80,8 @@ def test_gauges_and_counters_have_vllms_names_and_the_engines_values() -> None:
         "vllm:generation_tokens_total": 90,
         "vllm:prefix_cache_queries_total": 80,
         "vllm:prefix_cache_hits_total": 40,
+        "vllm:mm_cache_queries_total": 12,
+        "vllm:mm_cache_hits_total": 4,
         "vllm:num_preemptions_total": 6,
         'vllm:request_success_total{finished_reason="stop"}': 5,
         'vllm:request_success_total{finished_reason="length"}': 5,

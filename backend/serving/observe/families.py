@@ -171,6 +171,34 @@ _OURS = (
         },
     ),
     MetricFamily(
+        "everbatch_image_bytes",
+        "Bytes that features of images and the pixels of live requests may take, and take",
+        "GAUGE",
+        "state",
+        {
+            "max": lambda s: s.latest.images.image_max_bytes,
+            "used": lambda s: s.latest.images.image_used_bytes,
+        },
+    ),
+    MetricFamily(
+        "everbatch_images_total",
+        "Images of requests since the engine started: encoded, reused = their features were held, failed",
+        "COUNTER",
+        "event",
+        {
+            "encoded": lambda s: s.latest.images.images_encoded_total,
+            "reused": lambda s: s.latest.images.images_reused_total,
+            "failed": lambda s: s.latest.images.images_failed_total,
+        },
+    ),
+    MetricFamily(
+        "everbatch_image_encoding_seconds_total",
+        "Seconds that the encoder of images has worked",
+        "COUNTER",
+        "",
+        {"": lambda s: s.latest.images.image_encoding_s_total},
+    ),
+    MetricFamily(
         "everbatch_second_level_blocks",
         "KV blocks of the second level",
         "GAUGE",

@@ -80,6 +80,11 @@ def vllm_page(stats: EngineStats, config: EngineConfig, max_seq_len: int, model_
 def _families(stats: EngineStats, config: EngineConfig) -> Iterator[PageFamily]:
     yield from _gauges(stats, config)
     yield from _counters(stats.counters)
+    images = stats.latest.images
+    queried = images.images_encoded_total + images.images_failed_total + images.images_reused_total
+    yield _counter("mm_cache_queries_total", "Multi-modal cache queries, in terms of number of queried items.", queried)
+    hits = images.images_reused_total
+    yield _counter("mm_cache_hits_total", "Multi-modal cache hits, in terms of number of cached items.", hits)
     kv, cache = stats.latest.kv_cache, config.kv_cache
     about = {
         "block_size": str(kv.tokens_per_block),
@@ -112,7 +117,7 @@ def _gauges(stats: EngineStats, config: EngineConfig) -> Iterator[PageFamily]:
     yield PageFamily(
         "num_requests_waiting_by_reason",
         "gauge",
-        "Waiting requests: for room in the batch (capacity), or for their guide or adapter (deferred).",
+        "Waiting requests: for room in the batch (capacity), or for their guide, images or adapter (deferred).",
         [({"reason": "capacity"}, capacity), ({"reason": "deferred"}, deferred)],
     )
     yield _gauge("num_requests_swapped", "Paused requests whose KV is kept in host memory.", swapped)
@@ -136,7 +141,7 @@ def _counters(counters: EngineCounters) -> Iterator[PageFamily]:
         ("spec_decode_num_draft_tokens_total", "Number of draft tokens.", counters.draft_tokens_total),
         ("spec_decode_num_accepted_tokens_total", "Accepted draft tokens.", counters.accepted_draft_tokens_total),
     ):
-        yield PageFamily(name, "counter", meaning, [({}, value)])
+        yield _counter(name, meaning, value)
     reasons: list[Sample] = [
         ({"finished_reason": told}, sum(finished.get(reason, 0) for reason in ours)) for told, ours in FINISHED.items()
     ]
@@ -145,6 +150,10 @@ def _counters(counters: EngineCounters) -> Iterator[PageFamily]:
 
 def _gauge(name: str, meaning: str, value: float) -> PageFamily:
     return PageFamily(name, "gauge", meaning, [({}, value)])
+
+
+def _counter(name: str, meaning: str, value: float) -> PageFamily:
+    return PageFamily(name, "counter", meaning, [({}, value)])
 
 
 def _head(name: str, kind: str, meaning: str) -> list[str]:

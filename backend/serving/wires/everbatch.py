@@ -46,7 +46,7 @@ from backend.serving.wires.commands import is_command, is_look, read_command, re
 from backend.serving.wires.fill import Fill
 from backend.serving.wires.front import TextFront, TextTools
 from backend.serving.wires.generated import Choice, Generated, PromptReport, Usage
-from backend.serving.wires.image_files import place_images
+from backend.serving.wires.image_files import TWICE, most_encoded_bytes, place_images
 from backend.serving.wires.limits import (
     MAX_TOKEN_BYTES,
     check_length,
@@ -130,8 +130,8 @@ def check(batch: Batch, context: ServingContext) -> None:
     most = MAX_TOKEN_BYTES * MAX_ESCAPED * context.model.max_seq_len
     what = "384 for each token of model.max_seq_len"
     if context.model.image_token_id >= 0:
-        most += -(-4 * 2 * context.config.images.max_bytes // 3)
-        what += ", and twice images.max_bytes in base64"
+        most += most_encoded_bytes(context)
+        what += f", and {TWICE}"
     batch.check_texts("request", 0, 1, most, what)
 
 
@@ -276,7 +276,6 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
         raise InvalidRequest("the prompt holds no token; give more text")
     if asked.images:
         placed = place_images(asked.images, ids, context, tools)
-        check_length(len(placed.ids), context)
         return _Prompt(text, placed.ids, placed.images)
     return _Prompt(text, ids)
 

@@ -14,9 +14,9 @@ from backend.api.checkpoint.pooling import Pooling, read_pooling
 from backend.api.errors import Unsupported
 from backend.api.output_limits import NO_HEAD
 from backend.core.step import ModelInfo
+from backend.images.reader import ImageReader
 from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.intake.batch import Batch
-from backend.serving.intake.images import ImageReader
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.served_model import AtOnce, not_at_once
 from backend.serving.tensors import ModelTensors

@@ -24,6 +24,7 @@ from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext, check_mode, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused, sampling_inputs
 from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.image_files import check_encoded, place_inputs
 from backend.serving.wires.limits import MAX_TOKEN_BYTES, prompt_ids
 from backend.serving.wires.named_adapters import named_adapter
 from backend.serving.work import Arrays, Work
@@ -52,7 +53,7 @@ TENSORS = ModelTensors(
         Input("return_cumulative_logprob", "BOOL", ONE, "output.return_log_probs"),
         Input("stop", "BOOL", ONE, "request"),
         Input(PREFIX + "logits_post_processor_name", "STRING", ONE, "request"),
-        *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
+        Input("image_url", "STRING", ANY, "request"),  # data: URLs, in the order of their places in the prompt
         Input("lora_name", "STRING", ONE, "request"),  # a name of lora.adapters
         # Without a name: a task id that the engine knows. With a name: the client's own id.
         Input("lora_id", "UINT64", ONE, "request"),
@@ -93,13 +94,15 @@ def check(batch: Batch, context: ServingContext) -> None:
     limits = context.config.limits
     most = MAX_TOKEN_BYTES * context.model.max_seq_len
     batch.check_texts("text_input", 0, 1, most, "64 for each token of model.max_seq_len")
+    check_encoded(batch, "image_url", context)
     batch.check_texts(PREFIX + "stop", 0, limits.max_words, limits.max_word_bytes, "limits.max_word_bytes")
 
 
 def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
     """The one row of a request. Raises InvalidRequest."""
     text = required(batch, "text_input", 0)
-    ids = _prompt_ids(text, context, tools.tokenizer)
+    placed = place_inputs(batch, 0, _prompt_ids(text, context, tools.tokenizer), context, tools, urls="image_url")
+    ids = placed.ids
     stops = [stop for stop in batch.texts(PREFIX + "stop", 0) if stop]
     streaming = bool(batch.scalar("streaming", 0))
     sampling = _sampling(batch)
@@ -120,6 +123,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
         logits_post_processor=batch.scalar(PREFIX + "logits_post_processor_name", 0) or "",
+        images=placed.images,
         lora=_adapter(batch, context),
     )
     echoes = batch.scalar(PREFIX + "exclude_input_from_output", 0) is False and not streaming

@@ -23,6 +23,9 @@ from backend.serving.work import Arrays, Work
 from backend.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 4096  # rows times beams of one request to postprocessing
+_IMAGES = (
+    "an image beside token ids (the models ensemble and tensorrt_llm_bls take image_url_input and image_bytes_input)"
+)
 
 PREPROCESSING_TENSORS = ModelTensors(
     "preprocessing",
@@ -37,12 +40,9 @@ PREPROCESSING_TENSORS = ModelTensors(
         Input("END_ID", "INT32", ONE, "request"),
         Input("PAD_ID", "INT32", ONE, "request"),
         Input("PROMPT_TABLE_EXTRA_ID", "UINT64", ONE, "request"),
-        *refused(
-            "image or video input",
-            ("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1)),
-            ("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1)),
-        ),
-        *refused("image or video input", ("IMAGE_URL", "STRING", ONE), ("IMAGES", "STRING", ANY), neutral=("",)),
+        *refused(_IMAGES, ("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1))),
+        *refused("a video", ("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1))),
+        *refused(_IMAGES, ("IMAGE_URL", "STRING", ONE), ("IMAGES", "STRING", ANY), neutral=("",)),
     ),
     outputs=(
         Output("INPUT_ID", "INT32", ANY, "always: padded on the right with the pad id"),

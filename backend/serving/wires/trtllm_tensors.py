@@ -162,6 +162,8 @@ _TEXT_INPUTS = (
     Input("messages", "STRING", ONE, "request"),
     Input("max_tokens", "INT32", ONE, "request", optional=False),
     *refused("encoder input", ("decoder_text_input", "STRING", ONE), neutral=("",)),
+    Input("image_url_input", "STRING", ANY, "request"),  # data: URLs, in the order of their places in the prompt
+    Input("image_bytes_input", "UINT8", (-1, -1, -1, -1), "request"),  # pixels: [images, height, width, 3]
     Input("bad_words", "STRING", ANY, "request"),
     Input("stop_words", "STRING", ANY, "request"),
     Input("end_id", "INT32", ONE, "request"),
@@ -200,13 +202,11 @@ BLS = ModelTensors(
     inputs=(
         *_TEXT_INPUTS,
         *refused(
-            "image or video input",
+            "pixels of a processor of the client's (image_bytes_input and image_url_input take pictures)",
             ("image_input", "FP16", (-1, 3, -1, -1)),
-            ("image_bytes_input", "UINT8", (-1, -1, -1, -1)),
-            ("video_bytes_input", "UINT8", (-1, -1, -1, -1)),
         ),
-        *refused("image or video input", ("image_url_input", "STRING", ONE), neutral=("",)),
-        Input("num_draft_tokens", "INT32", ONE, "request"),  # of a step, where the engine guesses; 0: as it likes
+        *refused("a video", ("video_bytes_input", "UINT8", (-1, -1, -1, -1))),
+        Input("num_draft_tokens", "INT32", ONE, "request"),  # a step, where the engine guesses; 0: as it likes
         *refused("logits of draft tokens", ("use_draft_logits", "BOOL", ONE), neutral=(False,)),
     ),
     outputs=_TEXT_OUTPUTS,

@@ -11,9 +11,11 @@ import json
 from typing import Any, NamedTuple
 
 from backend.api import InvalidRequest, Request, SessionConfig
+from backend.api.images import ImageInput
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import Parameters, ServingContext, check_mode
 from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.image_files import check_encoded, place_inputs
 from backend.serving.wires.limits import MAX_TOKEN_BYTES, prompt_ids
 from backend.serving.wires.trtllm_fields import (
     echoes_prompt,
@@ -40,6 +42,7 @@ class _Prompt(NamedTuple):
     text: str
     ids: list[int]
     is_chat: bool
+    images: tuple[ImageInput, ...] = ()
 
 
 def parse_text_requests(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
@@ -59,6 +62,7 @@ def check_text_requests(batch: Batch, context: ServingContext) -> None:
     limits = context.config.limits
     prompt_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
     check_guides(batch, context.config.guided.max_bytes)
+    check_encoded(batch, "image_url_input", context)
     for row in range(batch.num_rows):
         batch.check_texts("text_input", row, 1, prompt_bytes, "64 for each token of model.max_seq_len")
         batch.check_texts("messages", row, 1, prompt_bytes, "64 for each token of model.max_seq_len")
@@ -97,6 +101,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
         guide=read_guide(batch, row),
+        images=prompt.images,
         prompt_embeddings=read_embeddings(batch, row, context.config.limits.max_extra_bytes),
         lora=read_lora(batch, row, context),
         max_draft_tokens=batch.scalar("num_draft_tokens", row) or None,
@@ -147,7 +152,8 @@ def _read_prompt(
         prompt = _Prompt(text, prompt_ids(tools.tokenizer, text, context, starts, room=0), is_chat=False)
     if not prompt.ids:
         raise InvalidRequest("the prompt holds no token; give more text")
-    return prompt
+    placed = place_inputs(batch, row, prompt.ids, context, tools, urls="image_url_input", pixels="image_bytes_input")
+    return prompt._replace(ids=placed.ids, images=placed.images)
 
 
 def _read_messages(batch: Batch, row: int) -> list[dict[str, Any]]:

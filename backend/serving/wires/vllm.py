@@ -14,6 +14,7 @@ import numpy as np
 
 from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request, Unsupported
 from backend.api.config.schema import LimitsConfig
+from backend.images.reader import Placed
 from backend.serving.delivery.outputs import Render, text_array
 from backend.serving.delivery.sequence_output import SequenceOutput
 from backend.serving.dialect import Dialect
@@ -22,6 +23,7 @@ from backend.serving.intake.requests import MAX_PARAMETERS, Parameters, ServingC
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.serving.wires.choices import choices_output, chosen
 from backend.serving.wires.front import TextFront, TextTools
+from backend.serving.wires.image_files import check_encoded, place_images
 from backend.serving.wires.limits import MAX_TOKEN_BYTES, check_length, fitting_tokens, prompt_ids
 from backend.serving.wires.named_adapters import NOT_SUPPORTED, VLLMS, named_adapter
 from backend.serving.wires.vllm_log_probs import log_probs_json
@@ -43,7 +45,7 @@ TENSORS = ModelTensors(
     "vllm",
     inputs=(
         Input("text_input", "STRING", ONE, "request", optional=False),
-        *refused("an image in the prompt", ("image", "STRING", ANY), neutral=("",)),
+        Input("image", "STRING", ANY, "request"),  # files in base64, in the order of their places in the prompt
         Input("stream", "BOOL", ONE, "request"),
         Input(TENSOR, "STRING", ONE, "request"),
         Input("exclude_input_in_output", "BOOL", ONE, "request"),
@@ -93,6 +95,7 @@ def check(batch: Batch, context: ServingContext) -> None:
     prompt_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
     batch.check_texts("text_input", 0, 1, prompt_bytes, "64 for each token of model.max_seq_len")
     batch.check_texts(TENSOR, 0, 1, MAX_PARAMETERS)
+    check_encoded(batch, "image", context)
     if batch.scalar("stream", 0) and batch.scalar("exclude_input_in_output", 0) is False:
         raise InvalidRequest(NO_ECHO)
 
@@ -102,8 +105,9 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     streaming = bool(batch.scalar("stream", 0))
     asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits, streaming)
     text: str = required(batch, "text_input", 0)
-    ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
-    returned = Returned.read(batch, asked)
+    encoded = [each for each in batch.texts("image", 0) if each]
+    placed = _encode(text, encoded, asked.truncate_prompt_tokens, context, tools)
+    ids, returned = placed.ids, Returned.read(batch, asked)
     most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
     request = Request(
         input_token_ids=ids,
@@ -116,6 +120,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
         guide=asked.guide(),
+        images=placed.images,
         lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled, VLLMS),
     )
     prefix = "" if streaming or batch.scalar("exclude_input_in_output", 0) else text
@@ -134,8 +139,8 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     return [Work(request, choices_output(asked, new_sequence, render, streaming=streaming, joint=True))]
 
 
-def _encode(text: str, most: int | None, context: ServingContext, tools: TextTools) -> list[int]:
-    """The last `most` tokens of the text (None: all)."""
+def _encode(text: str, images: list[str], most: int | None, context: ServingContext, tools: TextTools) -> Placed:
+    """The last `most` tokens of the text (None: all), with images in base64 in their places."""
     if most:
         ids = tools.tokenizer.encode(text)[-most:]
     else:
@@ -143,7 +148,7 @@ def _encode(text: str, most: int | None, context: ServingContext, tools: TextToo
     if not ids:
         raise InvalidRequest("text_input is empty; give at least one character")
     check_length(len(ids), context)
-    return ids
+    return place_images(images, ids, context, tools) if images else Placed(ids, ())
 
 
 def _output_config(asked: VllmSampling, returned: Returned, limits: LimitsConfig) -> OutputConfig:

@@ -170,6 +170,8 @@ struct everbatch_batch {
     const float* const* added;  // [added_layers][tokens of all rows]: what is added to a token's result [hidden] of each of the first layers;
     int64_t added_layers;       // null: nothing
     const float *cos, *sin;     // [tokens of all rows][rotary_dim / 2], in the place of the layers' own; then `positions` are not read
+    const int32_t* ends;        // [tokens of all rows]: one past the last key that a token sees, not beyond its row's tokens, and never fewer
+                                // for a later token; null: one past its own
 };
 
 }  // extern "C"

@@ -246,7 +246,7 @@ private:
                                                       : unpacked<V>(order[i], i, order[i + AHEAD]);
         for (int r = 0; r < rows_; r += ROWS_HELD) {
             const int rows = std::min(ROWS_HELD, rows_ - r);
-            const int64_t last = walk_.position + (r + rows - 1) / group_;  // the last token of these rows
+            const int64_t last = walk_.end_of((r + rows - 1) / group_) - 1;  // the last key that one of these rows sees
             const int seen = int(std::min<int64_t>(count, last < from ? 0 : (last - from) / PANEL + 1));  // panels
             multiply_keys(r, rows, panels, seen, order);
             for (int i = 0; IS_QUANTIZED && r == 0 && i < count; i++) {
@@ -365,12 +365,12 @@ private:
             }
         }
         if (scoring_.softcap) cap(x + lo, hi - lo);
-        const int64_t at = walk_.position + row / group_;  // sees keys (at - window, at], and those before sink_tokens
+        const int64_t at = walk_.position + row / group_;  // sees keys (at - window, end), and those before sink_tokens
         if (walk_.window) {
             const int seen_from = int(std::min<int64_t>(hi, at - walk_.window + 1 - base));
             for (int j = int(std::max<int64_t>(lo, walk_.sink_tokens - base)); j < seen_from; j++) x[j] = -INFINITY;
         }
-        for (int j = int(std::max<int64_t>(lo, at + 1 - base)); j < hi; j++) x[j] = -INFINITY;
+        for (int j = int(std::max<int64_t>(lo, walk_.end_of(row / group_) - base)); j < hi; j++) x[j] = -INFINITY;
         Vec greatest[2] = {load<Vec>(x + lo), load<Vec>(x + lo + LANES)};
         for (int j = lo + 2 * LANES; j < hi; j += 2 * LANES)
             greatest[0] = vmax(greatest[0], load<Vec>(x + j)), greatest[1] = vmax(greatest[1], load<Vec>(x + j + LANES));

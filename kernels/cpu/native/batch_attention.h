@@ -38,7 +38,7 @@ public:
         for (int64_t r = 0; r < b.num_rows; r++) tokens_ += b.rows[r].num_tokens;
         units_ = cut(b, PANEL, PANEL);
         queries_ = cut(b, std::max(1, ROWS_TOGETHER / group_), 0);
-        spans_.share(queries_, kv.kv_heads, group_, dim_);
+        spans_.share(queries_, kv.kv_heads, group_, dim_, b.ends);
         memory.partials.grow(spans_.partials());
         memory.queries.grow(size_t(tokens_ * heads * dim_) * sizeof(T));
         if (memory.threads.size() < size_t(b.threads)) memory.threads = std::vector<AttentionMemory::Thread>(size_t(b.threads));
@@ -109,7 +109,8 @@ private:
         const int64_t kv_heads = kv_.kv_heads, items = int64_t(spans_.all.size()) * kv_heads;
         const auto walk_of = [&](int64_t item) {
             const Piece& piece = queries_[size_t(spans_.all[size_t(item / kv_heads)].piece)];
-            return Walk(kv_, pool, int(item % kv_heads), table(piece), piece.position, piece.count, sight.window, sight.sink_tokens);
+            return Walk(kv_, pool, int(item % kv_heads), table(piece), piece.position, piece.count, b_.ends ? b_.ends + piece.first : nullptr,
+                        sight.window, sight.sink_tokens);
         };
         team.for_each(items, [&](int64_t item) {
             const int64_t following = std::min(item + 1, items - 1), h = item % kv_heads;

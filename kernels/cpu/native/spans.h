@@ -41,12 +41,14 @@ public:
     std::vector<Span> all;
     size_t partial_size = 0;  // floats of the result of a split, of one kv head
 
-    void share(const std::vector<Piece>& pieces, int64_t kv_heads, int group, int dim) {
+    // ends: as in everbatch_batch.
+    void share(const std::vector<Piece>& pieces, int64_t kv_heads, int group, int dim, const int32_t* ends) {
         kv_heads_ = kv_heads;
         int32_t tokens = 0;
         for (size_t i = 0; i < pieces.size(); i++) {
             const Piece& piece = pieces[i];
-            const int32_t count = piece.count > FEW_TOKENS ? 1 : (piece.position + piece.count + SPLIT - 1) / SPLIT;
+            const int32_t end = ends ? ends[piece.first + piece.count - 1] : piece.position + piece.count;
+            const int32_t count = piece.count > FEW_TOKENS ? 1 : (end + SPLIT - 1) / SPLIT;
             for (int32_t split = 0; split < count; split++) all.push_back({int32_t(i), split, count, splits_});
             if (count > 1) splits_ += count, tokens = std::max(tokens, piece.count);
         }

@@ -543,6 +543,7 @@ int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
         for (int64_t t = row.num_computed; t < int64_t(row.num_computed) + row.num_tokens; t++, flat++) {
             const int64_t id = b.token_ids[row.slot * m.max_seq_len + t];
             if ((id < 0 || id >= m.vocab) && !(b.embedded && b.embedded[flat])) return r;
+            if (b.ends && (b.ends[flat] <= t || b.ends[flat] > int64_t(row.num_computed) + row.num_tokens)) return r;
             if (b.positions && !b.cos && (b.positions[flat] < 0 || b.positions[flat] >= m.max_seq_len)) return r;
         }
     }

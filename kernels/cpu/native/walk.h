@@ -16,18 +16,27 @@ struct Ahead {
 // the panels of keys and then those of values.
 class Walk {
 public:
-    // table: the sequence's block ids. window: tokens that a query sees, itself included, besides the sink tokens; 0 = all.
-    Walk(const KVLayout& l, const char* pool, int kv_head, const int32_t* table, int64_t position, int tokens, int64_t window,
-         int64_t sink_tokens)
-        : position(position), tokens(tokens), end(position + tokens), window(window), sink_tokens(window ? sink_tokens : 0),
+    // table: the sequence's block ids. ends: of the tokens, as in everbatch_batch. window: tokens that a query sees, itself included, besides
+    // the sink tokens; 0 = all.
+    Walk(const KVLayout& l, const char* pool, int kv_head, const int32_t* table, int64_t position, int tokens, const int32_t* ends,
+         int64_t window, int64_t sink_tokens)
+        : position(position), tokens(tokens), ends_(ends), end(end_of(tokens - 1)), window(window), sink_tokens(window ? sink_tokens : 0),
           first_key_(window ? std::max<int64_t>(0, position - window + 1) : 0),
           sink_end_((this->sink_tokens + PANEL - 1) / PANEL * PANEL), l_(l), pool_(const_cast<char*>(pool)), kv_head_(kv_head),
           table_(table) {}
 
     const int64_t position;
     const int tokens;
+
+private:
+    const int32_t* const ends_;
+
+public:
     const int64_t end;  // one past the last key that is seen
     const int64_t window, sink_tokens;
+
+    // One past the last key that a token sees.
+    int64_t end_of(int token) const { return ends_ ? ends_[token] : position + token + 1; }
 
     int64_t first_segment() const { return sink_end_ ? 0 : from_window(); }
     int64_t next_segment(int64_t segment) const {

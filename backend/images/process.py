@@ -1,4 +1,4 @@
-"""The process that reads images: `python -m backend.serving.intake.image_process FD`, FD being its end of a socket pair.
+"""The process that reads images: `python -m backend.images.process FD`, FD being its end of a socket pair.
 
 An image is decoded by Pillow and goes through the checkpoint's own image processor, as transformers has it, in a child with
 limits (core/limited_server.py). The process runs without torch, because it forks: transformers' processors for Pillow need numpy
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from backend.api.errors import ConfigError, EverbatchError, InvalidRequest
 from backend.api.tensor import TensorData
 from backend.core.limited_messages import Begin, Ending, Limits, Outcome
 from backend.core.limited_server import Perform, serve_jobs
-from backend.serving.intake.images import SERVER, ImageSetup, ReadImage
+from backend.images.reader import SERVER, ImageSetup, ReadImage
 
 IMAGES_OF_CHILD = 20
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -31,6 +32,7 @@ ENDINGS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 _WITHOUT = ("torch", "torchvision", "tensorflow", "jax", "flax")  # they start threads, which do not survive a fork
 # Families whose replacement of the placeholder is that of another one, whose class needs no further packages.
 _OTHERS = {"smolvlm": "Idefics3Processor"}
+_PIXTRAL = "PixtralProcessor"
 
 
 def decoded(data: bytes, max_pixels: int) -> Any:
@@ -188,13 +190,15 @@ def _texts_of(kind: str, images: Any, directory: Path) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
     from transformers.processing_utils import ProcessorMixin
 
+    settings = read_object(directory, "processor_config.json") or {}
     name = _OTHERS.get(kind) or PROCESSOR_MAPPING_NAMES[kind]
-    if name == "PixtralProcessor":
+    if settings.get("processor_class") == _PIXTRAL:  # in a checkpoint of LLaVA's form
+        name = _PIXTRAL
+    if name == _PIXTRAL:
         made: Any = PixtralTexts
     else:  # not as an attribute of the package, which hides classes whose processors of videos need torchvision
         place = transformers._class_to_module[name].removeprefix("transformers.")
         made = getattr(importlib.import_module(f"transformers.{place}"), name)
-    settings = read_object(directory, "processor_config.json") or {}
     tokenizer = read_object(directory, "tokenizer_config.json") or {}
     own = tokenizer.get("extra_special_tokens")
     named = {**(own if isinstance(own, dict) else {}), **tokenizer}
@@ -219,6 +223,7 @@ def _without_torch() -> Any:
     importlib.util.find_spec = lambda name, package=None: (
         None if name.split(".")[0] in _WITHOUT else find(name, package)
     )
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is absent, which it is on purpose
     import transformers
 
     return transformers

@@ -1,4 +1,4 @@
-"""ImageReader: decodes images in a process that has limits of time and memory (image_process.py), and puts them into prompts.
+"""ImageReader: decodes images in a process that has limits of time and memory (process.py), and puts them into prompts.
 
 An image file is a program for a decoder: a small one may become gigabytes. In the stub that would end every request of the model;
 here it ends one, with an error that names the limit.
@@ -65,7 +65,7 @@ class ImageReader:
     def __init__(self, directory: str, config: ImagesConfig, limits: Limits | None = None) -> None:
         self._limits = limits or Limits(CPU_S, LEAST_BYTES + BYTES_PER_PIXEL * config.max_pixels)
         setup = ImageSetup(directory, config.max_pixels, self._limits)
-        self.process = LimitedProcess("backend.serving.intake.image_process", setup)
+        self.process = LimitedProcess("backend.images.process", setup)
         self._kept: OrderedDict[bytes, ReadImage] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
@@ -88,22 +88,22 @@ class ImageReader:
                 f"the model's processor makes {size} bytes of the request's images, the limit is {MAX_PIXEL_BYTES} in all; send "
                 f"fewer or smaller ones"
             )
-        placed, images, left = list[int](), list[ImageInput](), iter(read)
+        texts = _Texts(tokenizer)
+        images, left = list[ImageInput](), iter(read)
         for each in ids:
             if each != places[0]:
-                placed.append(each)
+                texts.add(each)
                 continue
             image = next(left)
-            own = tokenizer.encode(image.text, add_special_tokens=False)
+            own = texts.put(image.text)
             if not (count := own.count(token_id)):
                 raise Unsupported(
                     f"the checkpoint's processor and its tokenizer disagree: an image becomes {own[:4]}, none of which is the "
                     f"model's token {token_id} for images; use another copy of the checkpoint"
                 )
-            placed += own
             digest = digest_of(count, image.inputs, image.scale)
             images.append(ImageInput(token_id, count, digest, image.inputs, image.scale))
-        return Placed(placed, tuple(images))
+        return Placed(texts.all_ids(), tuple(images))
 
     def read(self, data: bytes) -> ReadImage:
         """Raises InvalidRequest where a limit is passed or the file is no image, and EngineUnavailable without a process."""
@@ -157,6 +157,49 @@ class ImageReader:
         if what is None:
             return EngineUnavailable("images cannot be read, because the process for it has ended; try again later")
         return InvalidRequest(f"reading the image {what}; send a smaller one, or another file of it")
+
+
+class _Texts:
+    """Token ids of a prompt, into which texts are put. White space at the ends of a text and that beside it in the prompt become
+    tokens together, as in a prompt that is written as one text: line ends in front of an image are one token (Gemma 3).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._space = ""  # behind the last text
+
+    def add(self, token_id: int) -> None:
+        if self._space:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            if text.isspace():
+                self._space += text
+                return
+            self._close()
+        self._ids.append(token_id)
+
+    def put(self, text: str) -> list[int]:
+        """Put a text behind the tokens so far, and return the ids of what it is without white space at its ends."""
+        bare = text.strip()
+        if text[: len(text) - len(text.lstrip())] or self._space:
+            self._space += text[: len(text) - len(text.lstrip())]
+            while self._ids and (before := self._tokenizer.decode(self._ids[-1:], skip_special_tokens=False)).isspace():
+                self._space = before + self._space
+                del self._ids[-1]
+            self._close()
+        own = self._tokenizer.encode(bare, add_special_tokens=False)
+        self._ids += own
+        self._space = text[len(text.rstrip()) :]
+        return own
+
+    def all_ids(self) -> list[int]:
+        self._close()
+        return self._ids
+
+    def _close(self) -> None:
+        if self._space:
+            self._ids += self._tokenizer.encode(self._space, add_special_tokens=False)
+        self._space = ""
 
 
 def _size(read: ReadImage) -> int:
