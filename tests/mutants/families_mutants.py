@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from backend.architectures import common, gemma, mixtures, post_norm, rope
+from backend.architectures import common, deepseek, gemma, mixtures, post_norm, rope
+from backend.architectures.gguf import latent as gguf_latent
 from backend.architectures.settings import Settings
 from backend.layers import experts, rotary
+from backend.layers import latent as latent_layer
 from backend.models.experts import UnstackedExperts
+from backend.models.fp8 import Fp8Tensors
+from backend.models.latent import AbsorbedTensors
 from backend.models.mxfp4 import Mxfp4Layers
+from backend.worker import native_layers
 from tests.mutants.changes import Plant, change, change_everywhere
 
 _AGREES = "tests/families/test_transformers.py::test_a_family_agrees_with_transformers"
@@ -38,6 +43,30 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "nibbles_of_mxfp4_change_places": (
         change(Mxfp4Layers, "take", ("(blocks & 15, blocks >> 4)", "(blocks >> 4, blocks & 15)")),
         ["tests/families/test_experts.py::test_mxfp4_experts_are_those_of_floats[torch]"],
+    ),
+    "keys_of_a_latent_are_not_transposed": (
+        change(AbsorbedTensors, "__getitem__", (".transpose(1, 2) if part.is_keys", ".contiguous() if part.is_keys")),
+        [f"{_AGREES}[native-deepseek v2 lite]"],
+    ),
+    "the_latent_of_queries_is_not_normed": (
+        change_everywhere(native_layers.native_latent, ("_float(query_norm)", "_float(query_norm) * 0 + 1")),
+        [f"{_AGREES}[native-deepseek v3]"],
+    ),
+    "a_latent_s_heads_see_its_rotated_key_alone": (
+        change_everywhere(latent_layer.latent_attention, ("weights.keys(plain))", "weights.keys(plain) * 0)")),
+        _torch("glm 4.7 flash"),
+    ),
+    "scores_of_long_texts_are_not_raised": (
+        change_everywhere(deepseek._described, ("* read_score_factor(settings)", "")),
+        [f"{_AGREES}[native-deepseek v2]"],
+    ),
+    "a_file_s_yarn_keeps_the_converter_s_tenth": (
+        change(gguf_latent, "log_factor", ("/ _LOG_FACTOR", "* 1.0")),
+        ["tests/families/test_gguf_latent.py"],
+    ),
+    "blocks_of_fp8_are_as_wide_as_they_are_high": (
+        change(Fp8Tensors, "_spread", ("repeat_interleave(columns, 1)", "repeat_interleave(rows, 1)")),
+        ["tests/weight_formats/test_fp8.py"],
     ),
     "a_value_that_is_not_supported_is_taken": (change(Settings, "only", ("not in values", "in ()")), [_SETTINGS]),
     "queries_of_gemma_are_scaled_by_the_head": (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from backend.api import images as image_ids
+from backend.images import process as image_process
 from backend.images.reader import ImageReader
 from backend.models.decoder import Decoder
-from backend.serving.intake import image_process
 from backend.worker import prompt_inputs
 from backend.worker.image_features import ImageFeatures
 from backend.worker.native_tier import NativeTier
