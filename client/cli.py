@@ -59,6 +59,7 @@ CaFile = Annotated[
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
 
+OPENAI_URL = "http://127.0.0.1:9000"
 NO_END = -1  # as end_id: no token ends the output
 
 
@@ -190,6 +191,33 @@ def top_command(
         return 0
 
     _run(server, lambda: server.connect("", api_key, ca_file), show)
+
+
+@app.command("batch")
+def batch_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Requests as OpenAI's batches have them.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="OUT.jsonl", help="Answers; else FILE.out.jsonl, beside the requests.")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="OpenAI endpoint: http:// or https://; left out: that of the server started here, else :9000."
+        ),
+    ] = None,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
+) -> None:
+    """Answer a file of requests in what other clients leave; run again, it goes on where it was interrupted."""
+    from client.batch_command import run_batch_file
+
+    located = locate()
+    known = located.openai_url if located is not None else ""
+    try:
+        status = run_batch_file(url or known or OPENAI_URL, api_key, ca_file, file, output)
+    except ValueError as error:
+        raise _refusal(str(error)) from None
+    raise typer.Exit(status)
 
 
 class Server:

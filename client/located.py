@@ -15,6 +15,7 @@ class Located(NamedTuple):
     model: str
     state: Literal["starting", "serving", "stopping"] = "serving"
     others: tuple[Located, ...] = ()
+    openai_url: str = ""  # where its OpenAI endpoint is; empty: it has none
 
     def url(self, protocol: str | None) -> str:
         return self.http_url if protocol == "http" else self.grpc_url

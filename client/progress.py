@@ -1,4 +1,4 @@
-"""The bar of a batch, on standard error."""
+"""The bars of batches, on standard error."""
 
 from __future__ import annotations
 
@@ -32,6 +32,34 @@ class BatchProgress:
         speed = self._tokens / max(time.monotonic() - self._began, 1e-9)
         note = f"{self._tokens} tokens, {speed:.0f} tokens/s" + f", {self._errors} errors" * bool(self._errors)
         self._progress.update(self._task, advance=1, note=note)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class FileProgress:
+    """The bar of a file of requests that a server answers by itself."""
+
+    def __init__(self, *, shown: bool) -> None:
+        columns = (TextColumn("lines"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
+        self._task = self._progress.add_task("lines", total=None, note="")
+
+    def show(self, counts: dict[str, int], tokens: int, status: str) -> None:
+        """`counts`: of a batch; `tokens`: that its answers have."""
+        failed = f", {counts['failed']} failed" * bool(counts["failed"])
+        note = f"{tokens} tokens{failed}" if status == "in_progress" else status
+        done = counts["completed"] + counts["failed"]
+        self._progress.update(self._task, total=counts["total"] or None, completed=done, note=note)
+
+    def note(self, text: str) -> None:
+        self._progress.update(self._task, note=text)
 
     def __enter__(self) -> Self:
         self._progress.start()

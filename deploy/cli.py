@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from client import cli as client_cli
-from client.cli import chat_command, generate_command, top_command
+from client.cli import batch_command, chat_command, generate_command, top_command
 from deploy import ROOT, __version__, running
 from deploy.errors import ServerFailed, UserError
 from deploy.repository import chosen_profiles, profiles
@@ -112,6 +112,10 @@ def serve_command(
             help="That endpoint fetches images of requests from there: images.example.org, *.example.org; several.",
         ),
     ] = None,
+    batches: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="That endpoint keeps files and batches of requests there; else none."),
+    ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template for chats, in place of the model's own.")
     ] = None,
@@ -171,6 +175,7 @@ def serve_command(
             allow_origins=tuple(allow_origin or ()),
             allow_hosts=tuple(allow_host or ()),
             allow_image_hosts=tuple(allow_image_hosts or ()),
+            batches=batches,
             chat_template=chat_template,
             tool_format=tool_format,
             reasoning_format=reasoning_format,
@@ -358,6 +363,7 @@ def benchmarks() -> list[str]:
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
 app.command("top")(top_command)
+app.command("batch")(batch_command)
 client_cli.locate = running.locate
 
 

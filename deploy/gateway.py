@@ -73,6 +73,7 @@ class GatewayOptions:
     allow_origins: tuple[str, ...] = ()
     allow_hosts: tuple[str, ...] = ()
     allow_image_hosts: tuple[str, ...] = ()
+    batches: Path | None = None  # the directory of files and batches; None: there are none
 
     def check(self, taken: tuple[int, ...]) -> None:
         """Raise UserError when it could not listen, or lacks what it needs. `taken`: ports that the server is to have."""
@@ -164,6 +165,7 @@ class ServerWithGateway:
         self._started_at = 0.0
         self._start_again_at: float | None = None
         self._log_trouble: str | None = None
+        server.openai_url = self.url
 
     @property
     def url(self) -> str:
@@ -238,6 +240,8 @@ class ServerWithGateway:
         options |= {flag: name for flag, name in formats.items() if name != AUTO}
         if self.options.api_keys is not None:
             options["--api-keys"] = str(self.options.api_keys.resolve())
+        if self.options.batches is not None:
+            options["--batches"] = str(self.options.batches.resolve())
         named = [word for name in self.options.names for word in ("--model-name", name)]
         named += [word for name in self.options.adapters for word in ("--lora", name)]
         named += [f"--allow-origin={origin}" for origin in self.options.allow_origins]

@@ -33,18 +33,21 @@ class RunningServer(Struct, frozen=True):
     http_url: str
     grpc_url: str
     model: str
+    openai_url: str = ""
 
     def located(self, others: tuple[Located, ...] = ()) -> Located:
-        return Located(self.grpc_url, self.http_url, self.model, self.state, others)
+        return Located(self.grpc_url, self.http_url, self.model, self.state, others, self.openai_url)
 
 
-def write(directory: Path, state: State, http_url: str, grpc_url: str, config: EngineConfig) -> None:
+def write(
+    directory: Path, state: State, http_url: str, grpc_url: str, config: EngineConfig, openai_url: str = ""
+) -> None:
     """Tell of a server of this process. It stays told until forget(), or until this process ends."""
     path = Path(config.model.path or DEFAULT_MODEL)
     name = "the small model" if path == DEFAULT_MODEL else title(model_name(path.name))
     stat = read_stat(os.getpid())
     assert stat is not None, "this process runs"
-    running = RunningServer(os.getpid(), stat.start, state, http_url, grpc_url, name)
+    running = RunningServer(os.getpid(), stat.start, state, http_url, grpc_url, name, openai_url)
     write_private(directory / FILE, msgspec_json.encode(running).decode() + "\n")
 
 

@@ -63,6 +63,7 @@ class ServeOptions:
     api_keys: Path | None = None
     allow_origins: tuple[str, ...] = ()  # origins of the web pages that may use the OpenAI endpoint
     allow_hosts: tuple[str, ...] = ()  # further names that it answers to without keys
+    batches: Path | None = None  # where it keeps files and batches
     allow_image_hosts: tuple[str, ...] = ()  # hosts from which it fetches images of requests
     chat_template: Path | None = None
     tool_format: str = "auto"  # how the model writes tool calls
@@ -84,6 +85,7 @@ class ServeOptions:
             allow_origins=self.allow_origins,
             allow_hosts=self.allow_hosts,
             allow_image_hosts=self.allow_image_hosts,
+            batches=self.batches,
         )
 
     @property

@@ -86,8 +86,8 @@ class TritonServer:
         happens that the server lives through (an engine that ended, not ready, ready again), in a thread of its own.
         """
         self.config = config
-        self.host = host
-        self.ports = ports or Ports.free(host)
+        self.host, self.ports = host, ports or Ports.free(host)
+        self.openai_url = ""  # set by the endpoint beside it
         self.run_dir = Path(run_dir or rundir.default_run_directory(f"server-{self.ports.http}")).resolve()
         self.log_path = log_path or self.run_dir / "server.log"
         self.exit_timeout_s = exit_timeout_s
@@ -301,7 +301,7 @@ class TritonServer:
     def _tell(self, state: State) -> None:
         """Tell this checkout's other commands of the server (deploy/running.py)."""
         try:
-            running.write(self.run_dir, state, self.http_url, self.grpc_url, self.config)
+            running.write(self.run_dir, state, self.http_url, self.grpc_url, self.config, self.openai_url)
         except OSError as error:  # No room on the disk. They then ask for the default address.
             log.warning("%s cannot be written: %s", running.FILE, error.strerror)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from gateway.batches.database import DatabaseError
 from gateway.browsers import fault_of
 from gateway.detected import REASONING_FORMATS, TOOL_FORMATS
 from gateway.image_hosts import fault_of_hosts, split
@@ -106,6 +107,12 @@ def _read(
         int, _option("prompts times n, or best_of, of one request")
     ] = D.max_choices_per_request,
     shutdown_grace_s: Annotated[float, _option("replies may run on so long after SIGTERM")] = D.shutdown_grace_s,
+    batches: Annotated[
+        Path | None, _option("files and batches of clients are kept there; left out: there are none", "DIRECTORY")
+    ] = None,
+    max_file_bytes: Annotated[int, _option("of one file")] = D.max_file_bytes,
+    files_count: Annotated[int, _option("files, and as many batches, for each namespace")] = D.files_count,
+    files_bytes: Annotated[int, _option("of disk that its files take")] = D.files_bytes,
     store_count: Annotated[int, _option("responses kept for previous_response_id, for each namespace")] = D.store_count,
     store_bytes: Annotated[int, _option("of memory that they take")] = D.store_bytes,
     store_ttl_s: Annotated[float, _option("since a response was last used")] = D.store_ttl_s,
@@ -150,6 +157,9 @@ def main(arguments: list[str]) -> int:
         server = GatewayServer(settings)
     except KeysError as error:
         print(f"gateway: --api-keys {settings.api_keys}: {error}", file=sys.stderr)
+        return 2
+    except DatabaseError as error:
+        print(f"gateway: --batches {settings.batches}: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # raised once more when the server has ended
     try:

@@ -162,6 +162,9 @@ class Answer(Response):
             await Outlet(send, self._form).end_of_events()
             return
         outlet, context = Outlet(send, self._form), visit_of(scope)
+        if context.is_background:  # the runner of batches has limits of its own
+            await self._work(outlet)
+            return
         self._running.enter(context.namespace, self._choices)
         context.at_end.callback(self._running.leave, context.namespace, self._choices)
         try:

@@ -18,6 +18,7 @@ from gateway.adapters import add_adapter_routes
 from gateway.administration import add_administration_routes
 from gateway.answers import Outlet
 from gateway.anthropic_routes import add_message_routes
+from gateway.batches.routes import add_batch_routes, answering_batches
 from gateway.choices import whole
 from gateway.chunks import ChatChunks, CompletionChunks, Head, chat_body, completion_body
 from gateway.conversations import add_conversation_routes
@@ -59,7 +60,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(api: FastAPI) -> AsyncIterator[None]:
-        async with gateway.linked():
+        async with gateway.linked(), answering_batches(gateway, api):
             yield
 
     api = FastAPI(
@@ -76,6 +77,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_ollama_routes(api, gateway)
     add_props_routes(api, gateway)
     add_conversation_routes(api, gateway)
+    add_batch_routes(api, gateway)
     add_adapter_routes(api, gateway)
     add_token_routes(api, gateway)
     add_interactive_routes(api, gateway)

@@ -19,6 +19,8 @@ from fastapi import Request
 
 from gateway import translate
 from gateway.answers import EVENTS, Answer, ErrorEvent, Outlet, Running, StreamForm, Work, error_event
+from gateway.batches.database import Database
+from gateway.batches.runner import Batches
 from gateway.bodies import LARGE_BODY
 from gateway.choices import pieces, whole
 from gateway.chunks import DONE, Chunks
@@ -102,6 +104,7 @@ class Gateway:
         self.live = LiveFeed()
         self.viewers = Running(Places(MOST_VIEWERS, with_shares=self.keys is not None), "viewers", "watch")
         self.store = ResponseStore(settings.store_count, settings.store_bytes, settings.store_ttl_s)
+        self.batches = None if settings.batches is None else Batches(self, Database(settings.batches))
         self.created = int(time.time())
         self._told: set[str] = set()  # keys without effect that the log has named
         self._is_private = is_loopback(settings.host)
@@ -234,11 +237,13 @@ class Gateway:
         adapter = {"lora_name": model} if model in served.adapters else {}
         if model in served.prompt_adapters:
             adapter = {"prompt_adapter_name": model}
+        more: dict[str, Any] = adapter | ({"priority": 0} if context.is_background else {})
         return [
             Job(
-                *(request | adapter, f"{context.request_id}-{i}", party, request.get("n", 1), origin),
+                *(request | more, f"{context.request_id}-{i}", party, request.get("n", 1), origin),
                 caller=context.caller,
                 triton_model=served.triton_model,
+                timeout_s=context.timeout_s,
             )
             for i, (request, origin) in enumerate(asked)
         ]

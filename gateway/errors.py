@@ -121,6 +121,14 @@ class ConnectionLost(GatewayError):
         self.was_taken = was_taken
 
 
+class ServerLost(GatewayError):
+    """The server has ended again and again while this request ran, so it may be the cause."""
+
+    def __init__(self, times: int) -> None:
+        text = f"the server has ended {times} times while this request ran; it is not sent again"
+        super().__init__(503, text, code="service_unavailable", retry_after=RETRY_UNAVAILABLE_S)
+
+
 class Overloaded(GatewayError):
     """The server is at its limit for all clients together."""
 

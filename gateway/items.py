@@ -133,12 +133,12 @@ def turns_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     return turns
 
 
-def listed(items: Sequence[Item], limit: str, order: str, after: str) -> dict[str, Any]:
+def listed(items: Sequence[Item], limit: str, order: str, after: str, most: int = MOST_LISTED) -> dict[str, Any]:
     """One page of items, the newest first unless `order` says asc. Raises GatewayError for what is asked wrongly."""
     if order not in ("asc", "desc"):
         raise GatewayError(400, f"order is {order[:40]!r}; it is asc or desc", "order", "invalid_value")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MOST_LISTED):
-        text = f"limit is {limit[:40]!r}; it is a number from 1 to {MOST_LISTED}"
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= most):
+        text = f"limit is {limit[:40]!r}; it is a number from 1 to {most}"
         raise GatewayError(400, text, "limit", "invalid_value")
     ordered = list(items) if order == "asc" else list(reversed(items))
     if after:

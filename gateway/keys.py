@@ -158,6 +158,11 @@ class Keys:
                 found = client
         return found
 
+    def client_named(self, name: str) -> Client | None:
+        """A client that has at least one key."""
+        self._refresh()
+        return next((client for client in self._keys.values() if client.name == name), None)
+
     def _refresh(self) -> None:
         signature = _signature(self._path)
         if signature == self._seen:

@@ -83,6 +83,14 @@ class LiveFeed:
             self._renewed.notify_all()
 
 
+async def slots_of(link: TritonLink) -> int | None:
+    """The slots of the first model's persistent batch; None where the engine does not say."""
+    try:
+        return int((await look_at(link, ""))["latest"]["max_num_active_requests"]) or None
+    except (GatewayError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return None
+
+
 async def look_at(link: TritonLink, triton_model: str) -> dict[str, Any]:
     """A LiveView of one model's engine, by names. Raises GatewayError."""
     async with link.asking() as ask:

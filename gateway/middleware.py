@@ -28,6 +28,7 @@ from gateway.tracing import caller_of
 from gateway.without_effect import IGNORED
 
 OPEN_TO_ALL = ("/", "/health", "/ping", "/openapi.json")  # they need no key, and have no body that would be read
+STREAMED = ("/v1/files",)  # their routes read the body as it comes, within bounds of their own
 MESSAGES = "/v1/messages"  # where Anthropic's API begins; its client sends ANTHROPIC_VERSION everywhere
 OLLAMA = "/api/"  # where Ollama's begins
 ANTHROPIC_VERSION = "anthropic-version"
@@ -91,8 +92,9 @@ class Middleware:
                 context.client = _client(headers, self._keys)
             if scope["method"] == "POST" and not is_open:
                 self._admit(context)
-                context.body = await self._body(headers, receive)
-                receive = _after_body(receive)
+                if scope["path"] not in STREAMED:
+                    context.body = await self._body(headers, receive)
+                    receive = _after_body(receive)
             await self._app(scope, receive, send)
         except GatewayError as error:
             await _refuse(send, context, error)

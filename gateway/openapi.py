@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gateway.anthropic_messages import CountTokensRequest, MessagesRequest
+from gateway.batches.messages import NewBatch
 from gateway.infill_messages import InfillRequest
 from gateway.interactive_messages import EncodeRequest, InteractiveRequest
 from gateway.messages import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter, Wire
@@ -47,6 +48,7 @@ _REQUESTS: tuple[type[Wire], ...] = (
     DetokenizeRequest,
     InteractiveRequest,
     EncodeRequest,
+    NewBatch,
     InfillRequest,
     OllamaChat,
     OllamaGenerate,

@@ -28,6 +28,8 @@ class RequestContext:
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     status: int = 0  # 0: nothing sent yet
     is_forwarded: bool = False  # a proxy stands between, with anybody behind it
+    is_background: bool = False  # a line of a batch
+    timeout_s: float | None = None  # seconds for its replies; None: as all have
     left: bool = False  # the client went away before its reply was complete
     caller: Caller = ()  # the span that has sent the request, for the model's trace
     error: GatewayError | None = None  # the error that the client got, as a status or as the last event of a stream

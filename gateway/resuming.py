@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-from gateway.errors import ConnectionLost, GatewayError, unavailable
+from gateway.errors import ConnectionLost, GatewayError, ServerLost
 from gateway.triton_client import Job, Piece, TritonLink
 
 MOST_LOSSES = 2
@@ -89,9 +89,7 @@ async def replies(link: TritonLink, job: Job, on_wait: OnWait = nothing) -> Asyn
             if not (link.patience_s and losses and error.status in (429, 503)) or asked is None:
                 raise
             if losses >= MOST_LOSSES:
-                raise unavailable(
-                    f"the server has ended {losses} times while this request ran; it is not sent again"
-                ) from None
+                raise ServerLost(losses) from None
             await _back(link, until, error, on_wait)
 
 

@@ -55,6 +55,10 @@ class Settings:
     max_choices: int = 512  # replies (choices) that are generated at once, of all requests together
     max_choices_per_request: int = 128  # prompts times n, or best_of, of one request
     shutdown_grace_s: float = 5.0  # replies may run on so long after SIGTERM
+    batches: Path | None = None  # directory of files and batches (gateway/batches); None: there are none
+    max_file_bytes: int = 100 * MIB
+    files_count: int = 1000  # files, and as many batches, of each namespace
+    files_bytes: int = 1 << 30  # the bytes that a namespace may have in files
     store_count: int = 1000  # responses kept for previous_response_id, for each namespace
     store_bytes: int = 64 * MIB  # memory that they take, for each namespace
     store_ttl_s: float = 24 * 3600.0  # since a response was last used

@@ -56,6 +56,7 @@ class Job:
     origin: GuideOrigin | None = None
     triton_model: str = ""  # empty: the first model of the server
     caller: Caller = ()  # parameters that say to which trace it belongs
+    timeout_s: float | None = None  # None: as the link has it
     resumed: int = 0  # number of choices that had ended when it was sent again (gateway/resuming.py)
 
 
@@ -132,7 +133,7 @@ class TritonLink:
         Nothing is read ahead: a slow reader holds the stream back.
         """
         stream = TritonStream(self._stub.ModelStreamInfer(_once(self._message(job))))
-        until = time.monotonic() + self._timeout_s + MARGIN_S
+        until = time.monotonic() + (job.timeout_s or self._timeout_s) + MARGIN_S
         # A reader may leave with the last piece of a choice, so a choice is closed before its piece is yielded.
         open_choices = job.choices - job.resumed
         try:
@@ -202,7 +203,7 @@ class TritonLink:
             self._end_later(stream.to_its_end())
 
     def _message(self, job: Job) -> Any:
-        data = msgspec.json.encode({**job.request, "timeout_s": self._timeout_s})
+        data = msgspec.json.encode({**job.request, "timeout_s": job.timeout_s or self._timeout_s})
         message = self._asking_for(job, data)
         for name, value in job.caller:
             message.parameters[name].string_param = value

@@ -13,7 +13,7 @@ import sys
 from deploy import ROOT
 from deploy.environment import HELP_DIRECTORY, ROOT_PAGE
 
-COMMANDS = ("serve", "test", "doctor", "rank", "quantize", "convert", "bench", "generate", "chat", "top")
+COMMANDS = ("serve", "test", "doctor", "rank", "quantize", "convert", "bench", "generate", "chat", "top", "batch")
 WIDTH = 80
 _PROGRAM = """
 import sys

@@ -20,6 +20,7 @@ SessionId = NewType("SessionId", int)  # uint64, TurboMind's CORRID
 
 
 DEFAULT_RETENTION_PRIORITY = 35
+BACKGROUND = 0.0  # the priority of requests that run in what all others leave
 
 
 class TokenRangeRetention(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -100,7 +101,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `stop_words`: token lists; the output ends as soon as its tail equals one of them. `bad_words`: token lists that are
     never completed. `timeout_s`: seconds from acceptance until the request is cut with FinishReason.TIMED_OUT.
     `cache_salt`: KV blocks are shared only between requests of the same salt.
-    `priority`: 0 to 1; waiting requests with a higher one are admitted first. Running and paused requests are not affected.
+    `priority`: 0 to 1; waiting requests with a higher one are admitted first. Running and paused requests are not affected,
+    but those of priority BACKGROUND (0), which run in what all others leave (backend/scheduler/background.py).
     `retention`: how long its KV outlives that of others; None = like all.
     `logits_post_processor`: the name of a callable of the engine's that changes the logits before a token is chosen;
     BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
@@ -154,6 +156,10 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     images: tuple[ImageInput, ...] = ()
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority == BACKGROUND
 
     @property
     def adapter(self) -> str:

@@ -204,21 +204,24 @@ class Intake:
         `num_delivered`: output tokens that a client has had, which are computed like a prompt.
 
         A namespace with less than 1 / SPARE of the places is accepted beyond the limit, up to 1 / SPARE more, so that a namespace
-        that fills the queue does not keep others out.
+        that fills the queue does not keep others out. Background requests (backend/scheduler/background.py) take no place of
+        others, and but for the first one are refused when half of the places are taken.
         """
         waiting, caps, namespace = self._scheduler.waiting, self._caps, request.cache_salt
-        places, own = len(waiting) + count, waiting.num_of(namespace) + count
-        if _is_full(places, own, caps.max_queue_size):
+        is_behind, is_half = request.is_background, request.is_background and waiting.num_background > 0
+        size, most_tokens = (n // 2 if is_half else n for n in (caps.max_queue_size, caps.max_queued_tokens))
+        places = len(waiting) - (0 if is_behind else waiting.num_background) + count
+        if _is_full(places, waiting.num_of(namespace) + count, size):
             raise Overloaded(
-                f"Exceeds maximum queue size: {len(waiting)} requests wait, Maximum queue size of {caps.max_queue_size} "
-                f"is reached (limits.max_queue_size); try again later"
+                f"Exceeds maximum queue size: {places - count} requests wait, Maximum queue size of {size} is reached "
+                f"(limits.max_queue_size); try again later"
             )
         num_new = count * len(request.input_token_ids) + num_delivered
-        tokens, own = waiting.num_tokens + num_new, waiting.num_tokens_of(namespace) + num_new
-        if _is_full(tokens, own, caps.max_queued_tokens):
+        tokens = waiting.num_tokens - (0 if is_behind else waiting.num_background_tokens)
+        if _is_full(tokens + num_new, waiting.num_tokens_of(namespace) + num_new, most_tokens):
             raise Overloaded(
-                f"Exceeds maximum queue size: {waiting.num_tokens} prompt tokens wait, the limit is "
-                f"{caps.max_queued_tokens} (limits.max_queued_tokens); try again later"
+                f"Exceeds maximum queue size: {tokens} prompt tokens wait, the limit is {most_tokens} "
+                f"(limits.max_queued_tokens); try again later"
             )
 
     def _check_room(self, request: Request, num_history: int, num_new: int) -> int:

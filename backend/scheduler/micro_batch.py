@@ -39,7 +39,7 @@ class MicroBatchScheduler:
         most = max(CPU_MAX_MIXED_TOKENS, config.mixed_context_tokens or 0) if little else self.max_context_tokens
         self.max_mixed_context_tokens = config.max_mixed_context_tokens or most
         self.max_chunk_tokens = min(config.max_num_tokens, config.max_chunk_tokens or config.max_num_tokens)
-        self._chunked = config.enable_chunked_context
+        self.is_chunked = config.enable_chunked_context
         self._equal = config.chunking_policy == "equal_progress"
 
     @property
@@ -48,7 +48,7 @@ class MicroBatchScheduler:
 
         A sequence that is recomputed after a pause or an eviction may be longer; it is chunked in any case.
         """
-        return None if self._chunked else self.max_num_tokens
+        return None if self.is_chunked else self.max_num_tokens
 
     def context_budget(self, num_generation: int, num_waiting: int, max_num_tokens: int) -> int:
         """Context tokens of a step with `num_generation` generation rows, while `num_waiting` prompts wait. 0 only if it is full.
@@ -58,7 +58,7 @@ class MicroBatchScheduler:
         Without chunking the limits on context tokens do not hold: a longer prompt would never run.
         """
         budget = max_num_tokens - num_generation
-        if not self._chunked:
+        if not self.is_chunked:
             return budget
         if num_generation:
             budget = min(budget, self.max_mixed_context_tokens, self.mixed_context_tokens * max(1, num_waiting))
@@ -67,21 +67,21 @@ class MicroBatchScheduler:
     def has_room(self, wants: list[int], budget: int, next_want: int) -> bool:
         """True if a further context row of `next_want` tokens fits beside rows of `wants` tokens."""
         if not wants:
-            return budget > 0 and (self._chunked or min(next_want, self.max_num_tokens) <= budget)
-        if self._chunked and self._equal:
+            return budget > 0 and (self.is_chunked or min(next_want, self.max_num_tokens) <= budget)
+        if self.is_chunked and self._equal:
             return len(wants) < budget
         left = budget - sum(min(want, self.max_chunk_tokens) for want in wants)
-        return left > 0 and (self._chunked or next_want <= left)
+        return left > 0 and (self.is_chunked or next_want <= left)
 
     def cut(self, wants: list[int], budget: int) -> list[int]:
         """Divide `budget` tokens among context rows of `wants` tokens. A row gets at most its tokens, perhaps 0."""
-        if self._chunked and self._equal:
+        if self.is_chunked and self._equal:
             return self._share_equally(wants, budget)
         shares = []
-        limit = self.max_chunk_tokens if self._chunked else self.max_num_tokens
+        limit = self.max_chunk_tokens if self.is_chunked else self.max_num_tokens
         for want in wants:
             share = min(want, limit, budget)
-            if not self._chunked and share < want <= self.max_num_tokens:
+            if not self.is_chunked and share < want <= self.max_num_tokens:
                 share = 0  # without chunking: the whole prompt, or nothing in this step
             shares.append(share)
             budget -= share

@@ -19,6 +19,8 @@ class StepPlan:
     drafts: dict[SequenceId, Draft] = field(default_factory=dict)  # drafts of generation rows
     rejected: list[Sequence] = field(default_factory=list)  # sequences that can never fit
     no_room: list[Sequence] = field(default_factory=list)  # written by commit: paused, and the host lacks room for KV
+    background_room: int | None = None  # tokens that background rows may have; None: any number
+    is_blocked: bool = False  # True if somebody who is no background found no slot, block or adapter's place
     has_held: bool = False  # True if a sequence was passed over, because its KV comes from the second level
     num_cached_tokens: int = 0  # written by commit: tokens whose KV was found at the first admission of a turn
     num_queried_tokens: int = 0  # written by commit: tokens whose KV was looked for then

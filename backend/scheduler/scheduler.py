@@ -8,6 +8,8 @@ One step, in order:
        first sequence that does not fit, so that smaller ones do not overtake it
     4. divide the token budget among the context rows
 
+Background sequences have as many tokens of a step as Background says. Where others find no room, the youngest are paused.
+
 A sequence is in exactly one of `waiting` and `running`, or in neither (idle, retired). While steps are in flight, the tokens that
 they compute and sample count as known (Sequence), and a sequence that reaches its full length in flight gets no row.
 """
@@ -25,6 +27,7 @@ from backend.kvcache.adapters import AdapterCache
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission, TableChange
 from backend.scheduler.admission import LevelLoads, note_admission, note_pause
+from backend.scheduler.background import Background, cut_background
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,
@@ -66,6 +69,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.weights, config.max_overtakes)
         self.running: list[Sequence] = []  # oldest first
         self._shares = Shares(config.max_batch_size)
+        self._background = Background(config.background_share, on_cpu)
         self._kv = kv
         self._loads = loads
         if loads is not None:
@@ -106,11 +110,13 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that is WAITING."""
         self.adapters.hold(seq.adapter)
+        self._background.num_live += seq.request.is_background
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from the queue or the batch. The caller releases its blocks and slot."""
         self._stale.pop(seq.seq_id, None)
+        self._background.num_live -= seq.request.is_background
         if self._loads is not None:
             self._loads.forget(seq)
         self.adapters.let_go(seq.adapter)
@@ -121,19 +127,29 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self.adapters.stop(seq.adapter)
             self.running.remove(seq)
-            self._shares.leave(seq.request.cache_salt)
+            self._shares.leave(seq.request)
             self._tuner.note_end(seq.num_prompt_tokens, seq.num_output_tokens)
         else:
             self.waiting.remove(seq)
 
     def schedule(self) -> StepPlan:
         """Plan one step. The plan depends only on the state of queue, sequences and cache."""
+        plan = self._plan()
+        if not plan.is_blocked or self._separate:
+            return plan
+        return self._background.making_room(self._kv.plan(), self.running, self.waiting) or plan
+
+    def _plan(self) -> StepPlan:
         plan = StepPlan(self._kv.plan())
         if self._waits_for_tokens() or self._sets_others_aside(plan):
             return plan
         if self.running:
             plan.beam_width = self.running[0].beam_width
         context, generation = self._split_by_phase()
+        if self._background.num_live and not self._separate:
+            context, generation = self._background.limit(
+                plan, context, generation, next(self._line(), None), self._loads
+            )
         growing = [s for s in generation if s.num_computed_tokens + s.num_inflight_tokens >= s.num_writable_cells]
         if not (growing or context or len(self.waiting)):
             plan.generation = generation  # the fast path: all rows continue in blocks that they hold, and none waits
@@ -151,7 +167,7 @@ class Scheduler:
         num_tokens = {seq.seq_id: 1 for seq in growing}
         num_tokens.update((seq.seq_id, share) for seq, share in zip(context, shares, strict=True))
         if num_tokens:
-            extend_or_pause(plan.kv, self.running, num_tokens)
+            extend_or_pause(plan.kv, self._background.ranked(self.running), num_tokens)
         plan.generation = generation
         if plan.paused:  # the others run in the room that was planned; none is admitted
             paused = {seq.seq_id for seq in plan.paused}
@@ -171,6 +187,7 @@ class Scheduler:
         known = {seq.seq_id: seq.num_computed_tokens for seq in plan.admitted}
         changes = self._kv.commit(plan.kv)
         plan.no_room = changes.no_room
+        self._background.note_plan(plan, now_ns)
         self._beam_width = plan.beam_width
         for seq in plan.paused:
             self._stale.pop(seq.seq_id, None)
@@ -178,7 +195,7 @@ class Scheduler:
             note_pause(seq, now_ns)
             self.adapters.stop(seq.adapter)
             self.running.remove(seq)
-            self._shares.leave(seq.request.cache_salt)
+            self._shares.leave(seq.request)
             self.waiting.put_back(seq)
         if self.is_static:
             if plan.admitted:
@@ -190,7 +207,7 @@ class Scheduler:
             seq.apply(Event.ADMIT)
             if self._loads is not None:
                 self._loads.forget(seq)
-            self._shares.admit(seq.request.cache_salt)
+            self._shares.admit(seq.request)
             self.adapters.start(seq.adapter)
             note_admission(plan, seq, known[seq.seq_id], now_ns)
         for seq in self._stale.values():
@@ -249,7 +266,8 @@ class Scheduler:
                     del plan.drafts[seq.seq_id]
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note the seconds that a step has taken, for the cost models of drafts and loads."""
+        """Note the seconds that a step has taken, for the cost models of drafts, loads and the background."""
+        self._background.note_step(plan, seconds)
         if self._loads is not None and plan.context:
             self._loads.note_step(sum(num_tokens for _, num_tokens in plan.context), seconds)
         if self._drafter is not None and plan.generation and not plan.context:
@@ -265,30 +283,28 @@ class Scheduler:
         for seq in self._line():
             if self._leaves_others_ahead(seq, plan):
                 continue
+            if seq.request.is_background and not self._background.takes_one_more(plan, self.running):
+                break
             beams = seq.rows
             if seq is not beams[0]:
                 continue  # it is a further beam: the first one stood for all
             if self._loads is not None and self._loads.is_loading(seq):
                 plan.has_held = True
                 continue
-            others = len(self.running) + len(plan.admitted)
-            if others and others + len(beams) > most:
+            if self._finds_no_place(plan, beams, most):
+                plan.is_blocked = not seq.request.is_background
                 break
-            if seq.beam_width != plan.beam_width:
-                if self.running or plan.admitted:
-                    break
-                plan.beam_width = seq.beam_width
+            plan.beam_width = seq.beam_width
             ahead = self._ahead_of(seq, wants)
             room = self._micro_batch.has_room(ahead, budget, seq.num_tokens - seq.num_computed_tokens)
             if not (room or self.is_static):  # a static batch is limited by the slots and the pool only
-                break
-            if not self.adapters.has_room({seq.adapter, *(other.adapter for other in plan.admitted)}):
                 break
             mark = plan.kv.mark() if self._loads is not None else None
             answer = self._ask(plan, beams)
             if answer is Admission.NEVER:
                 plan.rejected.append(seq)
             elif answer is Admission.LATER:
+                plan.is_blocked = not seq.request.is_background
                 break
             elif mark is not None and self._is_held_back(plan, seq):
                 plan.kv.rollback(mark)
@@ -299,6 +315,15 @@ class Scheduler:
         plan.changes_width = plan.beam_width != self._beam_width
         if not (plan.admitted or plan.rejected or plan.has_held or self.running):
             plan.rejected += islice(self._line(), 1)  # nothing runs and it still does not fit: it would wait for ever
+
+    def _finds_no_place(self, plan: StepPlan, beams: list[Sequence], most: int) -> bool:
+        """True if a request waits for others to end, whatever slots and blocks there are: they are `most`, or as wide as it is
+        not, or their adapters leave no room for its own.
+        """
+        others, seq = len(self.running) + len(plan.admitted), beams[0]
+        if others and (others + len(beams) > most or seq.beam_width != plan.beam_width):
+            return True
+        return not self.adapters.has_room({seq.adapter, *(other.adapter for other in plan.admitted)})
 
     def _is_held_back(self, plan: StepPlan, seq: Sequence) -> bool:
         """True if the second level has more KV of a sequence than the pool, and is about to bring it."""
@@ -348,7 +373,7 @@ class Scheduler:
 
     def _cut(self, plan: StepPlan, rows: list[Sequence], budget: int) -> list[int]:
         wants = [self._uncomputed(plan, seq) for seq in rows]
-        shares = self._micro_batch.cut(wants, budget)
+        shares = self._micro_batch.cut(cut_background(rows, wants, plan, self._micro_batch.is_chunked), budget)
         if self._images is None:
             return shares
         return self._images.cut(rows, wants, shares, self.config.max_num_tokens - len(plan.generation))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from backend.api.request import Request
+
 RECENT = 64  # admissions: a namespace that had none of the latest ones does not count as asking
 
 
@@ -18,8 +20,11 @@ class Shares:
         self._latest: deque[str] = deque()  # namespaces of the latest admissions
         self._recent: Counter[str] = Counter()  # the same, counted
 
-    def admit(self, namespace: str) -> None:
-        """A sequence of the namespace has got a slot."""
+    def admit(self, request: Request) -> None:
+        """A sequence has got a slot. One of the background gives it up for anybody, so it does not count."""
+        if request.is_background:
+            return
+        namespace = request.cache_salt
         self._running[namespace] += 1
         self._latest.append(namespace)
         self._recent[namespace] += 1
@@ -29,8 +34,11 @@ class Shares:
             if not self._recent[oldest]:
                 del self._recent[oldest]
 
-    def leave(self, namespace: str) -> None:
-        """A sequence of the namespace has given its slot back."""
+    def leave(self, request: Request) -> None:
+        """A sequence has given its slot back."""
+        if request.is_background:
+            return
+        namespace = request.cache_salt
         self._running[namespace] -= 1
         if not self._running[namespace]:
             del self._running[namespace]

@@ -43,10 +43,10 @@ KEYS = {
     *("seed", "presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools", "lora_name"),
-    "prompt_adapter_name",
     *("prompt_logprobs", "skip_special_tokens", "add_generation_prompt", "continue_final_message", "fill"),
     *("chat_template_kwargs", "tokenize", "load_adapter", "unload_adapter", "list_adapters", "images"),
     *("embed", "rank", "dimensions", "resume", "reasoning", "visible_tokens", "look", "tell_prompt", "tell_tokenizer"),
+    *("priority", "prompt_adapter_name"),
 }
 
 

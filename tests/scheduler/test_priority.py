@@ -25,7 +25,7 @@ def test_the_line_is_by_priority_then_by_arrival() -> None:
 
 
 def test_nobody_gets_ahead_of_the_paused() -> None:
-    queue, paused = WaitingQueue(), waiting(1, 0.0)
+    queue, paused = WaitingQueue(), waiting(1, 0.1)
     paused.apply(Event.ADMIT)
     paused.apply(Event.PAUSE)
     queue.append(waiting(2, 0.5))
@@ -59,6 +59,6 @@ def test_a_priority_that_appears_late_has_not_waited_for_those_that_were_served_
         early = waiting(number, 1.0)
         queue.append(early)
         queue.take(early)
-    for number, priority in ((10, 0.0), (11, 1.0), (12, 1.0), (13, 1.0)):
+    for number, priority in ((10, 0.1), (11, 1.0), (12, 1.0), (13, 1.0)):
         queue.append(waiting(number, priority))
     assert [seq.request_id for seq in queue] == [11, 12, 10, 13], "two may overtake it, from its own arrival on"

@@ -10,7 +10,7 @@ import msgspec
 
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
 from backend.api.guide import Guide, GuideType
-from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.api.request import BACKGROUND, RetentionConfig, TokenRangeRetention
 from tests.simulation.model import Key, Model, Turn, key_of, reference_beams, reference_output
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 
@@ -125,6 +125,8 @@ class Generator:
             self._restarts = 0.4
         if self._again is not None:
             self._share_sessions = min(self._share_sessions, self._again.choice((0.1, 0.3, 0.8)))
+        self._behind = Random(repr(self._prefixes))  # which requests run in what others leave
+        self._background = self._behind.choice((0.0, 0.0, 0.3, 0.8))
         rare = {Cancel: 4, Stop: 2, Advance: 2, FailNext: 0.7}
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
         self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: rng.choice((6, 30)), **habits}
@@ -206,6 +208,7 @@ class Generator:
             ),
             timeout_s=rng.choice((None, None, None, 1.0, 5.0)),
             cache_salt=salt,
+            priority=BACKGROUND if self._behind.random() < self._background else 0.5,
             retention=self._retention(),
             return_all_generated_tokens=rng.random() < 0.1,
             session=session,

@@ -29,18 +29,20 @@ def check_invariants(simulation: Simulation) -> None:
 
 
 def _check_order(simulation: Simulation) -> None:
-    """Requests for one sequence run in order of arrival within their namespace, the sequences of one request in their order. Who
-    takes turns with whom is the business of scheduler/queue.py.
+    """Requests for one sequence run in order of arrival within their namespace, those of the background among themselves, the
+    sequences of one request in their order. Who takes turns with whom is the business of scheduler/queue.py.
     """
     core, scheduler = simulation.core, simulation.setup.config.scheduler
     lines: dict[object, list[int]] = defaultdict(list)
     for seq in (*core.scheduler.running, *core.scheduler.waiting):
         if seq.seq_id not in simulation.level.was_held:
-            lines[seq.request.cache_salt if seq.group is None else seq.request_id].append(seq.arrival)
+            whose = (seq.request.cache_salt, seq.request.is_background) if seq.group is None else seq.request_id
+            lines[whose].append(seq.arrival)
     for whose, arrivals in lines.items():
         assert all(a < b for a, b in pairwise(arrivals)), f"order of arrival is lost in {whose!r}: {arrivals}"
     if scheduler.policy == "guaranteed_no_evict":
-        assert core.counters.pauses_total == 0, "a sequence was paused under GUARANTEED_NO_EVICT"
+        paused = [seq for seq in (*core.scheduler.running, *core.scheduler.waiting) if seq.num_pauses]
+        assert all(seq.request.is_background for seq in paused), "a sequence was paused under GUARANTEED_NO_EVICT"
     assert len({seq.beam_width for seq in core.scheduler.running}) <= 1, "beam widths are mixed"
     if scheduler.batching == "separate":
         latest = core.latest_iteration()

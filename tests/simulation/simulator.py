@@ -186,7 +186,10 @@ class Simulation:
 
     def _judge(self, request_id: int, request: Request) -> str:
         expected = self.model.judge(request_id, request)
-        is_full = len(self.core.scheduler.waiting) + num_rows(request) > self.setup.config.limits.max_queue_size
+        waiting, size = self.core.scheduler.waiting, self.setup.config.limits.max_queue_size
+        num_ahead = len(waiting) - (0 if request.is_background else waiting.num_background)
+        is_half = request.is_background and waiting.num_background > 0
+        is_full = num_ahead + num_rows(request) > (size // 2 if is_half else size)
         return "queue" if is_full and expected not in ("duplicate", "field") else expected
 
     def _book_acceptance(

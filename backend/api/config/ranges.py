@@ -28,6 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "scheduler.max_num_tokens": (1, MAX_COUNT),
     "scheduler.tuning_requests": (1, 65536),
     "scheduler.max_overtakes": (0, MAX_COUNT),
+    "scheduler.background_share": (0.0, 10.0),
     "scheduler.max_beam_width": (1, 65536),
     "scheduler.max_chunk_tokens": (1, MAX_COUNT),
     "scheduler.max_context_tokens": (1, MAX_COUNT),

@@ -118,6 +118,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     tuning_requests: int = 128  # the latest ones that both are made of
     namespace_weights: tuple[str, ...] = ()  # NAMESPACE=TURNS of each round of admissions, 1 to 1000; others have 1
     max_overtakes: int = 64  # admissions after which a lower priority comes once before higher ones; 0 = never
+    background_share: float | None = None  # priority 0 may make others' steps so much longer; unset = 0, on CUDA 0.05
 
     @property
     def weights(self) -> dict[str, int]:

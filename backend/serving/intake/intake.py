@@ -176,9 +176,10 @@ class RequestIntake:
 
     def _submit_row(self, stream: Stream, row: OutputRow, work: Work) -> None:
         """Start one row. If the executor refuses it, that is the row's error, and the other rows go on."""
+        is_counted = isinstance(work.request, Request) and not work.request.is_background
 
         def on_response(response: Response) -> None:
-            if response.is_final and isinstance(work.request, Request):
+            if response.is_final and is_counted:
                 self._load.leave()
             self._answers.deliver(stream, row, response)
 
@@ -186,7 +187,7 @@ class RequestIntake:
             self._answers.deliver(stream, row, ANSWERED)
             return
         try:
-            if isinstance(work.request, Request):
+            if is_counted:
                 self._load.enter()
             row.request_id = submit(self._executor, work, stream.client_request_id, on_response)
         except EverbatchError as error:

@@ -54,6 +54,7 @@ from backend.serving.wires.limits import (
     fitting_tokens,
     most_tokens,
     prompt_ids,
+    timeout_of,
 )
 from backend.serving.wires.named_adapters import named_adapter
 from backend.serving.wires.named_sampling import NamedSampling, check_choices, from_json, json_value
@@ -107,6 +108,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     tokenize: bool = False  # nothing is computed: token_ids are those of the prompt
     images: list[str] = []  # files in base64, in the order of their places in the prompt
     tell_tokenizer: bool = False  # with `tokenize`: its special tokens and the chat template
+    priority: float = 0.5  # 0: the request runs in what all others leave (docs/batches.md)
     resume: list[Resumed] | None = None  # the output so far of all n sequences; needs `stream` and the seed
 
 
@@ -171,7 +173,10 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         ),
         end_ids=tuple(dict.fromkeys([*asked.end_ids(context, tools.tokenizer), *prompt.end_ids])),
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
-        timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
+        timeout_s=timeout_of(
+            parameters.timeout_s if asked.timeout_s is None else asked.timeout_s, asked.priority, context
+        ),
+        priority=asked.priority,
         cache_salt=parameters.namespace,
         guide=asked.guide,
         thinking=None if reasoning is None else reasoning.for_engine(asked.guide is not None),

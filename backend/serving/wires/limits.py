@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from backend.api import InvalidRequest
 from backend.api.config.schema import LimitsConfig
+from backend.api.request import BACKGROUND
 from backend.serving.intake.batch import Batch
 from backend.serving.intake.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
@@ -22,6 +23,13 @@ def check_stops(name: str, texts: list[str], limits: LimitsConfig) -> None:
         raise InvalidRequest(
             f"{name} has {num_bytes} bytes, the limit is {limits.max_word_bytes} (limits.max_word_bytes); shorten it"
         )
+
+
+def timeout_of(timeout_s: float | None, priority: float, context: ServingContext) -> float | None:
+    """The time limit of a request. One that runs in what others leave takes as long as it takes, up to the longest limit."""
+    if timeout_s is None or priority != BACKGROUND:
+        return timeout_s
+    return min(timeout_s, context.config.limits.max_timeout_s)
 
 
 def most_tokens(context: ServingContext) -> int:

@@ -18,6 +18,7 @@ from backend.api import FinishReason, Request, Result
 from backend.serving.intake.requests import Parameters, ServingContext
 from backend.serving.wires.commands import EndOfReply
 from backend.serving.wires.front import TextTools
+from backend.serving.wires.limits import timeout_of
 from backend.serving.wires.named_adapters import named_adapter
 from backend.serving.wires.named_sampling import from_json
 from backend.serving.wires.vectors import (
@@ -38,6 +39,7 @@ from backend.serving.work import Arrays, Work
 class _Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_s: float | None = None
     lora_name: str | None = None
+    priority: float = 0.5
 
 
 class Embed(_Command, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,8 +100,9 @@ def _embed(asked: Embed, context: ServingContext, parameters: Parameters, tools:
 def _work(asked: _Command, request: Request, context: ServingContext, told: Any) -> Work:
     """`told`: the key that the answer has besides, of a result whose prompt was computed."""
     changes: dict[str, Any] = {"lora": named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled)}
+    changes["priority"] = asked.priority
     if asked.timeout_s is not None:
-        changes["timeout_s"] = asked.timeout_s
+        changes["timeout_s"] = timeout_of(asked.timeout_s, asked.priority, context)
 
     def render(result: Result) -> list[Arrays]:
         reason = result.finish_reasons[0]
