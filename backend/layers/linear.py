@@ -173,26 +173,14 @@ class QuantizedLinear:
         return out
 
 
-class LinearByHead:
+class LinearByHead(DenseLinear):
     """A weight [heads * n, k] as floats, whose rows each head has a part of: x [tokens, heads, k] -> [tokens, heads, n]."""
 
-    takes_int8 = False
-
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
-        assert bias is None
-        self._weight = floats_of(weight)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, k = self._weight.shape
-        return n, k
-
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes_of(self._weight)
+        super().__init__(floats_of(weight), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self._weight.to(x.dtype).unflatten(0, (x.shape[1], -1))
+        weight = self.weight.to(x.dtype).unflatten(0, (x.shape[1], -1))
         return torch.einsum("thk,hnk->thn", x, weight)
 
 
