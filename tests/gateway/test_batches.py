@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from gateway.batches import routes
+from tests.docs.blocks import blocks
 from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import FakeTriton
 
@@ -62,6 +63,17 @@ def kept(serve: Serve, tmp_path: Path) -> Iterator[Served]:
     with serve(batches=tmp_path / "batches") as served:
         served.wait_healthy()
         yield served
+
+
+def test_the_program_of_the_page_runs(
+    kept: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = [block for block in blocks("docs/batches.md") if block.tag == "python"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requests.jsonl").write_bytes(jsonl(chat(1), chat(2)))
+    program = block.text.replace("http://127.0.0.1:9000", f"http://{kept.address}").replace("sleep(1)", "sleep(0.01)")
+    exec(compile(program, str(block), "exec"), {})
+    assert "completed=2, failed=0, total=2" in capsys.readouterr().out
 
 
 def test_a_batch_is_answered_as_its_endpoint_answers(kept: Served, triton: FakeTriton) -> None:

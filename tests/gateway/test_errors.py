@@ -282,7 +282,7 @@ def test_each_parameter_that_the_model_names_is_called_as_openai_does() -> None:
         },
         **{"beam_width": "n", "include_stop_in_output": "include_stop_str_in_output", "timeout_s": None, "tools": None},
         **{"images": "messages", "visible_tokens": None, "reasoning": None, "prompt_adapter_name": "model"},
-        "fill": "suffix",
+        **{"fill": "suffix", "priority": None},
     }
     # Of gateway/adapters.py and gateway/vectors.py, which calls texts as its clients do: no client sends them.
     # Nor are `resume` and `look` theirs: gateway/resuming.py and gateway/live.py send them.

@@ -117,7 +117,9 @@ class LevelWatch:
         self._io: ChancyIo | None = None
         self.was_held: set[SequenceId] = set()  # sequences that have waited for the level: others may overtake them
         self.seen: Counter[str] = Counter()
-        self._loads: dict[SequenceId, LevelLoad] = {}  # of sequences that have not run since
+        self._loads: dict[
+            tuple[SequenceId, int], LevelLoad
+        ] = {}  # of turns (sequence, request) that have not run since
         self._num_signs, self._sign_ns = 0, 0  # of the reader, and when the latest one was seen
         self._num_lost_epochs = 0
 
@@ -150,14 +152,16 @@ class LevelWatch:
             assert max(load.begun_ns, self._sign_ns) >= late_ns, f"{load.seq!r} waits for a level that stalls"
 
     def _check_loads(self, core: EngineCore) -> None:
-        """A sequence asks the level once before it runs, or once more when the pool has been lost."""
+        """A turn of a sequence asks the level once before it runs, or once more when the pool has been lost."""
         if core.kv.level.num_lost_epochs != self._num_lost_epochs:
             self._num_lost_epochs = core.kv.level.num_lost_epochs
             self._loads.clear()
         for seq in core.scheduler.running:
-            self._loads.pop(seq.seq_id, None)
+            self._loads.pop((seq.seq_id, seq.request_id), None)
         for seq_id, load in core.level._loading.items():
-            assert self._loads.setdefault(seq_id, load) is load, f"{load.seq!r} asks the level again"
+            assert self._loads.setdefault((seq_id, load.seq.request_id), load) is load, (
+                f"{load.seq!r} asks the level again"
+            )
 
     def drain(self, core: EngineCore) -> None:
         """Whatever the level was asked ends, and nothing stays reserved for it."""
