@@ -18,6 +18,7 @@ from backend.api import FinishReason, InvalidRequest, PerfMetrics, Request, Resp
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey, Status
 from backend.engine.core import EngineCore
+from backend.engine.intake import SPARE
 from tests.simulation.errors import error_class
 from tests.simulation.events import (
     Advance,
@@ -189,7 +190,9 @@ class Simulation:
         waiting, size = self.core.scheduler.waiting, self.setup.config.limits.max_queue_size
         num_ahead = len(waiting) - (0 if request.is_background else waiting.num_background)
         is_half = request.is_background and waiting.num_background > 0
-        is_full = num_ahead + num_rows(request) > (size // 2 if is_half else size)
+        size = size // 2 if is_half else size
+        total, own = num_ahead + num_rows(request), waiting.num_of(request.cache_salt) + num_rows(request)
+        is_full = total > size and (own > size // SPARE or total > size + size // SPARE)
         return "queue" if is_full and expected not in ("duplicate", "field") else expected
 
     def _book_acceptance(
