@@ -22,6 +22,7 @@ from tests.simulation.setups import VOCAB
 
 EOS_IDS = (VOCAB - 1, VOCAB - 2)  # of the model, for requests with guides that name none
 MAX_COMPILING = 3
+CANDIDATES = 128  # tokens that come before others, however many are asked for
 MayFollow = Callable[[int], bool]  # whether a token may follow
 _TOKENS = np.arange(VOCAB, dtype=np.uint64)
 
@@ -67,7 +68,7 @@ def choose(cells: list[int], seed: int, counter: int, is_allowed: MayFollow) -> 
 def top_allowed(cells: list[int], counter: int, count: int, is_allowed: MayFollow) -> list[tuple[int, float]]:
     """The most likely of the allowed tokens, the best first, and then forbidden ones, as workers tell them."""
     state = mix(sum(mix(i, cell) for i, cell in enumerate(reversed(cells))), counter)
-    tokens = itertools.chain((mix(state, index) % VOCAB for index in range(4 * count)), range(VOCAB))
+    tokens = itertools.chain((mix(state, index) % VOCAB for index in range(CANDIDATES)), range(VOCAB))
     found: dict[int, float] = {}
     for token_id in filter(is_allowed, tokens):
         found.setdefault(token_id, -0.1 * (len(found) + 1) - mix(state, token_id) % 1000 / 12_000)
