@@ -163,16 +163,17 @@ class Scheduler:
         if self._separate and (context or plan.admitted):
             generation, growing = [], []
         budget = self._context_budget(plan, generation, context)
-        shares = self._cut(plan, context, budget)
+        in_turn = self._in_turn(context)  # as below: those who are admitted only make their shares smaller
+        shares = self._cut(plan, in_turn, budget)
         num_tokens = {seq.seq_id: 1 for seq in growing}
-        num_tokens.update((seq.seq_id, share) for seq, share in zip(context, shares, strict=True))
+        num_tokens.update((seq.seq_id, share) for seq, share in zip(in_turn, shares, strict=True))
         if num_tokens:
             extend_or_pause(plan.kv, self._background.ranked(self.running), num_tokens)
         plan.generation = generation
         if plan.paused:  # the others run in the room that was planned; none is admitted
             paused = {seq.seq_id for seq in plan.paused}
             plan.generation = [seq for seq in generation if seq.seq_id not in paused]
-            cut = zip(context, shares, strict=True)
+            cut = zip(in_turn, shares, strict=True)
             plan.context = [(seq, share) for seq, share in cut if share and seq.seq_id not in paused]
             return plan
         if not admit_first:
