@@ -277,7 +277,7 @@ def test_what_is_wrong_is_an_error_and_the_next_request_is_served(server: Triton
     assert "'tempersture'" in error_of(server, sampling={"tempersture": 0}, as_tensor=False)
     for guide, sentence in (({"json": {"not": {}}}, "not"), ({"xml": "a"}, "'xml', allowed")):
         assert sentence in error_of(server, sampling={"structured_outputs": json.dumps(guide)})
-    assert "image asks for an image" in error_of(server, image="aGk=")
+    assert "the model reads text only, and the request has images" in error_of(server, image="aGk=")
     beams = GREEDY | {"use_beam_search": "true", "n": "99"}
     assert error_of(server, sampling=beams).startswith("Error generating stream: beam_width is 99, allowed is 1 to")
     one = request("vllm_model", GREEDY)

@@ -137,10 +137,10 @@ def test_families_that_are_refused_say_why() -> None:
 def test_native_families_may_be_run_by_transformers() -> None:
     llama = {"architectures": ["LlamaForCausalLM"]}
     assert implementation_of(llama, "auto") == "native" and implementation_of(llama, "transformers") == "transformers"
-    latent = {"architectures": ["DeepseekV3ForCausalLM"]}
-    assert implementation_of(latent, "auto") == "transformers"
+    hosted = {"architectures": ["MiniCPM3ForCausalLM"]}
+    assert implementation_of(hosted, "auto") == "transformers"
     with pytest.raises(ConfigError, match="model.implementation is native"):
-        implementation_of(latent, "native")
+        implementation_of(hosted, "native")
     with pytest.raises(ConfigError, match="near it are Qwen3MoeForCausalLM"):
         implementation_of({"architectures": ["Qwen3MoEForCausalLM"]}, "auto")
 

@@ -92,7 +92,10 @@ def parse_quantisation(content: dict[str, Any]) -> tuple[Format | None, KvNumber
     method = convert(section.get("quant_method", "unknown"), str, FILE, f"{key}.quant_method")
     if method not in _PARSERS:
         raise unsupported(method)
-    return _PARSERS[method](section), _kv_dtype(method, section.get("kv_cache_scheme"))
+    format, scheme = _PARSERS[method](section), section.get("kv_cache_scheme")
+    if isinstance(format, Fp8Format) and isinstance(scheme, dict) and scheme.get("type") == "float":
+        return format, None  # FP8, in whose place KV has the type that is set
+    return format, _kv_dtype(method, scheme)
 
 
 def unsupported(method: str, reason: str = "") -> ConfigError:
@@ -317,8 +320,6 @@ def _obstacle(config: _CompressedTensors, group: _Group, weights: _Scheme, forma
 
 def _kv_dtype(method: str, scheme: object) -> KvNumbers | None:
     if not scheme:
-        return None
-    if isinstance(scheme, dict) and scheme.get("type") == "float":  # FP8, in whose place KV has the type that is set
         return None
     given = {key: value for key, value in scheme.items() if value is not None} if isinstance(scheme, dict) else {}
     bits = given.pop("num_bits", 0)
