@@ -13,13 +13,29 @@ from client.errors import ClientError
 from client.messages import Completion
 
 
-class BatchProgress:
+class _Bar:
+    """A bar with a note behind it, which is drawn while the object is entered. Nothing unless `shown`."""
+
+    def __init__(self, what: str, total: int | None, shown: bool) -> None:
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
+        self._task = self._progress.add_task(what, total=total, note="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class BatchProgress(_Bar):
     """Answers so far of all, output tokens and their speed, errors, and the time that is left. Nothing unless `shown`."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
-        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
-        self._task = self._progress.add_task("answers", total=total, note="")
+        super().__init__("answers", total, shown)
         self._began = time.monotonic()
         self._tokens = self._errors = 0
 
@@ -33,23 +49,12 @@ class BatchProgress:
         note = f"{self._tokens} tokens, {speed:.0f} tokens/s" + f", {self._errors} errors" * bool(self._errors)
         self._progress.update(self._task, advance=1, note=note)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-
-class FileProgress:
+class FileProgress(_Bar):
     """The bar of a file of requests that a server answers by itself."""
 
     def __init__(self, *, shown: bool) -> None:
-        columns = (TextColumn("lines"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
-        self._task = self._progress.add_task("lines", total=None, note="")
+        super().__init__("lines", None, shown)
 
     def show(self, counts: dict[str, int], tokens: int, status: str) -> None:
         """`counts`: of a batch; `tokens`: that its answers have."""
@@ -60,12 +65,3 @@ class FileProgress:
 
     def note(self, text: str) -> None:
         self._progress.update(self._task, note=text)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()

@@ -81,7 +81,8 @@ def _add_generating(api: FastAPI, gateway: Gateway) -> None:
         message, context = await _read(gateway, OllamaChat, request), visit_of(request.scope)
         if not message.messages:
             return await _loaded(gateway, message)
-        name, dialect = _served_name(gateway, message.model), gateway.dialect(_served_name(gateway, message.model))
+        name = _served_name(gateway, message.model)
+        dialect = gateway.dialect(name)
         chat = ollama_turns.as_chat(message, dialect)
         asked = await gateway.translated(context, name, ollama_turns.chat, message, chat, dialect)
         return _answer(gateway, message, context, asked, dialect.reader(chat) or PlainReader())
@@ -95,7 +96,8 @@ def _add_generating(api: FastAPI, gateway: Gateway) -> None:
         message, context = await _read(gateway, OllamaGenerate, request), visit_of(request.scope)
         if not (message.prompt or message.suffix or message.images):
             return await _loaded(gateway, message)
-        name, dialect = _served_name(gateway, message.model), gateway.dialect(_served_name(gateway, message.model))
+        name = _served_name(gateway, message.model)
+        dialect = gateway.dialect(name)
         if message.suffix:
             await gateway.check_fills(name, "suffix")
         chat = ollama_turns.as_chat(message, dialect)

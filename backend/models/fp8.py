@@ -59,7 +59,7 @@ class Fp8Tensors(Mapping[str, Tensor]):
         if self._format.block is not None:
             rows, columns = self._format.block
             if tuple(scale.shape) == (-(-n // rows), -(-k // columns)):
-                return scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+                return scale[torch.arange(n) // rows][:, torch.arange(k) // columns]
         raise ConfigError(
             f"tensor {name} has shape {list(scale.shape)}, which does not fit a weight of {[n, k]} in blocks of "
             f"{self._format.block}; {_AGAIN}"

@@ -35,14 +35,14 @@ class AbsorbedTensors(Mapping[str, Tensor]):
         names = config.names.layer.latent
         self._parts: dict[str, _Part] = {}
         self._stored: set[str] = set()
-        for layer in range(config.num_layers if names.up else 0):
-            prefix = f"{config.names.layers}{layer}."
-            own = {name for name in tensors if name.startswith(f"{prefix}{names.up}.")}
-            if not own:
-                continue
-            self._stored |= own
-            self._parts[prefix + names.keys + _WEIGHT] = _Part(prefix + names.up, True)
-            self._parts[prefix + names.values + _WEIGHT] = _Part(prefix + names.up, False)
+        layers = [f"{config.names.layers}{layer}." for layer in range(config.num_layers if names.up else 0)]
+        prefix_of = {prefix + names.up: prefix for prefix in layers}
+        for name in tensors:
+            stored = name.rpartition(".")[0]
+            if (prefix := prefix_of.get(stored)) is not None:
+                self._stored.add(name)
+                self._parts[prefix + names.keys + _WEIGHT] = _Part(stored, True)
+                self._parts[prefix + names.values + _WEIGHT] = _Part(stored, False)
 
     def __getitem__(self, name: str) -> Tensor:
         part = self._parts.get(name)

@@ -2,9 +2,9 @@
 
     lines.key  =  number of the file << LINE_BITS | number of the line, from 1
 
-A file is its lines, each with its line break, so that a line of an input is found by its number and an answer is a row. What is
-committed outlives a kill of the process, and of the machine. An answer and the counts of its batch are one transaction, and a key
-holds one answer: whatever is killed, a line is answered once.
+A file is stored as one row for each of its lines, with the line break, so that a line of an input file is found by its number
+and an answer is one more row. A committed transaction outlives a kill of the process, and of the machine. An answer and the
+counts of its batch are one transaction, and a key holds one answer: whatever is killed, a line is answered once.
 """
 
 from __future__ import annotations

@@ -115,6 +115,10 @@ def _add_file_routes(api: FastAPI, gateway: Gateway) -> None:
             await batches.call(database.add_lines, record, lines)
             if record.num_bytes > settings.max_file_bytes:
                 raise too_large(settings.max_file_bytes)
+            _, size = await batches.call(database.use, context.namespace)  # others may come in at the same time
+            if size > settings.files_bytes:
+                text = f"with this file there are {size} bytes, the limit is {settings.files_bytes}; delete some"
+                raise too_many_of_one(text)
 
         incoming = Incoming(request.receive, settings.max_file_bytes + FORM_BYTES, settings.body_timeout_s)
         longest = await gateway.body_limit(settings.max_image_body_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,12 @@ def write_hybrid(directory: Path, file: Path, arch: str, kind: str = "F32", extr
         number, last = config["num_hidden_layers"], "blk.1."
         tensors |= {f"blk.{number}.{name.removeprefix(last)}": tensors[name] for name in tensors if name[:6] == last}
         tensors[f"blk.{number}.nextn.eh_proj.weight"] = torch.ones(48, 96)
+    write_tensors(writer, tensors, kind)
+    return file
+
+
+def write_tensors(writer: gguf.GGUFWriter, tensors: Mapping[str, Tensor], kind: str) -> None:
+    """Write the file. Matrices of whole blocks are of type `kind`, all else is float32."""
     for name, tensor in tensors.items():
         values = tensor.float().contiguous().numpy()
         plain = values.ndim == 1 or "conv" in name.split(".")[-2] or "ssm_norm" in name or not name.endswith(".weight")
@@ -152,7 +158,6 @@ def write_hybrid(directory: Path, file: Path, arch: str, kind: str = "F32", extr
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
 
 
 def _add_settings(

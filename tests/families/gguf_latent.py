@@ -12,12 +12,10 @@ from typing import Any
 
 import gguf
 import torch
-from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from backend.models.loader import open_tensors
-from tests.families.gguf_hybrids import OF_LAYER, OF_MODEL, PROJECTIONS
-from tests.model.gguf_files import encoded
+from tests.families.gguf_hybrids import OF_LAYER, OF_MODEL, PROJECTIONS, write_tensors
 
 ARCH = "deepseek2"
 NAMES = OF_LAYER | {
@@ -56,16 +54,7 @@ def write_latent(directory: Path, file: Path, kind: str = "F32", is_old: bool = 
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCH)
     _add_settings(writer, config, is_old)
-    for name, tensor in _tensors(directory, config, is_old):
-        values = tensor.float().contiguous().numpy()
-        used = Type.F32 if values.ndim == 1 or "ffn_gate_inp" in name else Type[kind]
-        if values.shape[-1] % gguf.GGML_QUANT_SIZES[used][0]:
-            used = Type.F32
-        writer.add_tensor(name, values if used is Type.F32 else encoded(values, used), raw_dtype=used)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, dict(_tensors(directory, config, is_old)), kind)
     return file
 
 

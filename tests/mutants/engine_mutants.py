@@ -87,7 +87,10 @@ MUTANTS = {
         change(PrefixTrie, "insert_tail", ("_longest_head(node, tail)[1] == len(tail)", "tail in node.children")),
         TAILS,
     ),
-    "more_run_than_tuned": (change(Scheduler, "_admit", ("len(beams) > most", "len(beams) > most + 1")), TUNING),
+    "more_run_than_tuned": (
+        change(Scheduler, "_finds_no_place", ("len(beams) > most", "len(beams) > most + 1")),
+        TUNING,
+    ),
     "averages_are_rounded_down": (
         change(
             BatchTuner,

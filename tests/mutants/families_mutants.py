@@ -65,7 +65,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/families/test_gguf_latent.py"],
     ),
     "blocks_of_fp8_are_as_wide_as_they_are_high": (
-        change(Fp8Tensors, "_spread", ("repeat_interleave(columns, 1)", "repeat_interleave(rows, 1)")),
+        change(Fp8Tensors, "_spread", ("torch.arange(k) // columns", "torch.arange(k) // rows % scale.shape[1]")),
         ["tests/weight_formats/test_fp8.py"],
     ),
     "a_value_that_is_not_supported_is_taken": (change(Settings, "only", ("not in values", "in ()")), [_SETTINGS]),

@@ -45,7 +45,7 @@ MUTANTS = {
         WAITING,
     ),
     "the_device_is_endless": (
-        change(Scheduler, "_admit", ("if not self.adapters.has_room(", "if False and (")),
+        change(Scheduler, "_finds_no_place", ("not self.adapters.has_room(", "False and (")),
         WAITING,
     ),
     "all_adapters_are_read_ahead": (

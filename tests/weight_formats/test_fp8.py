@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.api import ConfigError
+from backend.api.checkpoint.quantised import Fp8Format
 from backend.api.config.schema import KvCacheConfig, ModelConfigSection
 from backend.models.config import parse_model_config
+from backend.models.fp8 import Fp8Tensors
 from backend.models.loader import load_directory, open_directory
 from backend.worker.loaded_model import LoadedModel
 from benchmarks.quality.perplexity import row_logits
@@ -142,6 +144,15 @@ def test_other_forms_are_refused(tmp_path: Path, section: dict[str, Any], senten
     content = json.loads((directory / "config.json").read_text()) | dict(quantization_config=section)
     with pytest.raises(ConfigError, match=sentence):
         parse_model_config(json.dumps(content))
+
+
+def test_a_block_that_is_larger_than_the_weight_takes_no_memory() -> None:
+    weight = torch.ones(3, 5).to(torch.float8_e4m3fn)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": torch.full((1, 1), 2.0)}
+    assert torch.equal(Fp8Tensors(tensors, Fp8Format((65536, 65536)))["x.weight"], torch.full((3, 5), 2.0))
+    tensors["x.weight_scale_inv"] = torch.tensor([[2.0], [3.0]])
+    tall = Fp8Tensors(tensors, Fp8Format((2, 65536)))["x.weight"]
+    assert torch.equal(tall, torch.tensor([[2.0], [2.0], [3.0]]).expand(3, 5))
 
 
 @pytest.mark.parametrize(
